@@ -91,14 +91,14 @@ def render_stages(stage_times: Sequence[StageTimes], console: Console) -> None:
         console.print(Text(f"stages: {', '.join(spent)}"), soft_wrap=True)
 
 
-def render_results(verdicts: Sequence[InvariantResult], console: Console) -> None:
+def render_results(results: Sequence[InvariantResult], console: Console) -> None:
     """The invariants, one line each, breaches below."""
-    for verdict in verdicts:
-        mark = "[green]holds [/green]" if verdict.holds else "[red]BROKEN[/red]"
-        console.print(f"{mark} {escape(verdict.message)} [dim]({verdict.checked} looked at)[/dim]", soft_wrap=True)
-        for example in verdict.examples:
+    for result in results:
+        mark = "[green]holds [/green]" if result.holds else "[red]BROKEN[/red]"
+        console.print(f"{mark} {escape(result.message)} [dim]({result.checked} looked at)[/dim]", soft_wrap=True)
+        for example in result.examples:
             console.print(f"       [red]{escape(printable(example))}[/red]", soft_wrap=True)
-        if verdict.breaches > len(verdict.examples):
-            console.print(f"       [red]... {verdict.breaches} in all[/red]")
-        for missing in verdict.not_judged:
+        if result.breaches > len(result.examples):
+            console.print(f"       [red]... {result.breaches} in all[/red]")
+        for missing in result.not_judged:
             console.print(f"       [yellow]not judged: {escape(printable(missing))}[/yellow]", soft_wrap=True)

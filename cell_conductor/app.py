@@ -49,7 +49,7 @@ LEASES = "conductor.leases.{process}"
 KNOWN = "conductor.known.{process}"
 # The queues of announcements are declared here too: announcements made before the first scheduler listens must not be
 # lost.
-ANNOUNCED_TO = ("scheduler.builds",)
+EVENTS_TO = ("scheduler.builds",)
 FENCE_PROVES_S = 30 * 86_400.0  # a host that is fenced for longer keeps no record of what ended in its cell
 
 
@@ -83,18 +83,18 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     relay = Relay(store.outbox, {cell: bus}, clock=env.clock, lingering=lingering)
     listings = Listings()
     fences = FenceController(store, bus, clock=env.clock, config=config, cell=cell)
-    keeper = LeaseController(
+    leases = LeaseController(
         store,
         bus,
         clock=env.clock,
         config=config,
         cell=cell,
         process=env.process,
-        on_fence=fences.on_announced,
+        on_fence=fences.on_recorded,
     )
     lookup = SourceLookup(store, bus, clock=env.clock, config=config, listings=listings)
     known = KnownReader(bus)
-    recovery = _recovery(env.clock, config, cell, store, bus, relay, known, keeper, fences)
+    recovery = _recovery(env.clock, config, cell, store, bus, relay, known, leases, fences)
     engine = Engine(
         store=store,
         bus=bus,
@@ -102,13 +102,13 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         clock=env.clock,
         config=config,
         cell=cell,
-        leases=keeper,
+        leases=leases,
         fences=fences,
         lookup=lookup,
         blocked=recovery.note_blocked,
     )
-    requests = RequestHandlers(engine, env.clock, bus, fences=fences, leases=keeper)
-    hosts = HostHandlers(engine, store, env.clock, config, bus, listings=listings, fences=fences, leases=keeper)
+    requests = RequestHandlers(engine, env.clock, bus, fences=fences, leases=leases)
+    hosts = HostHandlers(engine, store, env.clock, config, bus, listings=listings, fences=fences, leases=leases)
     service.add_resource(store.open, store.close)
     service.add_resource(bus.open, bus.close)
     service.add_declaration(partial(_declare, bus))
@@ -117,8 +117,8 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     _add_rounds(service, env.clock, config, store, bus, engine)
     service.add_task("recovery", recovery.run)
     service.add_task("fences", partial(fences.run, engine))
-    service.add_task("leases", lambda: keeper.run(engine))
-    _add_consumers(service, bus, config, requests, hosts, keeper)
+    service.add_task("leases", lambda: leases.run(engine))
+    _add_consumers(service, bus, config, requests, hosts, leases)
     service.add_consumer(Consumer(bus, KNOWN, known.handle, max_batch=1, concurrency=1))
     _add_checks(service, bus, store, cell)
     service.add_drain(relay.drain)
@@ -177,7 +177,7 @@ async def _show_safety(store: InstanceStore, cell: str) -> None:
 
 
 async def _declare(bus: Bus) -> None:
-    for queue in (*ANNOUNCED_TO, REQUESTS, DEAD_LETTER_QUEUE, RESULTS, HOSTS, LEASES, KNOWN):
+    for queue in (*EVENTS_TO, REQUESTS, DEAD_LETTER_QUEUE, RESULTS, HOSTS, LEASES, KNOWN):
         await bus.declare(queue)
 
 
@@ -187,7 +187,7 @@ def _add_consumers(  # noqa: PLR0917  (one caller)
     config: ConductorConfig,
     requests: RequestHandlers,
     hosts: HostHandlers,
-    keeper: LeaseController,
+    leases: LeaseController,
 ) -> None:
     for queue, handler in (
         (REQUESTS, requests.requests),
@@ -203,7 +203,7 @@ def _add_consumers(  # noqa: PLR0917  (one caller)
     service.add_consumer(Consumer(bus, HOSTS, hosts.hosts, max_batch=config.max_batch, concurrency=1))
     # Heartbeats have a queue of their own: a report waits for the database, and a heartbeat behind it would count as
     # missed.
-    service.add_consumer(Consumer(bus, LEASES, keeper.handle, max_batch=config.max_batch, concurrency=1))
+    service.add_consumer(Consumer(bus, LEASES, leases.handle, max_batch=config.max_batch, concurrency=1))
 
 
 log = structlog.get_logger(__name__)
@@ -228,7 +228,7 @@ async def sweep_forever(engine: Engine, clock: Clock, config: ConductorConfig) -
 
 
 async def look_up_forever(engine: Engine, clock: Clock) -> None:
-    """Look for the sources of moves that are to be undone, one search at a time.
+    """Look for the sources of moves that are to be rolled back, one search at a time.
 
     An instance that is not searched now comes again with its deadline.
     """
@@ -242,7 +242,7 @@ async def look_up_forever(engine: Engine, clock: Clock) -> None:
 
 async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorConfig) -> None:
     """Drop instances that were deleted or failed long ago, a full batch being followed by the next at once, and fences
-    that were lifted long ago. What ended after the oldest fence in force is kept: it proves a machine there over. Not
+    that were ended long ago. What ended after the oldest fence in force is kept: it proves a machine there over. Not
     for a host that is off for FENCE_PROVES_S, or should have been back long ago: it may be scrapped, and what it has
     then is quarantined.
     """

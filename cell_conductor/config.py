@@ -32,7 +32,7 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Longest such wait, in seconds."""
     live_copy_mb_s: Annotated[float, Bound(ge=0, le=1_000_000)] = 32.0
     """MiB of memory that a live migration copies per second, at least. Its source may take the time of copying the
-    instance's memory at this rate beyond that of one step; then the move is given up. 0: only the time of one step.
+    instance's memory at this rate beyond that of one step; then the action fails. 0: only the time of one step.
     """
     report_grace_s: Seconds = 30.0
     """Seconds after an instance's last change during which a host's report does not count against it: a report that
@@ -55,8 +55,8 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     builds go to other services, and schedulers choose none of its hosts.
     """
     services_retention_s: Annotated[float, Bound(ge=86_400)] = 7 * 86_400.0
-    """Seconds that a service which is down stays on record. In a cell whose database was ever set back it stays there
-    until `berth services forget`: it may have machines that the database has forgotten.
+    """Seconds that a service which is down stays on record. In a cell whose database was ever restored it stays there
+    until `berth service delete`: it may have machines that the database has lost.
     """
     takeover_s: Seconds = 600.0
     """Seconds of silence after which hosts of a compute service pass to another one that reports the same uuids.

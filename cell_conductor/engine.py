@@ -71,7 +71,7 @@ MAX_LOOKUPS = MAX_LOOKUP
 
 class Listening(Transient):
     """This conductor has started, or its database is on another server, and compute services have not been heard yet:
-    they would know if that was set back.
+    they would know if that was restored.
     """
 
     code = "cell.listening"
@@ -219,12 +219,12 @@ class Engine:
     async def sweep(self) -> int:
         """Apply passed deadlines, one bounded batch of them. Returns how many."""
         now, stated = self._clock.time(), self._leases.stated()
-        is_later = stated.conductor > self._store.incarnation
-        if not (self._store.is_recovering or stated.marks or is_later) and not await self._store.has_due(now):
+        is_newer = stated.conductor > self._store.incarnation
+        if not (self._store.is_recovering or stated.marks or is_newer) and not await self._store.has_due(now):
             return 0
         await self._fences.ensure_loaded()
         async with self._store.transaction() as transaction:
-            # Before any deadline counts: in a database that was set back it proves nothing.
+            # Before any deadline counts: in a database that was restored it proves nothing.
             stated = self._leases.stated()  # now that there is a connection
             change = await transaction.recognise(stated)
             if change is None and not stated.may_act:
@@ -274,9 +274,9 @@ class Engine:
         new = {one.uuid for one in incoming if isinstance(one.event, BuildRequested) and not one.event.is_query}
         for number in range(MAX_STALE):
             # First on cached instances, in one round trip; with locks after a conflict.
-            begun = self._store.transaction() if number else self._store.optimistic(new)
+            opened = self._store.transaction() if number else self._store.optimistic(new)
             try:
-                async with begun as transaction:
+                async with opened as transaction:
                     stated = self._leases.stated()  # now that there is a connection
                     change = await transaction.recognise(stated)
                     if change is None and not stated.may_act:
@@ -335,14 +335,12 @@ class Engine:
             list(ended_by.hosts), ended_by.abandoned, self._clock.time(), list(ended_by.proofs)
         ):
             self._fences.invalidate()
-            raise Transient("the fence that this relies on was lifted meanwhile", code="fence.ended")
+            raise Transient("the fence that this relies on was ended meanwhile", code="fence.ended")
         await transaction.insert(created)
         await transaction.update(changed)
         await transaction.send_later(outgoing)
         stepped_on = {uuid: one for uuid, one in now.items() if uuid not in failed}
-        asked = {
-            uuid: question for uuid, one in stepped_on.items() if (question := awaited_request_of(one)) is not None
-        }
+        asked = {uuid: request for uuid, one in stepped_on.items() if (request := awaited_request_of(one)) is not None}
         return Transition(stepped_on, asked, outgoing, steps, ended, bool(ended_by.abandoned))
 
     def _stepped(
@@ -402,8 +400,8 @@ class Engine:
         observe_steps(recorded.steps, recorded.ended, recorded.outgoing)
 
     async def look_up_sources(self) -> None:
-        """Look for the sources of moves that are to be undone, all at once, so that one silent service delays none of
-        them longer than another; and have what operators have decided on looked at.
+        """Look for the sources of moves that are to be rolled back, all at once, so that one silent service delays none
+        of them longer than another; and have what operators have decided on looked at.
 
         Waits until there are some. It has a task of its own: nothing else waits for a service that does not answer.
         """
@@ -458,33 +456,33 @@ class Engine:
             return await transaction.lock(sorted(instances))
 
     def adopt_machine(self, instance: str) -> None:
-        """A machine in quarantine is this instance's by an operator's word. It comes again with each report of its
+        """A machine in quarantine is this instance's by an operator's decision. It comes again with each report of its
         host.
         """
         if len(self._decided) < MAX_LOOKUPS:
             self._decided.add(instance)
             self._lookup_due.set()
 
-    async def _request_placement(self, questions: Sequence[PendingRequest]) -> None:
+    async def _request_placement(self, requests: Sequence[PendingRequest]) -> None:
         """Send requests to placement, until no instance of this batch waits for an answer; requests without an answer
         are left to the sweep.
 
         A missing answer is no reason to hold the messages back: the request is on record, and repeated until answered.
         """
         for _ in range(MAX_ROUNDS):
-            answers = await self._placement.send(self._of_placement(questions))
+            answers = await self._placement.send(self._of_placement(requests))
             if not answers:
                 return
-            questions = await self._apply(answers)
-        log.error("instance.unresolved", instances=[question.instance.uuid for question in questions][:10])
+            requests = await self._apply(answers)
+        log.error("instance.unresolved", instances=[request.instance.uuid for request in requests][:10])
 
-    def _of_placement(self, questions: Sequence[PendingRequest]) -> list[PendingRequest]:
-        """The requests to placement; the questions to compute services wait for the next search."""
-        for one in questions:
+    def _of_placement(self, requests: Sequence[PendingRequest]) -> list[PendingRequest]:
+        """The requests to placement; the queries of compute services wait for the next search."""
+        for one in requests:
             if isinstance(one.message, SourceQuery) and len(self._lookups) < MAX_LOOKUPS:
                 self._lookups[one.instance.uuid] = None
                 self._lookup_due.set()
-        return [one for one in questions if not isinstance(one.message, SourceQuery)]
+        return [one for one in requests if not isinstance(one.message, SourceQuery)]
 
 
 def _events_of_readable(incoming: Sequence[InstanceEvent], unreadable: UnreadableRecords) -> list[InstanceEvent]:

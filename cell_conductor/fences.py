@@ -1,10 +1,10 @@
-"""Keeps the fences of a cell's hosts: takes the operator's decisions, ends steps that wait for a fenced host, lifts
+"""Keeps the fences of a cell's hosts: takes the operator's decisions, ends steps that wait for a fenced host, ends
 fences.
 
 Every conductor has all fences of its cell; they are few. The effects of a fence are recorded in one transaction that
-holds the fence, and counts the machines that are given up. The order to destroy one waits in the service's queue; a
-host that comes back and lists a machine which its record proves over is sent the order again. A fence is lifted when a
-scan of its host from after the last one that was given up lists no such machine.
+holds the fence, and counts the machines that are abandoned. The command to destroy one waits in the service's queue; a
+host that comes back and lists a machine which its record proves over is sent the command again. A fence is ended when a
+scan of its host from after the last one that was abandoned lists no such machine.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
 
-CHECK_S = 0.5  # between two looks at the fences that are to be lifted
+CHECK_S = 0.5  # between two looks at the fences that are to be ended
 RECENT_S = 2.0  # a copy that was read longer ago does not prove that a fence is not on record
-RELOAD_S = 30.0  # the record is read again after this, in case an announcement of another conductor was lost
-ANNOUNCE_S = 60.0  # between two announcements of all fences on record
+RELOAD_S = 30.0  # the record is read again after this, in case a message of another conductor was lost
+PUBLISH_S = 60.0  # between two messages about all fences on record
 NO_UUID = "00000000-0000-0000-0000-000000000000"
 
 _version_of = attrgetter("version")
@@ -55,18 +55,18 @@ class FenceController:
         self._fences: Mapping[str, Fence] | None = None  # they are not read
         # {host: the decision whose waiting steps this conductor has ended, and the database's incarnation then}
         self._in_effect: dict[str, tuple[int, int]] = {}
-        self._asked: dict[str, Fence] = {}  # decisions that came again: what is on record of them is announced soon
+        self._repeated: dict[str, Fence] = {}  # decisions that came again: what is on record of them is published soon
         self._is_fresh = False
         self._reload_at = 0.0
         self._read_at = -math.inf
-        self._announce_at = clock.monotonic() + ANNOUNCE_S
+        self._publish_at = clock.monotonic() + PUBLISH_S
         self._loading = asyncio.Lock()
 
     @property
     def fences(self) -> Mapping[str, Fence]:
         """Fences by host. Raises Transient while they are not read.
 
-        A fence that this conductor has not received yet is applied late; one that is lifted already is refused.
+        A fence that this conductor has not received yet is applied late; one that is ended already is refused.
         """
         if self._fences is None:
             raise Transient("the fences on record are not read yet", code="fence.unread")
@@ -99,27 +99,27 @@ class FenceController:
         Reads are done one after another: an earlier one never replaces the result of a later one.
         """
         async with self._loading:
-            began = self._clock.monotonic()
-            self._is_fresh = True  # before the read: an announcement that comes meanwhile makes another read due
+            started_at = self._clock.monotonic()
+            self._is_fresh = True  # before the read: a message that comes meanwhile makes another read due
             try:
                 fences = {one.host_uuid: one for one in await self._store.fences.fences()}
             except BaseException:
                 self._is_fresh = False
                 raise
-            self._fences, self._read_at = fences, began
+            self._fences, self._read_at = fences, started_at
             self._reload_at = self._clock.monotonic() + RELOAD_S
 
-    def on_announced(self, change: HostFence) -> None:
-        """Note that a conductor of this cell has recorded a change of a fence."""
+    def on_recorded(self, change: HostFence) -> None:
+        """Record that a conductor of this cell has recorded a change of a fence."""
         known = (self._fences or {}).get(change.host_uuid)
         version = -1 if known is None else known.version
-        is_lifted = change.state is FenceState.UNFENCED and version == change.version
-        if change.cell == self._cell and (is_lifted or version < change.version):
+        is_unfenced = change.state is FenceState.UNFENCED and version == change.version
+        if change.cell == self._cell and (is_unfenced or version < change.version):
             self._is_fresh = False
 
     async def run(self, engine: Engine) -> None:
         """Until cancelled: read again the changes that others have recorded, end the steps that wait for their hosts,
-        answer decisions that came again, and lift the fences that may be lifted.
+        answer decisions that came again, and end the fences that may be ended.
         """
         while True:
             await self._clock.sleep(CHECK_S)
@@ -134,16 +134,16 @@ class FenceController:
         if not self._is_fresh or self._clock.monotonic() >= self._reload_at:
             await self.load()
         await self._put_in_effect(list(self.fences.values()), engine)
-        if self._clock.monotonic() >= self._announce_at:
-            self._announce_at = self._clock.monotonic() + ANNOUNCE_S
-            # Schedulers whose record was set back to before a decision do not have the request to lift it.
+        if self._clock.monotonic() >= self._publish_at:
+            self._publish_at = self._clock.monotonic() + PUBLISH_S
+            # Schedulers whose record was restored to before a decision do not have the request to end it.
             for fence in list(self.fences.values()):
                 await self._announce(fence)
         for fence in [one for one in self.fences.values() if one.unfencing]:
             await self._unfence(fence)
-        for asked in list(self._asked.values()):
-            await self._announce_known(asked)
-            self._asked.pop(asked.host_uuid, None)
+        for asked in list(self._repeated.values()):
+            await self._publish_recorded(asked)
+            self._repeated.pop(asked.host_uuid, None)
 
     # --- the operator's decisions
 
@@ -169,17 +169,17 @@ class FenceController:
                     cause=fence.host_uuid,
                 )
         if not is_new:
-            self._asked.update(asked)
+            self._repeated.update(asked)
             return
         await self.load()
         if due := [one for host, one in self.fences.items() if host in asked and self._is_due(one)]:
             await self._put_in_effect(due, engine)
             await self.load()
         for on_record in asked.values():
-            await self._announce_known(on_record)
+            await self._publish_recorded(on_record)
 
     def _is_due(self, fence: Fence) -> bool:
-        """Whether this conductor has yet to end the steps that wait for the host. A lift ends none.
+        """Whether this conductor has yet to end the steps that wait for the host. An end of a fence ends none.
 
         Each does once for each decision: another may have ended before it could, or have stepped an instance before it
         knew of the fence.
@@ -190,11 +190,11 @@ class FenceController:
         return fence.version, self._store.incarnation
 
     async def _put_in_effect(self, fences: Sequence[Fence], engine: Engine) -> None:
-        self._in_effect = {host: mark for host, mark in self._in_effect.items() if host in self.fences}
+        self._in_effect = {host: key for host, key in self._in_effect.items() if host in self.fences}
         for fence in filter(self._is_due, fences):
-            mark = self._effect_key(fence)
+            key = self._effect_key(fence)
             await self._end_waiting_steps(fence.host_uuid, engine)
-            self._in_effect[fence.host_uuid] = mark
+            self._in_effect[fence.host_uuid] = key
 
     async def _end_waiting_steps(self, host_uuid: str, engine: Engine) -> None:
         last = NO_UUID
@@ -209,14 +209,14 @@ class FenceController:
                 await flushed
             last = uuids[-1]
 
-    async def _announce_known(self, fence: Fence) -> None:
+    async def _publish_recorded(self, fence: Fence) -> None:
         await self.ensure_loaded()
         known = self.fences.get(fence.host_uuid)
         if known is not None and known.version < fence.version:
             await self.load()
             known = self.fences.get(fence.host_uuid)
         if known is None:
-            # Of the newest decision: a scheduler whose record was set back makes its own newer than that.
+            # Of the newest decision: a scheduler whose record was restored makes its own newer than that.
             await self._announce(replace(fence, state=FenceState.UNFENCED))
         elif not known.unfencing or not await self._unfence(known):
             await self._announce(known)
@@ -250,7 +250,7 @@ class FenceController:
     async def compare(
         self,
         report: ComputeHosts,
-        briefs: Sequence[InstanceSummary],
+        summaries: Sequence[InstanceSummary],
         database_id: str,
         has_passed: Callable[[str, str], bool] = lambda _host, _service: False,
     ) -> list[tuple[str, str]]:
@@ -261,8 +261,8 @@ class FenceController:
         has_passed(host, service): whether that service has given the host up, or is gone for good. Until then the scan
         of another one shows nothing of the first one's machines: the two may have two hosts of one uuid.
         """
-        fences = self.fences  # a fence may be lifted meanwhile
-        by_uuid = {one.uuid: one for one in briefs}
+        fences = self.fences  # a fence may be ended meanwhile
+        by_uuid = {one.uuid: one for one in summaries}
         rescans = list[tuple[str, str]]()
         for host in report.hosts:
             if host.running is None or (fence := fences.get(host.uuid)) is None:

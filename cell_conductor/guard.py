@@ -1,12 +1,12 @@
 """Checks what hosts report: the breakers and the quarantine, before all events that a report alone would end or
 destroy; the reservations of machines in quarantine; and hosts that placement has as another compute service's.
 
-A report without harmful events and unexplained machines costs nothing here, and a page of one of all hosts a read of
+A report without destructive events and unknown machines costs nothing here, and a page of one of all hosts a read of
 the service's breaker. The reservations are level-triggered: a
 report names the machines that are reserved; if they differ from the record, the service is sent the right ones. So no
 state is kept here, and any conductor of the cell does it. Placement keeps which service has a host and refuses the
 inventory of a second one; the conductor has the states and listings of the services. One conductor of the cell, the
-keeper of its leases, notifies the owner of such a host, or releases the hosts.
+leader of its leases, notifies the owner of such a host, or releases the hosts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ log = structlog.get_logger(__name__)
 
 # Foreign machines kept on record of one service; a neighbour may have a hundred thousand. The others are counted.
 MAX_FOREIGN = 1_000
-MAX_TRACKED = 200_000  # unexplained machines remembered here, so that each is logged and counted once
+MAX_TRACKED = 200_000  # unknown machines remembered here, so that each is logged and counted once
 LOGGED_PER_PAGE = 20  # new ones logged of one page; the others are counted in one line
 
 # Of these events those that the table of states would act on now, with their records (`Engine.effective`).
@@ -97,7 +97,7 @@ class ReportGuard:
 
     async def assess(self, report: ComputeHosts, found: Differences) -> Sequence[tuple[str, Event]]:
         """The events that may take effect, of those that this page, with the earlier pages of the same scan, found to
-        be harmful.
+        be destructive.
         """
         self._log(report.service, found.unknown_machines)
         new = await self._record(report, found.unknown_machines)
@@ -126,20 +126,21 @@ class ReportGuard:
         if left != breaker:
             await self._store.safety.trip(left, over=breaker)
 
-    async def forget(
+    async def delete_resolved(
         self,
         report: ComputeHosts,
-        unexplained: Sequence[UnknownMachine],
-        words: Container[MachineKey] = (),
+        unknown: Sequence[UnknownMachine],
+        protected: Container[MachineKey] = (),
         blocked: Container[str] = (),
     ) -> list[tuple[str, str]]:
         """Delete the record of machines that are not on the hosts of this report any more, or that the instances'
-        records explain now. Before `assess`. words: what an operator keeps by those records (`Brief.kept`): a later
-        word was not asked when they explained it. blocked: instances whose records explain nothing. What is kept is
-        gone only by a scan from after it was last seen: returns (host, rescan) of these scans, none for what is listed.
+        records explain now. Before `assess`. protected: what an operator protects by those records
+        (`InstanceSummary.protected_hosts`): a later decision was not read when they explained it. blocked: instances
+        whose records explain nothing. What is kept is gone only by a scan from after it was last seen: returns (host,
+        rescan) of these scans, none for what is listed.
         """
         await self._read()
-        here, service = {(one.host_uuid, one.uuid) for one in unexplained}, report.service
+        here, service = {(one.host_uuid, one.uuid) for one in unknown}, report.service
         listed = {(host.uuid, one.instance_uuid): one for host in report.hosts for one in host.running or ()}
         seen = {host.uuid for host in report.hosts if host.running is not None}
         places = {
@@ -156,7 +157,7 @@ class ReportGuard:
         def is_over(place: MachineKey, rescan: str) -> bool:
             if (one := listed.get(place)) is None:
                 return rescan in report.rescans
-            return place in words and one.database_id == self._store.database_id and not one.destroying
+            return place in protected and one.database_id == self._store.database_id and not one.destroying
 
         async with self._store.transaction() as transaction:
             found = await transaction.unknown_machines({uuid for _, uuid in places})
@@ -167,9 +168,9 @@ class ReportGuard:
             del self._recorded[place]
         return [(one.location[0], one.rescan) for one in found if one not in gone and one.location not in listed]
 
-    async def reserve(self, report: ComputeHosts, unexplained: Sequence[UnknownMachine]) -> None:
+    async def reserve(self, report: ComputeHosts, unknown: Sequence[UnknownMachine]) -> None:
         """Send the machines to reserve for those hosts of a page that have others reserved."""
-        wrong = wrong_reservations(report, unexplained)
+        wrong = wrong_reservations(report, unknown)
         if not wrong:
             return
         uuids = sorted({one.instance_uuid for machines in wrong.values() for one in machines})
@@ -181,16 +182,16 @@ class ReportGuard:
         metrics.RESERVED.labels(report.service).inc()
         log.warning("quarantine.reserve", service=report.service, hosts=len(wrong), machines=len(uuids))
         for page in pages(wrong):
-            order = ReserveMachines(
+            command = ReserveMachines(
                 service=report.service,
                 epoch=report.epoch,
                 sequence=report.sequence,
                 hosts=tuple(reserved_on(host, wrong[host], records) for host in page),
             )
-            await self._bus.publish(order, cause=report.service)
+            await self._bus.publish(command, cause=report.service)
 
     async def is_open(self, service: str) -> bool:
-        """Whether the breaker of this service holds all harmful events back."""
+        """Whether the breaker of this service blocks all destructive events."""
         breaker = await self._store.safety.breaker(service)
         return breaker is not None and breaker.is_open
 
@@ -208,22 +209,22 @@ class ReportGuard:
         return of, scan
 
     async def _decide(self, report: ComputeHosts, scan: Sequence[PageDifferences]) -> Sequence[tuple[str, Event]]:
-        findings = [one for page in scan for one in page.differences]
+        differences = [one for page in scan for one in page.differences]
         quarantined = [one for page in scan for one in page.quarantined]
         # The comparison read without locks, and a busy cell's records are ahead of its reports: an event that the table
-        # would ignore (a machine that came up after the scan) is no loss, and must not open a breaker.
-        if findings:
-            effective = await self._effective([InstanceEvent(f.uuid, f.event) for f in findings])
-            findings = [
+        # would ignore (a machine that came up after the scan) is not lost, and must not open a breaker.
+        if differences:
+            effective = await self._effective([InstanceEvent(f.uuid, f.event) for f in differences])
+            differences = [
                 DestructiveDifference(one.uuid, one.event, commanded=is_commanded(instance, one.event))
                 for one, instance in effective
             ]
-        if not findings and not quarantined:
+        if not differences and not quarantined:
             return ()
         service, safety, now = report.service, self._store.safety, self._clock.time()
         breaker = await safety.breaker(service)
         recent = self._recent.of(service, self._clock.monotonic())
-        decision = assess(service, findings, quarantined, breaker, limit=self._limit, now=now, recent=recent)
+        decision = assess(service, differences, quarantined, breaker, limit=self._limit, now=now, recent=recent)
         self._recent.add(service, decision.counted, self._clock.monotonic())
         if decision.tripped is not None and breaker is not None and breaker.is_open:
             await safety.trip(decision.tripped, over=breaker)  # a reset meanwhile was of fewer machines
@@ -252,10 +253,10 @@ class ReportGuard:
             await self._bus.publish(alarm, cause=service)
         if decision.blocked:
             metrics.BLOCKED.labels(service).inc(decision.blocked)
-        return [(finding.uuid, finding.event) for finding in decision.effective]
+        return [(difference.uuid, difference.event) for difference in decision.effective]
 
     async def _record(self, report: ComputeHosts, machines: Sequence[UnknownMachine]) -> list[UnknownMachine]:
-        """Keep unexplained machines on record, and carry out an operator's decision; returns those that are new in
+        """Keep unknown machines on record, and carry out an operator's decision; returns those that are new in
         quarantine.
         """
         free_slots = MAX_FOREIGN - sum(service == report.service for service in self._recorded.values())
@@ -276,14 +277,14 @@ class ReportGuard:
                 await self._destroy(row)
             elif row.decision == ADOPT:
                 self._adopt(row.machine.uuid)
-        await self._announce(report, [row.machine for row in records if row.is_new])
+        await self._publish_new(report, [row.machine for row in records if row.is_new])
         new = [row.machine for row in quarantined if row.is_new]
         if new:
             metrics.QUARANTINED.labels(report.service).inc(len(new))
         return new
 
     async def _read(self) -> None:
-        """Read the record once, and again when the database was set back: a backup has machines that have been
+        """Read the record once, and again when the database was restored: a backup has machines that have been
         taken off the record since.
         """
         incarnation = self._store.incarnation
@@ -292,7 +293,7 @@ class ReportGuard:
         self._recorded = {record.location: record.service for record in await self._store.safety.records()}
         self._read_at = incarnation
 
-    async def _announce(self, report: ComputeHosts, new: Sequence[UnknownMachine]) -> None:
+    async def _publish_new(self, report: ComputeHosts, new: Sequence[UnknownMachine]) -> None:
         """Publish the machines that are newly on record; of several conductors the one that recorded them does."""
         if not new:
             return
@@ -323,14 +324,14 @@ class ReportGuard:
             by=record.decided_by,
             cause=machine.uuid,
         )
-        order = Destroy(
+        command = Destroy(
             instance_uuid=machine.uuid,
             attempt=machine.attempt,
             host_uuid=machine.host_uuid,
             service=record.service,
             database_id=self._store.database_id,
         )
-        await self._bus.publish(order, cause=machine.uuid)
+        await self._bus.publish(command, cause=machine.uuid)
 
     def _log(self, service: str, machines: Sequence[UnknownMachine]) -> None:
         unseen = [one for one in machines if one not in self._known]
@@ -344,7 +345,7 @@ class ReportGuard:
                 host=one.host_uuid,
                 attempt=one.attempt,
                 kind=one.kind,
-                why=one.reason,
+                reason=one.reason,
                 service=service,
             )
         if len(unseen) > LOGGED_PER_PAGE:
@@ -376,12 +377,12 @@ class HostOwners:
         return replace(report, hosts=own)
 
     def has_changed_owner(self, host: str, owner: str) -> bool:
-        """Whether its owner has given this host up, or is gone for good. That knows the keeper of the leases, and each
+        """Whether its owner has given this host up, or is gone for good. That knows the leader of the leases, and each
         conductor that the owner has listed hosts to.
         """
         knows = self._leases.is_leader or self._listings.has_report(owner)
-        is_gone = knows and self._leases.is_removed(owner)
-        return is_gone or not self._listings.may_have(owner, host)
+        is_removed = knows and self._leases.is_removed(owner)
+        return is_removed or not self._listings.may_have(owner, host)
 
     async def _answer(self, report: ComputeHosts, owner: str, hosts: list[str]) -> None:
         released = [host for host in hosts if self.has_changed_owner(host, owner)]

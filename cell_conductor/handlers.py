@@ -104,7 +104,8 @@ class RequestHandlers:
         return await self._leases.delete(command)
 
     async def dead_letters(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Queue conductor.dead_letters: a build or a move that was given up ends with one event, and is not begun.
+        """Queue conductor.dead_letters: a build or an action that was dead-lettered ends with one event, and is not
+        started.
 
         A delete is tried once more, without the messages that it came with.
         """
@@ -159,7 +160,7 @@ class HostHandlers:
         self._listings = listings
         self._host_conflicts: dict[str, frozenset[str]] = {}
         self._up, self._stated = leases.up, leases.stated
-        self._outdated = leases.record_superseded
+        self._record_superseded = leases.record_superseded
         self._fences = fences
         self._guard = ReportGuard(
             store, bus, clock, config, effective=engine.effective, adopt=engine.adopt_machine, may_have=self._may_have
@@ -182,28 +183,28 @@ class HostHandlers:
                 await self._compare(message)
                 self._newest.record(message)
             elif message.epoch < (newest := self._newest.epoch(message.service)):
-                self._outdated(message.service, newest)
+                self._record_superseded(message.service, newest)
         return [Done()] * len(batch)
 
     async def _compare(self, report: ComputeHosts) -> None:
-        self._note_listed(report)
+        self._record_listed(report)
         report = await self._owners.answer(report)
         rescans: list[tuple[str, str]] = []
         listed = [host for host in report.hosts if host.running is not None]
         blocked = set[str]()
         if listed:
             running = sorted({one.instance_uuid for host in listed for one in host.running or ()})
-            briefs = await self._store.summaries([host.uuid for host in listed], running)
+            summaries = await self._store.summaries([host.uuid for host in listed], running)
             await self._fences.ensure_loaded()
             fenced = self._fences.fences
             rescans = await self._fences.compare(
-                report, briefs, self._store.database_id, self._owners.has_changed_owner
+                report, summaries, self._store.database_id, self._owners.has_changed_owner
             )
-            words = {(host, one.uuid) for one in briefs for host in one.protected_hosts}
-            blocked = {one.uuid for one in briefs if one.blocked_reason}
+            protected = {(host, one.uuid) for one in summaries for host in one.protected_hosts}
+            blocked = {one.uuid for one in summaries if one.blocked_reason}
             found = differences(
                 report,
-                briefs,
+                summaries,
                 now=self._clock.time(),
                 grace_s=self._config.report_grace_s,
                 database_id=self._store.database_id,
@@ -211,14 +212,14 @@ class HostHandlers:
                 fenced=fenced,
             )
         else:
-            found, words = Differences(), set()
+            found, protected = Differences(), set()
         await self._take(report.service, found.events)
         await self._guard.reserve(report, found.unknown_machines)
-        rescans += await self._guard.forget(report, found.unknown_machines, words, blocked)
-        harmful = await self._guard.assess(report, found)
-        await self._take(report.service, harmful)
+        rescans += await self._guard.delete_resolved(report, found.unknown_machines, protected, blocked)
+        destructive = await self._guard.assess(report, found)
+        await self._take(report.service, destructive)
         rescans = [*rescans, *_of_hosts(found.rescans)]
-        # A scan does not end a demand whose event is held: such demands would fill the bounded request, each time.
+        # A scan does not end a demand whose event is blocked: such demands would fill the bounded request, each time.
         if found.destructive_rescans and not await self._guard.is_open(report.service):
             rescans += _of_hosts(found.destructive_rescans)
         await self._request_rescan(report, rescans)
@@ -226,7 +227,7 @@ class HostHandlers:
     def _may_have(self, service: str, host: str) -> bool:
         return not self._owners.has_changed_owner(host, service)
 
-    def _note_listed(self, report: ComputeHosts) -> None:
+    def _record_listed(self, report: ComputeHosts) -> None:
         """Log and count the hosts of this report that another service which is up lists, too, when that changes."""
         self._listings.record(report)
         found = self._listings.conflicts(report, self._up() or ())
@@ -255,12 +256,12 @@ class HostHandlers:
             return
         bounded = rescans[:MAX_RESCANS]
         metrics.RESCANS.labels(report.service).inc(len(bounded))
-        order = RescanHosts(
+        command = RescanHosts(
             service=report.service,
             hosts=tuple(dict.fromkeys(host for host, _ in bounded)),
             rescans=tuple(dict.fromkeys(rescan for _, rescan in bounded)),
         )
-        await self._bus.publish(order, cause=report.service)
+        await self._bus.publish(command, cause=report.service)
 
     async def _take(self, service: str, events: Sequence[tuple[str, Event]]) -> None:
         incoming = [InstanceEvent(uuid, event) for uuid, event in events]
@@ -336,7 +337,7 @@ def build_requested(
 
 
 def build_queried(message: CellBuildQuery, at: float, cause: str = "") -> BuildRequested:
-    """The event that a CellBuildQuery brings: a build that is not begun any more."""
+    """The event that a CellBuildQuery brings: a build that is not started any more."""
     nothing: dict[str, Any] = {"selections": (), "consumer_generation": None}
     cause = cause or message.spec.instance_uuid
     return _event(BuildRequested, message, at, cause=cause, dead_letter_reason=LOST, is_query=True, **nothing)

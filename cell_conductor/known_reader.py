@@ -47,10 +47,10 @@ class KnownPart(Struct, frozen=True):
     marks: tuple[DatabaseMark, ...] = ()
 
 
-class _Asked:
-    def __init__(self, question: CellRecovering) -> None:
-        self.question = question
-        self.told: PageContents | None = None
+class _PendingQuery:
+    def __init__(self, query: CellRecovering) -> None:
+        self.query = query
+        self.contents: PageContents | None = None
         self.is_answered = asyncio.Event()
 
 
@@ -59,19 +59,19 @@ class KnownReader:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._asked: _Asked | None = None
+        self._pending: _PendingQuery | None = None
 
     async def handle(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """A page that answers another question than the present one is too late."""
+        """A page that answers another query than the present one is too late."""
         for received in batch:
-            page, asked = received.message, self._asked
+            page, pending = received.message, self._pending
             if (
                 isinstance(page, CellKnown)
-                and asked is not None
-                and (found := contents_of(asked.question, page)) is not None
+                and pending is not None
+                and (found := contents_of(pending.query, page)) is not None
             ):
-                self._asked, asked.told = None, found
-                asked.is_answered.set()
+                self._pending, pending.contents = None, found
+                pending.is_answered.set()
         return [Done()] * len(batch)
 
     async def parts(self, database_incarnation: int, own: OwnInstances) -> AsyncIterator[KnownPart]:
@@ -113,7 +113,7 @@ class KnownReader:
         self, database_incarnation: int, *, after: str = "", asked: tuple[str, ...] = (), times: int | None = None
     ) -> PageContents:
         """times: that it is asked, after which nothing is known; None: until it is answered."""
-        question = CellRecovering(
+        query = CellRecovering(
             cell=self._bus.name,
             process=self._bus.process,
             database_incarnation=database_incarnation,
@@ -121,16 +121,16 @@ class KnownReader:
             after=after,
             asked=asked,
         )
-        here = self._asked = _Asked(question)
+        pending = self._pending = _PendingQuery(query)
         for number in count():
-            if here.told is not None:
-                return here.told
+            if pending.contents is not None:
+                return pending.contents
             if number == times:
                 break
             try:
-                await self._bus.publish(question, cause=question.query_id)
+                await self._bus.publish(query, cause=query.query_id)
             except BusError as fault:
                 log.warning("recovery.not_asked", code=fault.code, reason=str(fault))
-            await event_or_time(here.is_answered, self._bus.clock, doubled_s(FIRST_WAIT_S, LONGEST_WAIT_S, number))
-        self._asked = None
+            await event_or_time(pending.is_answered, self._bus.clock, doubled_s(FIRST_WAIT_S, LONGEST_WAIT_S, number))
+        self._pending = None
         return PageContents({})

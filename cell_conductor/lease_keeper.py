@@ -1,8 +1,8 @@
 """Keeps the leases of a cell's compute services: takes heartbeats, fails builds over, publishes who is down.
 
 Every conductor receives every heartbeat, suspects by itself and moves builds (each under its row's lock, so twice does
-no harm). One of them, the keeper (`leases.next_leader`), records the state of services, and publishes it.
-A service that an operator has stated to be gone for good is forgotten: nothing waits for its answers.
+no harm). One of them, the leader (`leases.next_leader`), records the state of services, and publishes it.
+A service that an operator has stated to be gone for good is deleted: nothing waits for its answers.
 """
 
 from __future__ import annotations
@@ -55,15 +55,17 @@ log = structlog.get_logger(__name__)
 TICK_S = 0.25  # between two checks of the leases; changes within it are published together
 SERVICE_STATES_INTERVAL_S = (
     STEP_S / 2
-)  # between two digests when nothing has changed; conductors measure silence by them
-LEADERSHIP_S = 5.0  # a keeper that does not renew its lease is replaced after this
+)  # between two messages about service states when nothing has changed; conductors measure silence by them
+LEADERSHIP_S = 5.0  # a leader that does not renew its lease is replaced after this
 RENEW_LEADERSHIP_S = 2.0
 FAIL_OVER_AGAIN_S = 5.0  # builds that came to a service that is down all the same are looked for this often
-# For so long after the database may have forgotten commits: the results that they recorded come again first.
+# For so long after the database may have lost commits: the results that they recorded come again first.
 AFTER_DISCONNECT_S = 10.0
 ASK_AGAIN_S = 30.0  # while no scheduler answers what the top has heard of the database
-FARTHEST_INCARNATION = 1000  # no database is set back more often than this between two of its copies
-MAX_WORDS = 10  # recoveries that one service alone may begin while this process runs: it may be out of its mind
+FARTHEST_INCARNATION = 1000  # no database is restored more often than this between two of its copies
+MAX_RECOVERIES_BY_ONE = (
+    10  # recoveries that one service alone may begin while this process runs: it may be out of its mind
+)
 # Who states a later incarnation was commanded by it: its conductor, if it lives, is heard within this, also where
 # another one takes over.
 RIVAL_S = LEADERSHIP_S + 2 * RENEW_LEADERSHIP_S + SERVICE_STATES_INTERVAL_S
@@ -78,7 +80,8 @@ HAS_INSTANCES = "service.has_instances"
 
 
 class _Term(Struct):
-    """This conductor is the keeper, certainly until then (monotonic). number: of its last digest.
+    """This conductor is the leader, certainly until then (monotonic). number: of the last service states that it has
+    published.
 
     rings: as they were published last (None: not yet), ring_number: how often they have changed in this term; rings_at:
     when they are repeated.
@@ -131,13 +134,13 @@ class LeaseController:
         self._published: Mapping[str, Lease] | None = None
         self._renew_at = self._service_states_at = self._fail_over_at = self._purge_at = 0.0
         self._connection_losses = 0  # connections to the database that have ended by themselves
-        self._results_by = 0.0  # until when results come again that the database has forgotten
+        self._results_by = 0.0  # until when results come again that the database has lost
         self._failed_over: frozenset[str] = frozenset()
         self._unbelieved = LogInterval(clock)
         # What others state of the database. By service ("": placement and the schedulers), where that is above what it
-        # has; the recoveries that followed from each one's word alone; the incarnation that conductors go by.
+        # has; the recoveries that followed from each one's statement alone; the incarnation that conductors go by.
         self._above: dict[str, DatabaseMark] = {}
-        self._words = Counter[str]()
+        self._recoveries_by = Counter[str]()
         self._conductor = 0
         self._listening: _Listening | None = None
         self._newer_since = math.inf  # since when a later incarnation is stated
@@ -156,14 +159,14 @@ class LeaseController:
 
     def stated(self) -> Stated:
         """What others state of the cell's database. A conductor that has just started, or whose database is on another
-        server than before, listens first: its disk may be an old one. A cell that never had a service has ordered
+        server than before, listens first: its disk may be an old one. A cell that never had a service has commanded
         nothing.
         """
         now_s, table, listening = self._clock.monotonic(), self._table, self._listening
         if listening is not None and listening.server != self._store.servers:
             listening = self._listening = _Listening(self._store.servers, now_s)
             table.hear_anew()
-        is_later = self._delete_recorded(now_s)
+        is_newer = self._delete_recorded(now_s)
         listened_s = -1.0 if listening is None else now_s - listening.since
         if listening is not None and table.is_listening and listened_s >= table.heartbeats_s and not self._above:
             listening.may_act = True
@@ -172,9 +175,9 @@ class LeaseController:
         return Stated(
             marks=tuple(self._above.values()),
             conductor=self._conductor,
-            is_known=listened_s >= listens_s and (not is_later or now_s - self._newer_since >= RIVAL_S),
+            is_known=listened_s >= listens_s and (not is_newer or now_s - self._newer_since >= RIVAL_S),
             is_whole=table.is_listening and not table.unheard,
-            may_act=listening is not None and listening.may_act and not is_later,
+            may_act=listening is not None and listening.may_act and not is_newer,
         )
 
     def _delete_recorded(self, now_s: float) -> bool:
@@ -182,9 +185,9 @@ class LeaseController:
         recorded = self._store.recorded
         self._above = {by: mark for by, mark in self._above.items() if is_behind(recorded, mark)}
         own = recorded.own.database_incarnation
-        is_later = any(one.database_incarnation > own for one in self._above.values())
-        self._newer_since = min(self._newer_since, now_s) if is_later else math.inf
-        return is_later
+        is_newer = any(one.database_incarnation > own for one in self._above.values())
+        self._newer_since = min(self._newer_since, now_s) if is_newer else math.inf
+        return is_newer
 
     def wants_marks(self) -> bool:
         """Whether the schedulers and placement are to be asked now: until they answer, for each server."""
@@ -203,13 +206,13 @@ class LeaseController:
 
     def hear(self, mark: DatabaseMark, *, by: str = "") -> None:
         """A service states this of the cell's database; "": placement, or a scheduler. One that no database could have
-        had, and one of a service on whose word alone the cell has recovered again and again, counts for nothing.
+        had, and one of a service on whose statement alone the cell has recovered again and again, counts for nothing.
         """
         recorded = self._store.recorded
         if not is_behind(recorded, mark) or len(self._above) >= MAX_SERVICES:
             return
         own, incarnation = recorded.own.database_incarnation, mark.database_incarnation
-        is_believed = incarnation <= own + FARTHEST_INCARNATION and self._words[by] < MAX_WORDS
+        is_believed = incarnation <= own + FARTHEST_INCARNATION and self._recoveries_by[by] < MAX_RECOVERIES_BY_ONE
         if incarnation > own and (is_believed or self._unbelieved.count()):
             log.warning("service.incarnation", by=by, incarnation=incarnation, own=own, believed=is_believed)
         if is_believed:
@@ -218,7 +221,7 @@ class LeaseController:
     def record_recovery(self) -> None:
         """The cell recovers by what is stated now."""
         if len(self._above) == 1:
-            self._words.update(self._above.keys() - {""})
+            self._recoveries_by.update(self._above.keys() - {""})
 
     def deleted(self) -> Collection[str]:
         """Compute services that are gone for good, as an operator has stated since this conductor started."""
@@ -230,7 +233,7 @@ class LeaseController:
         return self._leading is not None and self._clock.monotonic() < self._leading.until
 
     def is_removed(self, service: str) -> bool:
-        """Whether this compute service is gone for good; meaningful at the keeper."""
+        """Whether this compute service is gone for good; meaningful at the leader."""
         return self._table.is_removed(service, self._clock.time(), self._config.takeover_s)
 
     def record_superseded(self, service: str, epoch: int) -> None:
@@ -238,7 +241,9 @@ class LeaseController:
         self._table.record_superseded(service, epoch)
 
     async def handle(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Queue conductor.leases.{process}: heartbeats, and the keeper's digests, which prove that the bus delivers."""
+        """Queue conductor.leases.{process}: heartbeats, and the leader's service states, which prove that the bus
+        delivers.
+        """
         now_s, at = self._clock.monotonic(), self._clock.time()
         for received in batch:
             self._table.advance_clock(now_s)
@@ -262,11 +267,11 @@ class LeaseController:
                 log.info("service.state", service=message.service, state=lease.state, reason=lease.reason)
         return [Done()] * len(batch)
 
-    def _delete(self, gone: ServiceRemoved) -> None:
-        self._table.delete(gone.service)
+    def _delete(self, removed: ServiceRemoved) -> None:
+        self._table.delete(removed.service)
         if self._leading is not None:
             # It may have been recorded since it was deleted, or be up after all: it is deleted or written again.
-            self._recorded = {**self._recorded, gone.service: Lease(service=gone.service, epoch=0)}
+            self._recorded = {**self._recorded, removed.service: Lease(service=removed.service, epoch=0)}
 
     async def delete(self, command: CellServiceDelete) -> Outcome:
         """Drop the lease of a service that is gone for good, and notify the cell's conductors and the schedulers.
@@ -323,7 +328,7 @@ class LeaseController:
         metrics.DOWN.set(len(self._table.down))
 
     async def _fail_over(self, engine: Engine) -> None:
-        """Builds under way at services that are not awaited go elsewhere, if they can. One whose result was announced
+        """Builds under way at services that are not awaited go elsewhere, if they can. One whose result was published
         by a commit that a crash of the database took back does not: that result comes again first.
         """
         lost, now_s = self._table.abandoned, self._clock.monotonic()
@@ -348,15 +353,15 @@ class LeaseController:
         self._failed_over = frozenset(lost)
 
     async def _renew_leadership(self) -> None:
-        """Become the keeper if no other conductor is, and record the changes. Each new keeper reads the record, and so
+        """Become the leader if no other conductor is, and record the changes. Each new leader reads the record, and so
         does each conductor that starts: a service that is down sends it nothing.
         """
         now_s = self._clock.monotonic()
         if now_s >= self._renew_at:
             self._renew_at = now_s + RENEW_LEADERSHIP_S
-            held = None if self._leading is None else self._leading.term
-            term = await self._store.leases.hold_leadership(self._process, LEADERSHIP_S, held)
-            is_new = term is not None and term != held
+            own_term = None if self._leading is None else self._leading.term
+            term = await self._store.leases.hold_leadership(self._process, LEADERSHIP_S, own_term)
+            is_new = term is not None and term != own_term
             if is_new or not self._table.is_listening:
                 recorded = {lease.service: lease for lease in await self._store.leases.leases()}
                 self._table.load_record(recorded.values())
@@ -367,7 +372,7 @@ class LeaseController:
                     log.info("leases.leader", term=term, services=len(recorded))
             if term is None:
                 self._leading = None
-            elif self._leading is None or term != held:
+            elif self._leading is None or term != own_term:
                 self._leading = _Term(term, now_s + LEADERSHIP_S)
             else:
                 self._leading.until = now_s + LEADERSHIP_S
@@ -377,8 +382,8 @@ class LeaseController:
         old = frozenset(self._old(now_s))
         leases = {name: one for name, one in self._table.leases.items() if name not in old}
         changed = [lease for service, lease in leases.items() if self._recorded.get(service) != lease]
-        gone = self._recorded.keys() - leases.keys()
-        if (changed or gone) and not await self._store.leases.record(keeping.term, changed, gone):
+        removed = self._recorded.keys() - leases.keys()
+        if (changed or removed) and not await self._store.leases.record(keeping.term, changed, removed):
             self._leading = None
             return
         self._table.remove(old)
@@ -392,7 +397,7 @@ class LeaseController:
         return self._table.down_before(self._clock.time() - self._config.services_retention_s, PURGE_BATCH)
 
     async def _publish_service_states(self) -> None:
-        """The digest, when it has changed, and periodically."""
+        """The service states, when they have changed, and periodically."""
         keeping, now_s = self._leading, self._clock.monotonic()
         if keeping is None or now_s >= keeping.until:
             return
@@ -440,9 +445,9 @@ class LeaseController:
 
     async def _publish_superseded(self) -> None:
         """A service that runs under an epoch which the cell counts as over receives the epoch that it has to exceed."""
-        outdated = self._table.superseded()
+        superseded = self._table.superseded()
         if self._leading is not None:
-            for service, epoch in outdated.items():
+            for service, epoch in superseded.items():
                 await self._bus.publish(ServiceSuperseded(service=service, epoch=epoch))
 
 

@@ -26,7 +26,7 @@ REPAIRED = Counter("berth_conductor_report_differences", "Differences between ho
 UNKNOWN_MACHINES = Counter(
     "berth_conductor_unknown_machines", "Machines that no record explains, as each first appeared, by kind.", ["kind"]
 )
-QUARANTINED = Counter("berth_conductor_quarantined", "Machines of ours put into quarantine, by service.", ["service"])
+QUARANTINED = Counter("berth_conductor_quarantined", "Machines put into quarantine, by service.", ["service"])
 TRIPPED = Counter("berth_conductor_breaker_trips", "Breakers that stopped destruction, by service.", ["service"])
 BREAKERS_OPEN = Gauge("berth_conductor_breakers_open", "Breakers of the cell that are open now.", ["cell"])
 IN_QUARANTINE = Gauge(
@@ -34,7 +34,7 @@ IN_QUARANTINE = Gauge(
     "Machines in quarantine in the cell now, less those that an operator keeps there.",
     ["cell"],
 )
-BLOCKED = Counter("berth_conductor_breaker_blocked", "Destructions and losses held back by a breaker.", ["service"])
+BLOCKED = Counter("berth_conductor_breaker_blocked", "Destructions and losses blocked by a breaker.", ["service"])
 RESERVED = Counter(
     "berth_conductor_reserve_orders",
     "Orders to keep machines in quarantine out of an inventory, by service.",
@@ -57,11 +57,11 @@ SILENT = Counter("berth_conductor_services_silent", "Compute services that fell 
 DOWN = Gauge(
     "berth_conductor_services_down", "Compute services that take no builds now: silent, or stopped on purpose."
 )
-BATCH_SECONDS = Histogram("berth_conductor_batch_seconds", "One batch: steps, transaction, questions.", ["source"])
+BATCH_SECONDS = Histogram("berth_conductor_batch_seconds", "One batch: steps, transaction, requests.", ["source"])
 
 
 def stages(messages: Iterable[Message]) -> None:
-    """The stages that end in a cell, of the builds that these announcements end."""
+    """The stages that end in a cell, of the builds that these events end."""
     ended = [m.stage_times for m in messages if isinstance(m, BuildEvent) and m.stage_times is not None]
     if ended:
         STAGE_S.observe("dispatched", [stage_times.dispatched - stage_times.claimed for stage_times in ended])

@@ -48,7 +48,7 @@ class PendingRequest(Struct, frozen=True):
 def due_requests(
     before: Mapping[str, Instance], recorded: Transition, *, again: Collection[str]
 ) -> list[PendingRequest]:
-    """The questions that are due: new ones, and those of `again` once more.
+    """The requests that are due: new ones, and those of `again` once more.
 
     An instance that was waiting before is another task's: two requests at the same time would be answered twice.
     """
@@ -65,36 +65,41 @@ class PlacementRequests:
     """One conductor's requests. For each instance at most one is under way: two at once would be answered twice."""
 
     def __init__(
-        self, bus: Bus, clock: Clock, timeout_s: float, incarnation: Callable[[], int], outdated: Callable[[int], None]
+        self,
+        bus: Bus,
+        clock: Clock,
+        timeout_s: float,
+        incarnation: Callable[[], int],
+        on_superseded: Callable[[int], None],
     ) -> None:
-        """`incarnation()`: of the cell's database, by which this conductor decides now; `outdated(incarnation)`:
+        """`incarnation()`: of the cell's database, by which this conductor decides now; `on_superseded(incarnation)`:
         placement has this one or a later one, as it has refused the one below.
         """
         self._bus = bus
         self._clock = clock
         self._timeout_s = timeout_s
         self._incarnation = incarnation
-        self._outdated = outdated
+        self._on_superseded = on_superseded
         self._under_way: set[str] = set()  # instances
 
-    async def send(self, questions: Sequence[PendingRequest]) -> list[InstanceEvent]:
+    async def send(self, requests: Sequence[PendingRequest]) -> list[InstanceEvent]:
         """One round of requests, except for instances that wait for an answer already; returns the
         answers as events.
         """
-        mine = [question for question in questions if question.instance.uuid not in self._under_way]
+        mine = [request for request in requests if request.instance.uuid not in self._under_way]
         if not mine:
             return []
-        self._under_way.update(question.instance.uuid for question in mine)
+        self._under_way.update(request.instance.uuid for request in mine)
         try:
             return await self._send(mine)
         finally:
-            self._under_way.difference_update(question.instance.uuid for question in mine)
+            self._under_way.difference_update(request.instance.uuid for request in mine)
 
-    async def _send(self, questions: Sequence[PendingRequest]) -> list[InstanceEvent]:
+    async def _send(self, requests: Sequence[PendingRequest]) -> list[InstanceEvent]:
         """Many of a kind at once."""
         incoming: list[InstanceEvent] = []
         for kind, reply in REPLIES:
-            asked = [(one, message) for one in questions if isinstance(message := one.message, kind)]
+            asked = [(one, message) for one in requests if isinstance(message := one.message, kind)]
             if not asked:
                 continue
             messages, causes = [message for _, message in asked], [one.instance.cause for one, _ in asked]
@@ -102,26 +107,26 @@ class PlacementRequests:
             answers = await self._bus.request_all(messages, reply, timeout_s=self._timeout_s, causes=causes)
             for (one, _), answer in zip(asked, answers, strict=True):
                 if isinstance(answer, RequestRefused) and answer.code == ORDER_OUTDATED:
-                    self._outdated(stated + 1)
+                    self._on_superseded(stated + 1)
                 if (event := self._event(one, answer)) is not None:
                     incoming.append(InstanceEvent(one.instance.uuid, event))
         return incoming
 
-    def _event(self, question: PendingRequest, answer: object) -> Event | None:
-        """The event of placement's answer to this question; None: no answer yet, and the request is repeated."""
-        instance = question.instance
-        match question.message, answer:
+    def _event(self, request: PendingRequest, answer: object) -> Event | None:
+        """The event of placement's answer to this request; None: no answer yet, and the request is repeated."""
+        instance = request.instance
+        match request.message, answer:
             case Claim() as claim, ClaimResult() | Fault() as claimed:
-                return self._claim_event(question, claim, claimed)
+                return self._claim_event(request, claim, claimed)
             case Revert() as revert, RevertResult() | Fault() as reverted:
                 return self._revert_event(instance, revert, reverted)
             case Release() as release, ReleaseResult() | Fault() as released if self._is_released(instance, released):
                 return Released(at=self._clock.time(), consumer=release.consumer, attempt=release.attempt or 0)
         return None
 
-    def _claim_event(self, question: PendingRequest, claim: Claim, answer: ClaimResult | Fault) -> Event | None:
+    def _claim_event(self, request: PendingRequest, claim: Claim, answer: ClaimResult | Fault) -> Event | None:
         """The event of placement's answer; None: no answer yet."""
-        now, instance = self._clock.time(), question.instance
+        now, instance = self._clock.time(), request.instance
         if isinstance(answer, RequestRefused) and answer.code != ORDER_OUTDATED:
             metrics.ANSWERS.labels("claim", answer.code).inc()
             return ClaimRefused(at=now, attempt=claim.attempt, reason=f"{answer.code}: {answer.reason}")
@@ -145,7 +150,7 @@ class PlacementRequests:
                 consumer_generation=answer.consumer_generation,
                 outcomes=answer.outcomes,
             )
-        return _refused(claim, answer, now, question.resent)
+        return _refused(claim, answer, now, request.resent)
 
     def _is_released(self, instance: Instance, reply: ReleaseResult | Fault) -> bool:
         if isinstance(reply, Fault):
@@ -153,7 +158,7 @@ class PlacementRequests:
             return False
         metrics.ANSWERS.labels("release", reply.outcome).inc()
         if reply.outcome == "consumer_conflict":
-            # A newer attempt than any of ours holds it: the allocation is not ours to release.
+            # A newer attempt than any of this cell holds it: it does not release that allocation.
             log.warning("instance.release_foreign", instance=instance.uuid, cause=instance.cause)
         return True
 
@@ -212,11 +217,11 @@ def is_repeatable(recorded: Transition, known: Mapping[str, Instance]) -> bool:
     """Whether a message may be published before the commit is on disk: the message that caused it is acknowledged after
     that.
 
-    A database that loses the commit in a crash receives the message again, and announces the same again; see
+    A database that loses the commit in a crash receives the message again, and publishes the same again; see
     docs/decisions/0011-what-waits-for-the-disk.md. Commands to hosts and requests to placement are on disk first; so is
     the end of a request: if it were lost, a refused request could be carried out after all, and a finished one could
-    fail (seed 116). So is a departure: another cell has the instance from then on. So is what a host has answered when
-    its attempt's deadline had passed: forgotten, the attempt would be given up before the message comes again, and a
+    fail (seed 116). So is a transfer: another cell has the instance from then on. So is what a host has answered when
+    its attempt's deadline had passed: lost, the attempt would be abandoned before the message comes again, and a
     machine be destroyed that its client was informed of.
 
     known: the instances as they were before.

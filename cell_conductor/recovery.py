@@ -1,4 +1,4 @@
-"""Finds out what is true of a cell whose database was set back, and makes its records that: behind a barrier, while no
+"""Finds out what is true of a cell whose database was restored, and makes its records that: behind a barrier, while no
 request, result or report is taken.
 
 What the compute services list decides, with what the schedulers and placement have; `reconcile` has the rules. All is
@@ -45,7 +45,7 @@ from .store.safety import ADOPT, DESTROY, PROTECT, UnknownMachineRecord
 log = structlog.get_logger(__name__)
 
 LOOK_S = 0.5  # between two looks whether there is something to do
-WORD_S = 10.0  # until it is looked whether an operator has accepted the losses
+ACCEPTANCE_POLL_S = 10.0  # until it is looked whether an operator has accepted the losses
 AGAIN_S = 2.0  # a server or a service has not answered
 LATE_S = 30.0  # between two looks at what is listed late
 MAX_TRIES = 5  # a service that is up and does not list is as one that is down
@@ -58,7 +58,7 @@ VERBS = {DESTROY: Verb.DESTROY, ADOPT: Verb.ADOPT}
 
 class MachineListing(Struct):
     """What the services of a cell have, who were asked under this incarnation of its database. hosts: that were read.
-    silent: services that have not listed. without: that have nothing, by an operator's word.
+    silent: services that have not listed. without: that have nothing, by an operator's decision.
     """
 
     incarnation: int
@@ -80,7 +80,7 @@ class MachineListing(Struct):
 
 
 class CellRecovery:
-    """One conductor's. The keeper of the leases alone recovers the cell; any looks at what is blocked."""
+    """One conductor's. The leader of the leases alone recovers the cell; any looks at what is blocked."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class CellRecovery:
         self._late_at_s = self._clock.monotonic() + LATE_S
         uuids = sorted(blocked | listing.of(late))
         known = await self._known.asked(listing.incarnation, uuids)
-        made = await self._settle(uuids, known, listing)
+        made = await self._reconcile_all(uuids, known, listing)
         if late:
             async with self._store.transaction() as transaction:
                 await transaction.record_listed(late)
@@ -186,19 +186,19 @@ class CellRecovery:
             for mark in part.marks:
                 self._leases.hear(mark)
         async with self._store.transaction() as transaction:
-            await transaction.expect_recovering()  # the next keeper may have opened the cell meanwhile
-            begun = await transaction.begin_recovery(self._leases.stated())
-        if begun != incarnation:
+            await transaction.expect_recovering()  # the next leader may have opened the cell meanwhile
+            started = await transaction.begin_recovery(self._leases.stated())
+        if started != incarnation:
             self._leases.record_recovery()
             return  # what was commanded by a later one than this is refused from now on: anew
         await self._fences.ensure_loaded()
         if await self._waits_for_word(incarnation, listing, own):
-            await self._clock.sleep(WORD_S)
+            await self._clock.sleep(ACCEPTANCE_POLL_S)
             return
         made = Counter[str]()
         async for part in self._known.parts(incarnation, own):
             here = sorted({*part.instances, *await own(part.after, part.last, MAX_OWN)})
-            made += await self._settle(here, part.instances, listing)
+            made += await self._reconcile_all(here, part.instances, listing)
         async with self._store.transaction() as transaction:
             await transaction.expect_recovering()
             await transaction.end_recovery(listing.silent, listing.without)
@@ -246,9 +246,9 @@ class CellRecovery:
         for _ in range(MAX_TRIES):
             left, failed = failed, set[str]()
             pages: dict[str, list[MachinesPage]] = {}
-            questions = [ListMachines(service=service, database_id=self._store.database_id) for service in sorted(left)]
-            while questions:
-                questions = await self._next_pages(questions, pages, failed)
+            queries = [ListMachines(service=service, database_id=self._store.database_id) for service in sorted(left)]
+            while queries:
+                queries = await self._next_pages(queries, pages, failed)
             for service, listed in pages.items():
                 if service not in failed:
                     listing.add(listed)
@@ -259,30 +259,30 @@ class CellRecovery:
         return listing
 
     async def _next_pages(
-        self, questions: Sequence[ListMachines], pages: dict[str, list[MachinesPage]], failed: set[str]
+        self, queries: Sequence[ListMachines], pages: dict[str, list[MachinesPage]], failed: set[str]
     ) -> list[ListMachines]:
-        causes = [one.database_id for one in questions]
+        causes = [one.database_id for one in queries]
         answers = await self._bus.request_all(
-            questions, MachinesPage, timeout_s=self._config.answer_timeout_s, causes=causes
+            queries, MachinesPage, timeout_s=self._config.answer_timeout_s, causes=causes
         )
         following: list[ListMachines] = []
-        for question, answer in zip(questions, answers, strict=True):
+        for query, answer in zip(queries, answers, strict=True):
             if isinstance(answer, Fault):
-                log.warning("recovery.not_listed", service=question.service, code=answer.code, reason=str(answer))
-                failed.add(question.service)
+                log.warning("recovery.not_listed", service=query.service, code=answer.code, reason=str(answer))
+                failed.add(query.service)
                 continue
-            pages.setdefault(question.service, []).append(answer)
+            pages.setdefault(query.service, []).append(answer)
             after = answer.next_host, answer.next_instance
-            is_further = after > (question.after_host, question.after_instance)
-            if answer.more and is_further and len(pages[question.service]) < MAX_PAGES:
-                following.append(replace(question, after_host=after[0], after_instance=after[1]))
+            is_further = after > (query.after_host, query.after_instance)
+            if answer.more and is_further and len(pages[query.service]) < MAX_PAGES:
+                following.append(replace(query, after_host=after[0], after_instance=after[1]))
             elif answer.more:
-                failed.add(question.service)  # it would never end
+                failed.add(query.service)  # it would never end
         return following
 
     # --- what is true by that
 
-    async def _settle(
+    async def _reconcile_all(
         self, instances: Sequence[str], known: Mapping[str, KnownInstance], listing: MachineListing
     ) -> Counter[str]:
         made = Counter[str]()
@@ -340,8 +340,8 @@ class CellRecovery:
             if await transaction.recognise(stated) is not None or not stated.may_act:
                 raise Unrecognised  # a sweep recognises it
         records, unreadable = await _locked(transaction, instances)
-        words = await transaction.unknown_machines(instances)
-        decisions, protected = _decisions(words), {one.location for one in words if one.decision == PROTECT}
+        decided = await transaction.unknown_machines(instances)
+        decisions, protected = _decisions(decided), {one.location for one in decided if one.decision == PROTECT}
         found: dict[str, tuple[Instance | None, Reconciled]] = {}
         for uuid in instances:
             record = records.get(uuid)
@@ -355,7 +355,7 @@ class CellRecovery:
         self,
         uuid: str,
         record: Instance | None,
-        word: KnownInstance | None,
+        known: KnownInstance | None,
         listing: MachineListing,
         decision: OperatorDecision | None,
         protected: Collection[str],
@@ -365,13 +365,13 @@ class CellRecovery:
         """
         incarnation, machines = self._store.incarnation, listing.machines.get(uuid, ())
         unblocked = None if record is None else replace(record, blocked_reason="")
-        absent, off = self._absent(record, machines, word, listing), self._off(listing)
+        absent, off = self._absent(record, machines, known, listing), self._off(listing)
         try:
             result = reconcile(
-                unblocked, machines, word, absent, decision, incarnation=incarnation, protected=protected, off=off
+                unblocked, machines, known, absent, decision, incarnation=incarnation, protected=protected, off=off
             )
-            restatement(result, word)
-            recovered(record, result, word, self._clock.time(), self._context, incarnation=incarnation)
+            restatement(result, known)
+            recovered(record, result, known, self._clock.time(), self._context, incarnation=incarnation)
         except Exception as error:  # any
             metrics.STEPS_FAILED.labels("" if record is None else record.state, "recovery").inc()
             code = getattr(error, "code", type(error).__name__)
@@ -402,7 +402,7 @@ class CellRecovery:
         return (absent - found - self._off(listing)) | ({""} if listing.silent else set())
 
     def _off(self, listing: MachineListing) -> set[str]:
-        """Fenced hosts that have not listed. One whose fence is being lifted is on."""
+        """Fenced hosts that have not listed. One whose fence is being ended is on."""
         return {host for host, one in self._fences.fences.items() if not one.unfencing} - listing.hosts
 
     async def _record(

@@ -42,7 +42,7 @@ class SourceLookup:
         for uuid, source in sorted(sources.items()):
             for service in sorted({source.service, *self._listings.listers(source.host_uuid)}):
                 queried[service][uuid] = source
-        questions = [
+        queries = [
             LookUpMachines(
                 service=service,
                 database_id=self._store.database_id,
@@ -52,15 +52,15 @@ class SourceLookup:
             for service, about in sorted(queried.items())
             for piece in batched(about, MAX_LOOKUP_AT_ONCE)
         ]
-        causes = [question.instance_uuids[0] for question in questions]
+        causes = [query.instance_uuids[0] for query in queries]
         timeout_s = self._config.answer_timeout_s
-        answers = await self._bus.request_all(questions, MachineLookupResult, timeout_s=timeout_s, causes=causes)
+        answers = await self._bus.request_all(queries, MachineLookupResult, timeout_s=timeout_s, causes=causes)
         if incarnation != self._store.incarnation:
             return {}
         found: dict[str, list[tuple[str, MachineLookupResult | Fault]]] = defaultdict(list)
-        for question, answer in zip(questions, answers, strict=True):
-            for uuid in question.instance_uuids:
-                found[uuid].append((question.service, answer))
+        for query, answer in zip(queries, answers, strict=True):
+            for uuid in query.instance_uuids:
+                found[uuid].append((query.service, answer))
         at = self._clock.time()
         seen = {uuid: answer_about(uuid, source, found[uuid], at) for uuid, source in sources.items()}
         for uuid, one in seen.items():

@@ -59,7 +59,7 @@ from compute_sim.survey import MachineScanner, is_of_attempt
 log = structlog.get_logger()
 
 DESTROY = RetryPolicy(first_s=0.2, longest_s=30.0, least=0.0)  # repeated as often as the service's limits allow
-DESTROY_RETRY_S = 60.0  # the interval at which destructions that were given up are tried again
+DESTROY_RETRY_S = 60.0  # the interval at which failed destructions are tried again
 MAX_DESTROY_RETRIES = (
     1_000  # the number of them that are tried at a time, because the driver may have just been unavailable
 )
@@ -78,8 +78,8 @@ class Limits(Struct, frozen=True, kw_only=True):
 class Agent:
     """One service over one driver. send: queues a result; on_failures: called with a host whose build failed.
 
-    on_destroys_done: nothing of an instance is left to be destroyed on a host. begun: no
-    build or change begins before it is set: the order that ends it may still be in the queue (None: it is set).
+    on_destroys_done: nothing of an instance is left to be destroyed on a host. started: no
+    build or change begins before it is set: the command that ends it may still be in the queue (None: it is set).
     owner_of: the other service that a host is, of which no builds are taken (None: it is this one's).
     """
 
@@ -97,7 +97,7 @@ class Agent:
         on_failures: Callable[[str], None] = lambda _: None,
         on_accepted: Callable[[Spawn], None] = lambda _: None,
         on_destroys_done: Callable[[Key], None] = lambda _: None,
-        begun: asyncio.Event | None = None,
+        started: asyncio.Event | None = None,
         owner_of: Callable[[str], str | None] = lambda _: None,
     ) -> None:
         self._driver = driver
@@ -110,7 +110,7 @@ class Agent:
         self._on_failures = on_failures
         self._on_accepted = on_accepted
         self._on_destroys_done = on_destroys_done
-        self._begun = begun or is_set()
+        self._started = started or is_set()
         self._owner_of = owner_of
         self._jobs = Jobs(self._settle)
         self._changes = MachineChanges(
@@ -120,9 +120,9 @@ class Agent:
             jobs=self._jobs,
             send=send,
             clock=clock,
-            begun=self._begun,
+            started=self._started,
         )
-        self._failed_destroys: dict[Key, None] = {}  # the destructions that were given up, oldest first
+        self._failed_destroys: dict[Key, None] = {}  # the failed destructions, oldest first
         self._accepted = 0
         self._slots = asyncio.Semaphore(limits.builds)
         self._host_slots: dict[str, asyncio.Semaphore] = {}
@@ -160,7 +160,7 @@ class Agent:
             return None
         if action in (SpawnAction.ALREADY_ENDED, SpawnAction.SUPERSEDED):
             self._results.send_refusal(
-                key, command.attempt, f"spawn.{action.value}", "this attempt was given up on this host"
+                key, command.attempt, f"spawn.{action.value}", "this attempt has ended on this host"
             )
             return None
         if action is SpawnAction.NOT_OWNED:
@@ -204,7 +204,7 @@ class Agent:
             self._refuse_destroy(key, command.attempt, "the machine here was built for another database")
             return None
         if action is DestroyAction.DESTROY or (action is DestroyAction.JOIN and chain is None):
-            # A command that joins a destruction that was given up starts it again.
+            # A command that joins a failed destruction starts it again.
             self._start_destroy(key, command.attempt, entry.database_id)
         elif chain is not None and (action is DestroyAction.JOIN or chain.clearing):
             chain.answers.add(command.attempt)
@@ -253,11 +253,11 @@ class Agent:
 
     def _refuse_destroy(self, key: Key, attempt: int, reason: str) -> None:
         log.warning("destroy.not_owned", instance=key[1], cause=key[1], host=key[0], attempt=attempt, reason=reason)
-        sentence = f"{reason}; nothing was changed: an operator who wants it gone removes it on the host itself"
-        self._results.send_refusal(key, attempt, NotOwned.code, sentence)
+        message = f"{reason}; nothing was changed: an operator who wants it gone removes it on the host itself"
+        self._results.send_refusal(key, attempt, NotOwned.code, message)
 
     async def _build(self, key: Key, chain: Chain, command: Spawn, clear: int) -> None:
-        await self._begun.wait()
+        await self._started.wait()
         started, started_at = self._clock.monotonic(), self._clock.time()
         slot = self._host_slots.get(key[0])
         if slot is None:
@@ -335,7 +335,7 @@ class Agent:
             self.resume_destroys()
 
     def resume_destroys(self) -> None:
-        """Start the oldest destructions that were given up, unless their records have changed meanwhile."""
+        """Start the oldest failed destructions, unless their records have changed meanwhile."""
         for key in list(itertools.islice(self._failed_destroys, MAX_DESTROY_RETRIES)):
             del self._failed_destroys[key]
             if self._jobs.chain(key) is not None:
@@ -369,7 +369,7 @@ class Agent:
             self._on_destroys_done(key)
 
     async def _clear(self, key: Key, attempt: int, database_id: str | None) -> None:
-        """Destroy what is left up to this attempt, and up to the fence that orders raise meanwhile: they are answered
+        """Destroy what is left up to this attempt, and up to the limit that commands raise meanwhile: they are answered
         with it.
         """
         cleared = -1
@@ -437,10 +437,10 @@ class Agent:
             if entry.max_ended_attempt:
                 chain.answers.add(entry.max_ended_attempt)
         elif entry.phase is AttemptPhase.BUILDING:
-            gone = failed(entry, entry.attempt, "service.restarted", "its host is not this service's any more")
-            assert gone is not None
-            self._records.put(key, gone)
-            self._results.send_result(key, gone)
+            ended = failed(entry, entry.attempt, "service.restarted", "its host is not this service's any more")
+            assert ended is not None
+            self._records.put(key, ended)
+            self._results.send_result(key, ended)
         elif entry.phase is AttemptPhase.RUNNING and machine is None and seen:
             self._records.put(key, lost(entry))
         elif not entry.reported:

@@ -51,8 +51,8 @@ def build(
     result.add_resource(parts.open, parts.close)
     result.add_drain(parts.drain)
     _add_tasks(result, env, parts)
-    # Before the first announcement, as the one that holds the name is: a conductor that receives it may send builds at
-    # once.
+    # Before the first report of the hosts, as the one that holds the name is: a conductor that receives it may send
+    # builds at once.
     result.add_declaration(lambda: parts.bus.declare("compute.{service}", service=service))
     _add_consumers(result, parts, service)
     result.add_bus_check("bus", lambda: parts.bus.unavailable_reason)
@@ -65,9 +65,9 @@ def _add_tasks(result: WorkerRuntime, env: Environment, parts: Parts) -> None:
     result.add_task("name", parts.name.watch)
     result.add_task("heartbeats", parts.reporter.send_heartbeats)
     result.add_task("startup gate", parts.startup_gate.run)
-    result.add_task("announcements", parts.reporter.announce)
+    result.add_task("announcements", parts.reporter.report_hosts)
     result.add_task("inventory", parts.inventory.report)
-    result.add_task("host conflicts", parts.host_conflicts.announce)
+    result.add_task("host conflicts", parts.host_conflicts.report_refused)
     result.add_task("jobs", parts.agent.watch)
     result.add_task("destructions", parts.agent.retry_destroys)
     result.add_task("crash plan", parts.crash_plan.wait)

@@ -1,10 +1,10 @@
 """Changes machines in place: start, stop, hand over, resize, rebuild, snapshot.
 
 One at a time for one instance on one host, in the chain that its builds and destructions go through. A change with a
-higher order takes the place of the one before, wherever that stands; one with a lower order is late, one with the same
-is a copy, and both are dropped. The order is on record before the message is acknowledged. A change that was in
+higher number takes the place of the one before, wherever that stands; one with a lower number is late, one with the
+same is a copy, and both are dropped. The number is on record before the message is acknowledged. A change that was in
 progress when its service died is not resumed: that it is unknown whether it has taken place is its answer, and the
-conductor repeats its command, under a higher order.
+conductor repeats its command, under a higher number.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from compute_sim.records import HostAttemptRow, Key, Records
 class MachineChanges:
     """The changes of one service's machines. send: queues an answer to be published, without waiting.
 
-    begun: no change begins before it is set.
+    started: no change begins before it is set.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class MachineChanges:
         jobs: Jobs,
         send: Callable[[MachineChanged], None],
         clock: Clock,
-        begun: asyncio.Event,
+        started: asyncio.Event,
     ) -> None:
         self._service = service
         self._driver = driver
@@ -57,7 +57,7 @@ class MachineChanges:
         self._jobs = jobs
         self._send = send
         self._clock = clock
-        self._begun = begun
+        self._started = started
 
     def handle(self, command: ChangeMachine, *, is_host: bool) -> HostAttemptRow | None:
         """Start the work of the command. Returns the entry to record before the command is acknowledged."""
@@ -119,7 +119,7 @@ class MachineChanges:
             self._answer(command, done=True)
 
     async def _change(self, key: Key, chain: Chain, command: ChangeMachine) -> None:
-        await self._begun.wait()
+        await self._started.wait()
         async with chain.lock:
             if not await self._is_here(key, command):
                 return

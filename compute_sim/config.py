@@ -233,7 +233,7 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     heartbeat_interval_s: Annotated[float, Bound(gt=0, le=3600)] = 1.0
     """Seconds between two heartbeats of the service. `conductor.missed_heartbeats` of them make it silent."""
     report_interval_s: Annotated[float, Bound(gt=0, le=86_400)] = 60.0
-    """Seconds between two full reports of the machines, in case a change was not announced."""
+    """Seconds between two full reports of the machines, in case a change was not reported."""
     metrics_interval_s: Annotated[float, Bound(ge=0, le=86_400)] = 0.0
     """Seconds between two publications of the driver's measurements (docs/operate/host-metrics.md). 0: none."""
     max_builds_per_host: Annotated[int, Bound(ge=1, le=10_000)] = 10

@@ -3,7 +3,7 @@ has given them up or ended for good.
 
 Two services with a host of one uuid would send one host's builds to two machines. Placement keeps the first one's
 inventory and refuses the second one's report (`InventoryConflict`). The second one takes no builds for the host and
-announces it with its owner. The cell's conductor knows which services are up: it notifies the owner, and releases the
+reports it with its owner. The cell's conductor knows which services are up: it notifies the owner, and releases the
 host to the second service once the owner has given it up or is gone for good (the host has passed to it).
 """
 
@@ -22,7 +22,7 @@ from compute_sim.name import reporter_name
 
 log = structlog.get_logger(__name__)
 
-RESEND_S = 10.0  # the interval of announcements of refused hosts, in answer to which the conductor releases them
+RESEND_S = 10.0  # the interval of reports of refused hosts, in answer to which the conductor releases them
 MAX_HOSTS = 100_000  # refused hosts kept; placement refuses the hosts beyond them again
 LOGGED = 10  # hosts of one message
 HINT = "two compute services have a host of this uuid: give one of the hosts another uuid, or stop one of the services"
@@ -78,17 +78,17 @@ class HostConflicts:
 
     def _on_name_conflict(self, refused: InventoryConflict) -> None:
         """Another host has the name of this one by placement."""
-        host, why = refused.root_uuid, refused.reason
+        host, reason = refused.root_uuid, refused.reason
         if host not in self._name_conflicts and len(self._name_conflicts) >= MAX_HOSTS:
             return
-        if self._name_conflicts.get(host) != why:
-            log.error("host.name_conflict", code=refused.code, service=self._service, host=host, reason=why)
-        self._name_conflicts[host] = why
+        if self._name_conflicts.get(host) != reason:
+            log.error("host.name_conflict", code=refused.code, service=self._service, host=host, reason=reason)
+        self._name_conflicts[host] = reason
         self._to_report.add(host)
 
     def on_host_conflict(self, message: HostConflict) -> None:
-        """Another service was refused these hosts, which are this one's. The hosts are announced once more, because a
-        scheduler that has just started may have received the other service's announcement first.
+        """Another service was refused these hosts, which are this one's. The hosts are reported once more, because a
+        scheduler that has just started may have received the other service's report first.
         """
         new = [host for host in message.hosts if self._others.get(host) != message.other]
         self._others.update(dict.fromkeys(new[: max(0, MAX_HOSTS - len(self._others))], message.other))
@@ -115,8 +115,8 @@ class HostConflicts:
         if released:
             self._changes.on_host_changed(released)
 
-    async def announce(self) -> None:
-        """A side task: announce repeated refusals, and report hosts again whose name may be free, until cancelled."""
+    async def report_refused(self) -> None:
+        """A side task: report repeated refusals, and report hosts again whose name may be free, until cancelled."""
         while True:
             await self._clock.sleep(RESEND_S)
             if self._owners:

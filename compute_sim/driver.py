@@ -102,7 +102,7 @@ class MachineProtected(DriverUnavailable):
 class DriverHost(Struct, frozen=True, kw_only=True):
     """One host as its driver knows it. uuid: its root provider's. attributes: what ComputeCapabilities reads.
 
-    reported: this service announces it. Of hosts that another service announces now, builds are taken all the same: one
+    reported: this service reports it. Of hosts that another service reports now, builds are taken all the same: one
     that was on its way when the host changed hands has the claim, and the host itself lets one build have it.
     """
 
@@ -152,9 +152,9 @@ class ChangeResult(Struct, frozen=True):
 class Machine(Struct, frozen=True):
     """One instance that a host carries.
 
-    attempt, database_id: as in its tag (None: it has no tag of ours). built: it is certainly complete. runs: it is
-    not stopped. tag_only: only its tag still names it, what manages the host reports that it is gone, and `destroy`
-    leaves it. allocations: its resources, by provider (None: the host does not know).
+    attempt, database_id: as in its tag (None: it has no tag of a berth database). built: it is certainly complete.
+    runs: it is not stopped. tag_only: only its tag still names it, what manages the host reports that it is gone, and
+    `destroy` leaves it. allocations: its resources, by provider (None: the host does not know).
     """
 
     host_uuid: str

@@ -20,16 +20,16 @@ class MachineLookup:
         self._records = records
         self._scanner = scanner
 
-    async def look_up(self, question: LookUpMachines) -> MachineLookupResult:
-        """Every machine of these instances with this database's tag that no order has ended.
+    async def look_up(self, query: LookUpMachines) -> MachineLookupResult:
+        """Every machine of these instances with this database's tag that no command has ended.
 
         Also those that are still being built, and those that the record does not have but that their hosts listed when
         these were last looked at, as the reports name them. A thorough query is answered with those of other
-        deployments as well, and one that names hosts with the machines that these list now. Raises DriverUnavailable.
+        databases as well, and one that names hosts with the machines that these list now. Raises DriverUnavailable.
         """
-        if question.on_hosts:
-            return await self._on_hosts(question)
-        wanted, database_id, thorough = frozenset(question.instance_uuids), question.database_id, question.thorough
+        if query.on_hosts:
+            return await self._on_hosts(query)
+        wanted, database_id, thorough = frozenset(query.instance_uuids), query.database_id, query.thorough
         recorded = {
             key: entry
             for key, entry in self._records.live(wanted).items()
@@ -46,13 +46,13 @@ class MachineLookup:
         seen = {(one.host_uuid, one.instance_uuid): one for machines in listed.values() for one in machines}
         found = [self._recorded(key, entry, seen.get(key), database_id) for key, entry in recorded.items()]
         found += [self._listed(one, database_id) for one in listed_only.values()]
-        hosts, more = self._looked_at(question.hosts_after) if thorough else ((), False)
+        hosts, more = self._looked_at(query.hosts_after) if thorough else ((), False)
         return MachineLookupResult(machines=tuple(found), hosts=hosts, more=more)
 
-    async def _on_hosts(self, question: LookUpMachines) -> MachineLookupResult:
-        """The complete machines that these hosts list, and that no order has ended: a record alone proves none."""
-        wanted, database_id = frozenset(question.instance_uuids), question.database_id
-        listed = await self._driver.list(sorted(self._scanner.hosts.intersection(question.on_hosts)))
+    async def _on_hosts(self, query: LookUpMachines) -> MachineLookupResult:
+        """The complete machines that these hosts list, and that no command has ended: a record alone proves none."""
+        wanted, database_id = frozenset(query.instance_uuids), query.database_id
+        listed = await self._driver.list(sorted(self._scanner.hosts.intersection(query.on_hosts)))
         found = [
             self._listed(one, database_id)
             for machines in listed.values()
@@ -62,7 +62,7 @@ class MachineLookup:
             and one.built
             and self._is_kept(one, database_id)
         ]
-        hosts = tuple(host for host in question.on_hosts if host in listed)
+        hosts = tuple(host for host in query.on_hosts if host in listed)
         return MachineLookupResult(machines=tuple(found), hosts=hosts)
 
     def _is_kept(self, machine: Machine, database_id: str) -> bool:

@@ -179,7 +179,7 @@ class Fleet:
         self._change(host, size=size)
 
     def wipe(self, host: str) -> None:
-        """Remove all machines of the host without an announcement, as a reinstallation does."""
+        """Remove all machines of the host without a report, as a reinstallation does."""
         found = self._hosts[host]
         for instance in list(found.machines or ()):
             self._write(DestroyedRow(host, instance))
@@ -215,7 +215,7 @@ class Fleet:
 
     def _apply(self, row: Row) -> None:
         host = self._hosts.get(row.host)
-        if host is None:  # the plan has fewer hosts now: the machines there are no longer ours to report
+        if host is None:  # the plan has fewer hosts now: the machines there are no longer this service's to report
             return
         match row:
             case MachineRow(_, machine):

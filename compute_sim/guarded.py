@@ -13,7 +13,7 @@ log = structlog.get_logger()
 
 AnyDriver = TypeVar("AnyDriver")
 
-# What each call may raise beside DriverUnavailable.
+# What each call may raise besides DriverUnavailable.
 NAMED: dict[str, tuple[type[Exception], ...]] = {
     "spawn": (BuildFault, NotOwned),
     "check": (BuildFault, NotOwned),

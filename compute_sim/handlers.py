@@ -36,7 +36,7 @@ from compute_sim.ring import Ring
 DONE = Done()
 COMMANDS = (Spawn, Destroy, ChangeMachine, QueueBarrier, LookUpMachines, ListMachines)
 # What conductors alone send, by an incarnation of the cell's database.
-ORDERS = frozenset(row.message for row in MESSAGES if row.publishers == (CONDUCTOR,))
+FROM_CONDUCTORS = frozenset(row.message for row in MESSAGES if row.publishers == (CONDUCTOR,))
 
 
 class ComputeHandlers:
@@ -50,14 +50,14 @@ class ComputeHandlers:
         wait_for_capacity: Callable[[], Awaitable[None]],
         on_report_requested: Callable[[], None],
         on_heartbeat: Callable[[Heartbeat], None],
-        outdated: Callable[..., None],
+        superseded: Callable[..., None],
         on_barrier: Callable[[QueueBarrier, Sequence[Key]], None],
         reserve: Callable[[ReserveMachines], Awaitable[None]],
         on_rescan: Callable[[RescanHosts], None],
         look_up: Callable[[LookUpMachines], Awaitable[MachineLookupResult]],
         list_machines: Callable[[ListMachines], Awaitable[MachinesPage]],
         sync: Callable[[], Awaitable[None]],
-        is_outdated: Callable[[DatabaseMark], bool],
+        may_predate_restore: Callable[[DatabaseMark], bool],
         ring: Ring | None = None,
         host_conflicts: HostConflicts | None = None,
     ) -> None:
@@ -66,14 +66,14 @@ class ComputeHandlers:
         self._wait_for_capacity = wait_for_capacity
         self._on_report_requested = on_report_requested
         self._on_heartbeat = on_heartbeat
-        self._outdated = outdated
+        self._on_superseded = superseded
         self._on_barrier = on_barrier
         self._reserve = reserve
         self._on_rescan = on_rescan
         self._look_up = look_up
         self._list_machines = list_machines
         self._sync = sync
-        self._is_outdated = is_outdated
+        self._may_predate_restore = may_predate_restore
         self._ring = ring
         self._host_conflicts = host_conflicts
 
@@ -85,7 +85,7 @@ class ComputeHandlers:
         await self._wait_for_capacity()
         taken: list[Spawn | Destroy | ChangeMachine] = []
         barriers: list[QueueBarrier] = []
-        questions: list[tuple[int, LookUpMachines | ListMachines]] = []
+        queries: list[tuple[int, LookUpMachines | ListMachines]] = []
         outcomes: list[Outcome] = []
         for received in batch:
             message = received.message
@@ -99,41 +99,41 @@ class ComputeHandlers:
                 if isinstance(message, QueueBarrier):
                     barriers.append(message)
                 elif isinstance(message, LookUpMachines | ListMachines):
-                    questions.append((len(outcomes), message))
+                    queries.append((len(outcomes), message))
                 else:
                     taken.append(message)
                 outcomes.append(DONE)
         self._agent.handle(taken)
         await self._sync()
-        for place, question in questions:
-            outcomes[place] = await self._answer(question)
+        for place, query in queries:
+            outcomes[place] = await self._answer(query)
         for barrier in barriers:
             self._on_barrier(barrier, self._agent.pending_destroys())
         return outcomes
 
     def _refusal(self, received: Received) -> Refuse | None:
-        """Why an order is not carried out; None: it is. The cell's database was set back since it was decided, or a
+        """Why a command is not carried out; None: it is. The cell's database was restored since it was decided, or a
         conductor lives on with an old copy of it.
         """
         number = received.meta.database_incarnation
-        if type(received.message) not in ORDERS or not self._is_outdated(received.meta.mark):
+        if type(received.message) not in FROM_CONDUCTORS or not self._may_predate_restore(received.meta.mark):
             return None
         return Refuse(ORDER_OUTDATED, f"by incarnation {number} of the cell's database, which has a later one")
 
-    async def _answer(self, question: LookUpMachines | ListMachines) -> Outcome:
+    async def _answer(self, query: LookUpMachines | ListMachines) -> Outcome:
         try:
-            if isinstance(question, ListMachines):
-                return Done(await self._list_machines(question))
-            return Done(await self._look_up(question))
+            if isinstance(query, ListMachines):
+                return Done(await self._list_machines(query))
+            return Done(await self._look_up(query))
         except DriverUnavailable as fault:  # no answer: the conductor repeats it
             return Refuse("driver.unavailable", str(fault))
 
     async def control(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """ReportHosts: one announcement answers all requests. Heartbeats under this service's name: shows whether
+        """ReportHosts: one report answers all requests. Heartbeats under this service's name: shows whether
         another process has the name.
 
         ServiceOutdated, InventoryStale: the messages that the cell and placement have received under this name.
-        ReserveMachines: the quarantined machines on its hosts. RescanHosts: hosts to announce by a scan that begins
+        ReserveMachines: the quarantined machines on its hosts. RescanHosts: hosts to report by a scan that begins
         after it.
         """
         outcomes = [self._refusal(received) or DONE for received in batch]
@@ -142,9 +142,9 @@ class ComputeHandlers:
             if isinstance(message, Heartbeat):
                 self._on_heartbeat(message)
             elif isinstance(message, ServiceSuperseded) and message.service == self._service:
-                self._outdated(epoch=message.epoch)
+                self._on_superseded(epoch=message.epoch)
             elif isinstance(message, InventoryStale) and message.reporter == reporter_name(self._service):
-                self._outdated(version=message.version)
+                self._on_superseded(version=message.version)
             elif isinstance(message, ReserveMachines) and message.service == self._service:
                 await self._reserve(message)
             elif isinstance(message, RescanHosts) and message.service == self._service:

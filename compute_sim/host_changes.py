@@ -1,4 +1,4 @@
-"""Collects all changes of hosts: which hosts are to be announced, and whose inventory is to be published.
+"""Collects all changes of hosts: which hosts are to be reported, and whose inventory is to be published.
 
 The driver, the agent, the quarantine and the startup gate record here which hosts have changed; the reporter and the
 inventory reporter wait here for hosts that are due. None of them knows the others.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from bus.clock import Clock
 from bus.contracts.cell import MAX_RESCANS, RescanHosts
 
-# The inventory of a host that changed is published once more with the first whole announcement after this: a report
+# The inventory of a host that changed is published once more with the first whole report after this: a report
 # that another service made of it before, and that waited somewhere, may have undone the first one.
 UNDONE_S = 15.0
 
@@ -52,15 +52,14 @@ class PendingReport:
 
 
 class PendingHostReports:
-    """The pending reports of one service about its hosts: `announcements` to its cell, `inventory` to the resource
-    book.
-    """
+    """The pending reports of one service about its hosts: `announcements` to its cell, `inventory` to placement."""
 
     def __init__(self, clock: Clock) -> None:
         self.announcements = PendingReport()
         self.inventory = PendingReport()
         self._clock = clock
-        # To be named by a scan that has not begun yet or is under way, the oldest first; with the hosts of their order.
+        # To be named by a scan that has not begun yet or is under way, the oldest first; with the hosts of their
+        # command.
         self._rescans: dict[str, tuple[str, ...]] = {}
         self._changed: dict[str, float] = {}  # hosts whose inventory is due once more, and when they changed
 
@@ -68,16 +67,16 @@ class PendingHostReports:
         """Report everything: a listener has just started."""
         self.announcements.add()
 
-    def on_rescan(self, order: RescanHosts) -> None:
+    def on_rescan(self, command: RescanHosts) -> None:
         """A conductor waits for a scan of these hosts that begins now, or later. The oldest rescans are dropped. It
-        repeats its order with each report until one names them.
+        repeats its command with each report until one names them.
         """
-        if {self._rescans.get(rescan) for rescan in order.rescans} == {order.hosts}:
+        if {self._rescans.get(rescan) for rescan in command.rescans} == {command.hosts}:
             return
-        self._rescans.update(dict.fromkeys(order.rescans, order.hosts))
+        self._rescans.update(dict.fromkeys(command.rescans, command.hosts))
         while len(self._rescans) > MAX_RESCANS:
             del self._rescans[next(iter(self._rescans))]
-        self.announcements.add(order.hosts)
+        self.announcements.add(command.hosts)
 
     @property
     def rescans(self) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ class InventoryReporter:
 
     async def report(self) -> None:
         """Inventory updates, until cancelled."""
-        await self._startup_gate.begun.wait()
+        await self._startup_gate.opened.wait()
         await self._pending.run(self._publish)
 
     async def _publish(self, hosts: list[str] | None) -> None:

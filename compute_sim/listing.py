@@ -1,4 +1,4 @@
-"""Everything that the hosts of one service have, in pages, for a conductor whose database was set back.
+"""Everything that the hosts of one service have, in pages, for a conductor whose database was restored.
 
 The hosts are read anew for each page, and what they have is compared with nothing: a record only adds what a host does
 not know of a machine, and the builds of which no host may list what it has.
@@ -50,21 +50,21 @@ class MachineLister:
         self._is_busy = is_busy
         self._pending_destroys = pending_destroys
 
-    async def list(self, question: ListMachines) -> MachinesPage:
+    async def list(self, query: ListMachines) -> MachinesPage:
         """One page: as many hosts as its bounds allow, at least one machine. Raises DriverUnavailable."""
-        behind = (one for one in self._scanner.hosts if one >= question.after_host)
+        behind = (one for one in self._scanner.hosts if one >= query.after_host)
         hosts = heapq.nsmallest(MAX_LISTED_HOSTS + 1, behind)
         listed = await self._driver.list(hosts)
         unlisted: dict[str, set[str]] = defaultdict(set)
         for at, instance in (*self._records.unlisted(), *self._pending_destroys()):
             unlisted[at].add(instance)
         page, size, read = list[ListedMachine](), 0, list[str]()
-        after = (question.after_host, question.after_instance)
+        after = (query.after_host, query.after_instance)
         for host in hosts[:MAX_LISTED_HOSTS]:
             machines = listed.get(host)
             if machines is None:
                 continue
-            for one in self._on_host(host, machines, unlisted[host], question.database_id):
+            for one in self._on_host(host, machines, unlisted[host], query.database_id):
                 if (host, one.instance_uuid) <= after:
                     continue
                 size += len(encode(one))

@@ -58,7 +58,7 @@ class ServiceName:
 
         def log_failure(_error: BaseException, failures: int) -> None:
             if failures == 1:
-                log.warning("compute.name_waits", reason=f"{self._sentence()}; waiting for {self._wait_s:g} s")
+                log.warning("compute.name_waits", reason=f"{self._message()}; waiting for {self._wait_s:g} s")
 
         try:
             await Retrying(policy, self._clock).call(
@@ -76,29 +76,34 @@ class ServiceName:
         await self._lost.wait()
         raise self._in_use("since this one's connection to the bus was lost")
 
-    def on_heartbeat(self, beat: Heartbeat) -> None:
+    def on_heartbeat(self, heartbeat: Heartbeat) -> None:
         """A heartbeat under this name. Raises ServiceNameInUse when it is another's.
 
         One heartbeat proves nothing, it may have been on its way since this service's former life: a second one that
         is newer does. The service of the higher epoch waits for the other one to stop, for `wait_s`.
         """
         own = self._records.epoch
-        if beat.service != self._service or beat.epoch == own or beat.epoch in self._records.former or beat.stopping:
+        if (
+            heartbeat.service != self._service
+            or heartbeat.epoch == own
+            or heartbeat.epoch in self._records.former
+            or heartbeat.stopping
+        ):
             return
         now = self._clock.monotonic()
-        if self._other is None or self._other[0] != beat.epoch:
-            self._other = (beat.epoch, beat.sequence, now)
-            log.warning("compute.name_in_use", reason=self._sentence(), epoch=beat.epoch, own_epoch=own)
+        if self._other is None or self._other[0] != heartbeat.epoch:
+            self._other = (heartbeat.epoch, heartbeat.sequence, now)
+            log.warning("compute.name_in_use", reason=self._message(), epoch=heartbeat.epoch, own_epoch=own)
             return
         _, sequence, since = self._other
-        if beat.sequence > sequence and (beat.epoch > own or now - since >= self._wait_s):
-            raise self._in_use(f"its heartbeats have epoch {beat.epoch}, ours {own}")
+        if heartbeat.sequence > sequence and (heartbeat.epoch > own or now - since >= self._wait_s):
+            raise self._in_use(f"its heartbeats have epoch {heartbeat.epoch}, this one {own}")
 
     def _is_locked(self) -> None:
         now = self._clock.monotonic()
         if self._locked_at is None:
             self._locked_at = now
-            log.warning("compute.name_waits", reason=f"{self._sentence()}; waiting for {self._wait_s:g} s")
+            log.warning("compute.name_waits", reason=f"{self._message()}; waiting for {self._wait_s:g} s")
         elif now - self._locked_at >= self._wait_s:
             self._lost.set()
 
@@ -107,8 +112,8 @@ class ServiceName:
 
     def _in_use(self, how: str) -> ServiceNameInUse:
         return ServiceNameInUse(
-            f"{self._sentence()} ({how}): stop that one, or give this one a name of its own (--service)"
+            f"{self._message()} ({how}): stop that one, or give this one a name of its own (--service)"
         )
 
-    def _sentence(self) -> str:
+    def _message(self) -> str:
         return f"another process runs the compute service {self._service!r} of {self._cell}"

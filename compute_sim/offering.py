@@ -1,8 +1,8 @@
 """Which of its hosts a service may offer after a start: none on which it still has to destroy something.
 
-While the service was down its queue kept its orders, among them those to destroy the losses of a fence. The
+While the service was down its queue kept its commands, among them those to destroy the stale machines of a fence. The
 service publishes a barrier to its own queue: when it comes back, all that was waiting there has been taken. Only then
-builds and changes begin: the order that ends one of them may have come behind it. And each host may be offered as
+builds and changes begin: the command that ends one of them may have come behind it. And each host may be offered as
 soon as nothing is left that was to be destroyed there before the barrier.
 """
 
@@ -25,7 +25,7 @@ from compute_sim.records import Key, Records
 log = structlog.get_logger()
 
 RESEND_S = 5.0  # a barrier that has not come back is published once more
-DESTROYING = "the service destroys this host's losses"
+DESTROYING = "the service destroys this host's stale machines"
 
 
 class BarrierBus(Protocol):
@@ -36,7 +36,7 @@ class BarrierBus(Protocol):
 
 
 class StartupGate:
-    """One service's. begun: set when the barrier has come back. on_ready: these hosts may be offered from now on."""
+    """One service's. opened: set when the barrier has come back. on_ready: these hosts may be offered from now on."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class StartupGate:
         clock: Clock,
         on_ready: Callable[[Sequence[str]], None],
     ) -> None:
-        self.begun = asyncio.Event()
+        self.opened = asyncio.Event()
         self._bus = bus
         self._service = service
         self._records = records
@@ -57,12 +57,12 @@ class StartupGate:
 
     async def run(self) -> None:
         """Publish the barrier until it has come back, then do nothing, until cancelled."""
-        while not self.begun.is_set():
+        while not self.opened.is_set():
             with contextlib.suppress(BusError, Transient):
                 await self._bus.publish(QueueBarrier(service=self._service, epoch=self._records.epoch))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RESEND_S):
-                    await self.begun.wait()
+                    await self.opened.wait()
         await asyncio.get_running_loop().create_future()
 
     def on_barrier(self, barrier: QueueBarrier, pending_destroys: Sequence[Key]) -> None:
@@ -70,14 +70,14 @@ class StartupGate:
 
         pending_destroys: the machines that are being destroyed now, and those that could not be destroyed so far.
         """
-        if barrier.epoch != self._records.epoch or self.begun.is_set():
+        if barrier.epoch != self._records.epoch or self.opened.is_set():
             return
         for host, instance in pending_destroys:
             self._waits_for.setdefault(host, set()).add(instance)
         if pending_destroys:
             machines, hosts = len(set(pending_destroys)), len(self._waits_for)
             log.info("compute.destroys_first", service=self._service, machines=machines, hosts=hosts)
-        self.begun.set()
+        self.opened.set()
 
     def on_destroys_done(self, key: Key) -> None:
         """Nothing of this instance is left to be destroyed on this host, or nothing can be."""
@@ -92,4 +92,4 @@ class StartupGate:
 
     def is_ready(self, host: str) -> bool:
         """Whether this host may be offered."""
-        return self.begun.is_set() and host not in self._waits_for
+        return self.opened.is_set() and host not in self._waits_for

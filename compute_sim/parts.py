@@ -148,7 +148,7 @@ class Parts:
             on_failures=self.changes.on_failures_changed,
             on_accepted=self.crash_plan.accepted,
             on_destroys_done=self.startup_gate.on_destroys_done,
-            begun=self.startup_gate.begun,
+            started=self.startup_gate.opened,
             owner_of=self.host_conflicts.owner_of,
         )
 
@@ -200,14 +200,14 @@ class Parts:
             wait_for_capacity=self.announcer.wait_for_capacity,
             on_report_requested=self.changes.on_request,
             on_heartbeat=self.name.on_heartbeat,
-            outdated=self.reporter.outdated,
+            superseded=self.reporter.on_superseded,
             on_barrier=self.startup_gate.on_barrier,
             reserve=self.quarantine.reserve,
             on_rescan=self.changes.on_rescan,
             look_up=self.lookup.look_up,
             list_machines=self._lister().list,
             sync=self.records.sync,
-            is_outdated=self.records.may_predate_restore,
+            may_predate_restore=self.records.may_predate_restore,
             ring=self.ring,
             host_conflicts=self.host_conflicts,
         )

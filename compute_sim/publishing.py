@@ -1,4 +1,4 @@
-"""Publishes pending messages, until they are published: the loop that announcements and inventory share."""
+"""Publishes pending messages, until they are published: the loop that reports of hosts and inventory share."""
 
 from __future__ import annotations
 

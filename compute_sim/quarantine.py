@@ -39,15 +39,15 @@ class Quarantine:
         metrics.RESERVED.labels(service, "known").set_function(lambda: records.count_reserved(sized=True))
         metrics.RESERVED.labels(service, "unknown").set_function(lambda: records.count_reserved(sized=False))
 
-    async def reserve(self, order: ReserveMachines) -> None:
-        """Apply an order, as far as it is the newest about its hosts and its machines exist."""
-        page = (order.epoch, order.sequence)
-        newer = {one.host_uuid: one.machines for one in order.hosts if page > self._newest.get(one.host_uuid, (0, 0))}
+    async def reserve(self, command: ReserveMachines) -> None:
+        """Apply a command, as far as it is the newest about its hosts and its machines exist."""
+        page = (command.epoch, command.sequence)
+        newer = {one.host_uuid: one.machines for one in command.hosts if page > self._newest.get(one.host_uuid, (0, 0))}
         try:
             for part in _parts(newer):  # a message may have more than one part
                 await self._reserve(page, part)
                 await asyncio.sleep(0)
-        except DriverUnavailable as fault:  # the next report leads to another order
+        except DriverUnavailable as fault:  # the next report leads to another command
             log.warning("quarantine.not_checked", service=self._service, reason=str(fault))
 
     async def _reserve(self, page: tuple[int, int], newer: Reserved) -> None:

@@ -121,7 +121,7 @@ class Records:
         self._spawns: dict[Key, Spawn] = {}
         self._specs: dict[Key, SpecRow] = {}  # of machines that are there, or are being built
         self._failed: dict[Key, None] = {}  # that may have left something
-        self._ended: dict[Key, None] = {}  # in the order they ended: the oldest is forgotten first
+        self._ended: dict[Key, None] = {}  # in the order they ended: the oldest is deleted first
         self._running: dict[Key, None] = {}
         self._lost: dict[Key, None] = {}
         self._failures: dict[str, int] = {}
@@ -169,7 +169,7 @@ class Records:
         self.write([row])
 
     def unlisted(self) -> list[Key]:
-        """The builds that have not ended, and those that have failed since and are not ordered away: a host may have
+        """The builds that have not ended, and those that have failed since and no command has ended: a host may have
         something of them, and not list it.
         """
         return [*self._spawns, *self._failed]
@@ -202,7 +202,7 @@ class Records:
     async def sync(self) -> None:
         """Return when what was written so far survives a power cut, if it is to. Raises JournalUnusable.
 
-        Awaited before a command is acknowledged, a result published or a machine's mark wiped.
+        Awaited before a command is acknowledged, a result published or a machine's tag wiped.
         """
         if self._journal is not None:
             await self._journal.sync()
@@ -306,7 +306,7 @@ class Records:
         return True
 
     def start(self, now_s: float) -> int:
-        """Record a start. Its epoch is higher than all earlier ones, also when the clock was set back."""
+        """Record a start. Its epoch is higher than all earlier ones, also when the clock was restored."""
         epoch = min(max(self.epoch + 1, int(now_s * 1000)), MAX_EPOCH)
         self._numbers(NumbersRow(epoch, self.version, self.starts + 1))
         return self.epoch

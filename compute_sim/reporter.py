@@ -1,6 +1,6 @@
-"""Publishes heartbeats and host announcements to the cell.
+"""Publishes heartbeats and reports of hosts to the cell.
 
-After a start a host is announced as disabled until the service has destroyed there the machines that it was ordered to
+After a start a host is reported as disabled until the service has destroyed there the machines that it was commanded to
 destroy while it was not running (`offering`). Announcements and heartbeats share one sequence and leave one after the
 other, so that a listener may drop a message that is older than the last one received.
 """
@@ -81,10 +81,10 @@ class Reporter:
         self._publishing = asyncio.Lock()
         self._sequence = 0
 
-    def outdated(self, *, epoch: int = 0, version: int = 0) -> None:
+    def on_superseded(self, *, epoch: int = 0, version: int = 0) -> None:
         """The cell or placement has received a later number under this service's name than any of its own.
 
-        Its clock was set back, its records are gone, or another process had the name while its clock was ahead. The
+        Its clock was restored, its records are gone, or another process had the name while its clock was ahead. The
         service holds the name: it continues above that epoch, and publishes everything again. A late copy changes
         nothing.
         """
@@ -104,9 +104,9 @@ class Reporter:
                 await self._heartbeat()
             await self._clock.sleep(self._heartbeat_interval_s)
 
-    async def announce(self) -> None:
-        """Host announcements, until cancelled; none before the ring is known, for the free hosts would be missing."""
-        await self._startup_gate.begun.wait()
+    async def report_hosts(self) -> None:
+        """Reports of hosts, until cancelled; none before the ring is known, for the free hosts would be missing."""
+        await self._startup_gate.opened.wait()
         if self._ring is not None:
             await self._ring.known.wait()
         await self._pending.run(self._publish_hosts)
@@ -139,7 +139,7 @@ class Reporter:
         # Before looking: a slow driver must not prove a young machine missing.
         scan, seen_at, rescans = self._records.begin_scan(), self._clock.time(), self._changes.rescans
         ring_term, ring_number = UNKNOWN if self._ring is None else self._ring.version
-        # Read once: a host that is announced is one whose builds are taken.
+        # Read once: a host that is reported is one whose builds are taken.
         every = await self._scanner.load_hosts()
         known = [host for host in every if host.reported]
         if self._host_conflicts is not None:
@@ -190,13 +190,13 @@ class Reporter:
                 pages.append([])
                 instances = 0
             instances += count
-            offers = self._startup_gate.is_ready(host.uuid)
+            is_ready = self._startup_gate.is_ready(host.uuid)
             pages[-1].append(
                 HostReport(
                     uuid=host.uuid,
                     name=host.name,
-                    enabled=host.enabled and offers,
-                    disabled_reason=host.disabled_reason or ("" if offers else DESTROYING),
+                    enabled=host.enabled and is_ready,
+                    disabled_reason=host.disabled_reason or ("" if is_ready else DESTROYING),
                     attributes=host.attributes,
                     failed_builds=self._records.failed_builds(host.uuid),
                     running=None if runs is None else tuple(runs),

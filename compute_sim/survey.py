@@ -60,7 +60,7 @@ class MachineScanner:
 
     def list_unrecorded(self, instances: Collection[str]) -> list[Machine]:
         """Machines of these instances that carry a tag, as their hosts last listed them, that the record does not have
-        and that no order has ended. The record may be older than the machine, or have taken it for lost.
+        and that no command has ended. The record may be older than the machine, or have taken it for lost.
         """
         return [
             one
@@ -81,8 +81,8 @@ class MachineScanner:
         """Remember of what these hosts carry the part that is not on record."""
         self._scanned_hosts.update(dict.fromkeys(listed))
         for host, machines in listed.items():
-            if beside := [one for one in machines if self._differs_from_record(one)]:
-                self._unrecorded[host] = beside
+            if unrecorded := [one for one in machines if self._differs_from_record(one)]:
+                self._unrecorded[host] = unrecorded
             else:
                 self._unrecorded.pop(host, None)
 
@@ -118,7 +118,7 @@ def is_of_attempt(entry: HostAttempt, machine: Machine) -> bool:
 
 
 def is_ended(machine: Machine, known: HostAttempt | None) -> bool:
-    """Whether an order on record has ended the attempt that the machine's tag names."""
+    """Whether a command on record has ended the attempt that the machine's tag names."""
     if machine.attempt is None or known is None:
         return False
     return machine.attempt <= known.max_ended_attempt and known.database_id in (None, machine.database_id)
@@ -134,7 +134,7 @@ def _running(machine: Machine, known: HostAttempt | None, *, reserved: bool) -> 
         attempt=attempt,
         database_id=machine.database_id,
         built=machine.built and not is_building,
-        # One that is left as it is: all that an order could do about it is done.
+        # One that is left as it is: all that a command could do about it is done.
         destroying=is_leaving(known, attempt) or (machine.tag_only and is_ended(machine, known)),
         stopped=not machine.runs,
         reserved=reserved,

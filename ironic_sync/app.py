@@ -81,7 +81,7 @@ def build(
 
 
 def _positions(service: WorkerRuntime, env: Environment, bus: Bus, config: IronicSyncConfig) -> PostgresPositions:
-    """The environment's PostgreSQL, opened and watched with the service; the bus is marked as its own."""
+    """The environment's PostgreSQL, opened and watched with the service; the bus has its owner set."""
     database = env.database(schema_of(config.name))
     positions = PostgresPositions(database)
     service.add_resource(positions.open, positions.close)
@@ -121,7 +121,7 @@ def rest_client(config: IronicSyncConfig, clock: Clock) -> IronicRestClient:
         timeout_s=config.request_timeout_s,
         list_timeout_s=config.list_timeout_s,
         page_size=config.page_size,
-        connections=config.reads_in_flight + 2,  # beside the single reads, one of all and one of an allocation
+        connections=config.reads_in_flight + 2,  # besides the single reads, one of all and one of an allocation
         auth=auth_of(
             config.keystone,
             username=config.username,

@@ -1,4 +1,4 @@
-"""Ironic's notifications as they arrive: own queue, bound to an exchange that is not ours."""
+"""Ironic's notifications as they arrive: own queue, bound to an exchange of Ironic's."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class NotificationListener:
     def on_delivery(self, delivery: Delivery) -> None:
         """Take one message. Never blocks, never raises, never shows a body: it may be anything that anyone published.
 
-        One that cannot be handled is given up, and all nodes are read, which covers it.
+        One that cannot be handled is dropped, and all nodes are read, which covers it.
         """
         term = self._term
         if term is None:

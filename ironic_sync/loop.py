@@ -136,17 +136,17 @@ class SyncLoop:
             await self._clock.sleep(self._config.leader_poll_interval_s)
 
     async def _serve_term(self) -> None:
-        async with self._positions.become_leader() as kept:
+        async with self._positions.become_leader() as leadership:
             log.info("ironic.leading")
             self._waiting = False
-            await self._run_together(kept)
+            await self._run_together(leadership)
 
-    async def _run_together(self, kept: Term) -> None:
+    async def _run_together(self, leadership: Term) -> None:
         """All tasks of a term live and die together, the renewal of its lease first; the first fault is its end."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._keep_lease(kept))
-                term = self._term_of(kept, *await kept.load())
+                tasks.create_task(self._keep_lease(leadership))
+                term = self._term_of(leadership, *await leadership.load())
                 for run in (
                     term.writer.save(),
                     term.writer.publish(),
@@ -170,18 +170,18 @@ class SyncLoop:
                 ended.sync_state.requeue_unacknowledged()
                 ended.sync_state.traces.close("ironic.term_ended")
 
-    def _term_of(self, kept: Term, positions: Mapping[str, Position], published: Mapping[str, int]) -> _Term:
+    def _term_of(self, leadership: Term, positions: Mapping[str, Position], published: Mapping[str, int]) -> _Term:
         config, clock, reporter = self._config, self._clock, self._reporter
         sync_state = SyncState(
             positions, published, clock=clock, config=config, traces=NotificationTraces(self._tracer)
         )
         reader = Reader(self._client, sync_state, clock=clock, rng=self._rng, config=config)
-        writer = Writer(kept, sync_state, self._publish_all, clock=clock, cell=config.cell, reporter=reporter)
+        writer = Writer(leadership, sync_state, self._publish_all, clock=clock, cell=config.cell, reporter=reporter)
         measurements = Measurements(self._publish_all, clock=clock, max_nodes=config.max_nodes, reporter=reporter)
         listening = ListeningTerm(sync_state, reader.follow_allocation, reader.read_all, measurements.add)
         return _Term(sync_state, reader, writer, listening, measurements)
 
-    async def _keep_lease(self, kept: Term) -> None:
+    async def _keep_lease(self, leadership: Term) -> None:
         """Renew the lease, and purge nodes that were removed long ago. A database that does not answer ends no term:
         only another writer does, and until there is one nothing else may change the positions.
         """
@@ -189,11 +189,11 @@ class SyncLoop:
         while True:
             await self._clock.sleep(self._config.leader_poll_interval_s)
             try:
-                await kept.renew()
+                await leadership.renew()
                 if self._term is not None and self._clock.monotonic() >= purge_at:
                     purge_at = self._clock.monotonic() + self._config.republish_interval_s
                     reported_before = self._clock.time() - self._config.removed_retention_s
-                    await kept.purge(reported_before)
+                    await leadership.purge(reported_before)
                     self._term.sync_state.purge(reported_before)
             except Transient as fault:
                 log.warning("ironic.lease_waits", code=fault.code, reason=fault.reason)

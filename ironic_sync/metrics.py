@@ -18,7 +18,7 @@ PROBLEMS = Gauge(
     ["code"],
 )
 LEADER = Gauge("berth_ironic_leader", "1 while this process is the writer")
-BOUND = Gauge("berth_ironic_bound", "1 while our queue is bound to Ironic's exchange")
+BOUND = Gauge("berth_ironic_bound", "1 while the queue is bound to Ironic's exchange")
 LATENCY_S = Histogram(
     "berth_ironic_latency_seconds",
     "From a notification's arrival to the confirm of the update it led to",

@@ -173,7 +173,7 @@ class Reader:
 
     async def _read_all(self) -> bool:
         """True when every page was read. Nodes that no page had are read one by one: only a 404 removes them."""
-        sync_state, began = self._sync_state, self._clock.monotonic()
+        sync_state, started_at = self._sync_state, self._clock.monotonic()
         with sync_state.read_in_flight() as first:
             seq = first
             try:
@@ -191,7 +191,7 @@ class Reader:
             for uuid in sync_state.missing_nodes(first):
                 sync_state.schedule_read(uuid)
         self.last_all_at = self._clock.time()
-        self._report_all(self._clock.monotonic() - began)
+        self._report_all(self._clock.monotonic() - started_at)
         return True
 
     def _report_all(self, took_s: float) -> None:

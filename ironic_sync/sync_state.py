@@ -110,7 +110,7 @@ class SyncState:
         self._move(before, after)
 
     def settle(self, uuid: str) -> None:
-        """The announced changes of a node have been read, and placement has them."""
+        """The changes of a node that Ironic announced have been read, and placement has them."""
         self.notified_at.pop(uuid, None)
         self.traces.end(uuid)
 
@@ -185,7 +185,7 @@ class SyncState:
         """Placement has this version of a node: positions were lost, and an earlier clock was ahead."""
         before = self.positions.get(uuid)
         if before is None or not 0 < before.version < version < FARTHEST:
-            return  # a late copy lost, not the newest word
+            return  # a late copy lost, not the newest report
         log.warning("ironic.stale", node=uuid, version=before.version, known=version)
         above = replace(before, version=version)
         if above.report is None:

@@ -367,7 +367,7 @@ async def claim(
         await transaction.lock_groups(keys)
     cell = None if bus == ABOVE_CELLS else bus
     locked = await transaction.lock_claims(port.ClaimsToLock(group.consumers, group.providers, limited, alone, cell))
-    if bus == ABOVE_CELLS and group.enrolled:  # a cell has no word about others' instances
+    if bus == ABOVE_CELLS and group.enrolled:  # a cell does not decide about others' instances
         await transaction.enroll(group.enrolled)
     members = await transaction.members(group.members(locked.found)) if keys else {}
     decision = decide(
@@ -446,9 +446,9 @@ async def _apply_reports(transaction: port.PlacementTransaction, group: ReportGr
                 group.results[number] = BUSY
     fresh = [number for number in fresh if number not in group.results]
     updates = [group.updates[number] for number in fresh]
-    holdings = {uuid: consumer.allocations for uuid, consumer in locked.found.items() if consumer.allocations}
+    allocations = {uuid: consumer.allocations for uuid, consumer in locked.found.items() if consumer.allocations}
     earlier = [group.earlier(number) for number in fresh]
-    outcome = plan(updates, earlier, before, holdings, group.bus, spec_generation=spec_generation, final=final)
+    outcome = plan(updates, earlier, before, allocations, group.bus, spec_generation=spec_generation, final=final)
     group.record_results(fresh, outcome.results)
     now = before
     if outcome.moved or locked.inserted:

@@ -39,7 +39,7 @@ class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     feed_retention: Annotated[int, Bound(ge=1000)] = 500_000
     """Published changes that are kept for replicas that fell behind; one further behind takes a snapshot."""
     head_interval_s: Seconds = 1.0
-    """Seconds between two announcements of the newest change number; a replica notices a lost event so."""
+    """Seconds between two messages with the newest change number; a replica notices a lost event so."""
     trim_interval_s: Seconds = 30.0
     """Seconds between two purges of changes, fences and reporters."""
     ended_attempt_retention_s: Seconds = 86_400.0

@@ -26,7 +26,7 @@ from placement_worker import metrics
 from placement_worker.book import PlacementService
 from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.claims import ClaimItem
-from placement_worker.domain.refusal import Why
+from placement_worker.domain.refusal import RefusalCode
 from placement_worker.domain.reports import CONSUMERS_BUSY, NAME_TAKEN, ReportRefusal
 from placement_worker.domain.trees import ChangeMembership, DeleteTree
 from placement_worker.domain.values import ABOVE_CELLS, Provider, suggestion
@@ -142,27 +142,27 @@ class PlacementHandlers:
         other message in a transaction of its own.
         """
         outcomes: list[Outcome] = []
-        for kind, run in groupby(batch, lambda received: type(received.message)):
+        for kind, reports in groupby(batch, lambda received: type(received.message)):
             if kind is messages.InventoryUpdate:
-                outcomes += await self._report(list(run))
+                outcomes += await self._report(list(reports))
             else:
                 change = self._changes.get(kind)
                 outcomes += [
-                    _unexpected(one.message) if change is None else await change(one.message, one) for one in run
+                    _unexpected(one.message) if change is None else await change(one.message, one) for one in reports
                 ]
         return outcomes
 
-    async def _report(self, run: Sequence[Received]) -> list[Outcome]:
-        """Apply the updates of a run, and tell their reporters what they do not know."""
-        updates = [one.message for one in run if isinstance(one.message, messages.InventoryUpdate)]
-        results = await self._reported(updates, run[0].bus)
+    async def _report(self, reports: Sequence[Received]) -> list[Outcome]:
+        """Apply the updates of a batch, and tell their reporters what they do not know."""
+        updates = [one.message for one in reports if isinstance(one.message, messages.InventoryUpdate)]
+        results = await self._reported(updates, reports[0].bus)
         replies: list[Message] = []
         outcomes = [
             self._answer_report(received, update, result, replies)
-            for received, update, result in zip(run, updates, results, strict=True)
+            for received, update, result in zip(reports, updates, results, strict=True)
         ]
         if replies and self._publish is not None:
-            await self._publish(run[0].bus, replies)
+            await self._publish(reports[0].bus, replies)
         return outcomes
 
     def _answer_report(
@@ -242,7 +242,7 @@ class PlacementHandlers:
         self._committed()
         if isinstance(outcome, Provider):
             log.warning("inventory.deleted", cause=received.meta.cause, root=requested.root_uuid, name=outcome.name)
-        elif outcome.why is Why.PROVIDER_IN_USE:
+        elif outcome.code is RefusalCode.PROVIDER_IN_USE:
             return Refuse(HOST_IN_USE, outcome.words)
         return Done(messages.ProviderTreeDeleted(removed=isinstance(outcome, Provider)))
 
@@ -315,7 +315,7 @@ def _unexpected(message: Message) -> Outcome:
 
 ASK_TIMEOUT_S = 5.0
 RETRY_S = 2.0  # wait after a query without an answer; the known cells stay in use
-LOOK_S = 10.0  # interval of queries, in case an announcement is lost
+LOOK_S = 10.0  # interval of queries, in case a message is lost
 
 
 class CellFollower:
@@ -333,7 +333,7 @@ class CellFollower:
         return [Done()] * len(batch)
 
     def on_reconnected(self) -> None:
-        """Query again: the broker has deleted the private queue with the connection, and the announcements in it are
+        """Query again: the broker has deleted the private queue with the connection, and the messages in it are
         lost.
         """
         self._announced.set()

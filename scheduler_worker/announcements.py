@@ -1,4 +1,4 @@
-"""Queue `scheduler.builds`: what cells announce is recorded in order and published again on the API bus."""
+"""Queue `scheduler.builds`: what cells report is recorded in order and published again on the API bus."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Choose: TypeAlias = Callable[[PendingAction, ActionContext], Sequence[Selection]
 
 log = structlog.get_logger(__name__)
 
-# How often an announcement that waits for an earlier one is delivered; after that it is applied without the earlier
+# How often an event that waits for an earlier one is delivered; after that it is applied without the earlier
 # one. With the queue's delays that is half a minute: by then the scheduler that held the earlier one has recorded it,
 # or has ended.
 MAX_OUT_OF_ORDER = 4
@@ -161,7 +161,7 @@ class CellEventRecorder:
 
 
 class CellEventHandler:
-    """Handles queue `scheduler.builds` of one cell's bus. A cell announces its own instances only."""
+    """Handles queue `scheduler.builds` of one cell's bus. A cell reports its own instances only."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class CellEventHandler:
                 log.info("instance.transferred", instance=one.event.instance_uuid, cell=self._cell, to=one.transferred)
             if one.outcome not in (APPLIED, OUT_OF_ORDER, LATE):
                 uuid = one.event.instance_uuid
-                log.warning("cell_event.ignored", why=one.outcome, cell=self._cell, instance=uuid)
+                log.warning("cell_event.ignored", outcome=one.outcome, cell=self._cell, instance=uuid)
         builds = [one.event for one in applied if one.outcome == APPLIED and isinstance(one.event, BuildEvent)]
         metrics.count_ended(builds)
         metrics.observe_stage_times([one.stage_times for one in builds if one.stage_times is not None])

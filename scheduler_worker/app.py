@@ -89,9 +89,15 @@ def build(
     writer = CellEventRecorder(parts.store, clock=env.clock, choose=actions.choose_now)
     links = _links(parts, relay, registry, writer, measured)
     _add_fences(parts, registry, links)
-    keep_up = partial(relay.wait_for_backlog, API)
+    wait_for_backlog = partial(relay.wait_for_backlog, API)
     requests = RequestHandler(
-        engine, actions, parts.selector, clock=env.clock, config=config, warmup=parts.warmup, keep_up=keep_up
+        engine,
+        actions,
+        parts.selector,
+        clock=env.clock,
+        config=config,
+        warmup=parts.warmup,
+        wait_for_backlog=wait_for_backlog,
     )
     unanswered = _add_watch(parts, requests, links)
     for cell, bus in parts.cell_buses.items():
@@ -99,8 +105,8 @@ def build(
         service.add_bus_check(f"bus {cell}", partial(links.unavailable_reason, cell))
     service.add_preparation(lambda: links.entered(config.cell_wait_s))
     service.add_preparation(parts.warmup.begin)
-    keeper = _add_cells(parts, registry, links, lambda: {*relay.missing, *unanswered.cells})
-    queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=keeper)
+    connections = _add_cells(parts, registry, links, lambda: {*relay.missing, *unanswered.cells})
+    queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=connections)
     status = StatusHandler(parts.selector, parts.workers, registry, clock=env.clock)
     _add_requests(parts, queries, status, requests)
     return service
@@ -288,7 +294,7 @@ def _add_objects(
         find_cells=partial(find_cells, parts.selector, bus),
         warmup=parts.warmup,
     )
-    # The queue is declared before the objects are read, so that it receives the announcement of a change in between.
+    # The queue is declared before the objects are read, so that it receives the notification of a change in between.
     service.add_declaration(lambda: bus.declare("scheduler.control.{process}"))
     service.add_preparation(registry.open)
     service.add_task("objects", registry.run)
@@ -352,7 +358,7 @@ def _links(
 def _link(
     parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, writer: CellEventRecorder, measured: asyncio.Event
 ) -> CellLink:
-    """The link to one cell: announcements of its hosts, of its builds, and measurements."""
+    """The link to one cell: reports of its hosts, events of its builds, and measurements."""
     env, config = parts.env, parts.config
     rng = random.Random(env.rng.getrandbits(64))
     listener = HostsListener(
@@ -365,13 +371,13 @@ def _link(
         again_s=config.report_interval_s,
     )
     bus.transport.on_reconnect(listener.on_reconnected)
-    announced = CellEventHandler(parts.store, writer, bus.name, clock=env.clock, on_fences=registry.record_fences)
+    cell_events = CellEventHandler(parts.store, writer, bus.name, clock=env.clock, on_fences=registry.record_fences)
     # One at a time: two would block on each other's row locks.
     consume = partial(Consumer, bus, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
     recoveries = RecoveryAnswers(parts.store, parts.claims, registry, parts.selector, bus=bus, api=parts.api)
-    # Announcements first: a build is dispatched only when the queue of its cell's announcements exists.
+    # Events first: a build is dispatched only when the queue of its cell's events exists.
     consumers = [
-        consume("scheduler.builds", announced),
+        consume("scheduler.builds", cell_events),
         consume("scheduler.hosts.{process}", listener),
         _metrics_consumer(bus, parts.selector, measured),
         # One at a time, of which none waits here behind another: the other schedulers answer meanwhile.
@@ -385,14 +391,14 @@ def _add_cells(
 ) -> CellConnections:
     """The task that takes cells into use and out of use, where this process can."""
     service = parts.service
-    keeper = CellConnections(registry, parts.store, links, tuple(parts.cell_buses), awaited=awaited)
+    connections = CellConnections(registry, parts.store, links, tuple(parts.cell_buses), awaited=awaited)
     service.add_drain(links.drain)
     service.add_refresh(partial(_count_dead_letters, links))  # of the buses as they are now: a cell may be entered anew
     service.add_resource(None, links.close)
     service.add_task("cell links", links.run)
     if parts.env.takes_cells:
-        service.add_task("cells", keeper.run)
-    return keeper
+        service.add_task("cells", connections.run)
+    return connections
 
 
 async def _count_dead_letters(links: CellLinks) -> None:

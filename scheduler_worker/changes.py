@@ -1,4 +1,4 @@
-"""Operators' changes of objects: requested on queue `scheduler.changes`, announced on `scheduler.control.{process}`."""
+"""Operators' changes of objects: requested on queue `scheduler.changes`, published on `scheduler.control.{process}`."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class RefusedCommands:
 
 
 HOST_UNKNOWN = "host.unknown"
-# What a host, or a service, that is announced later may do away with. A drain names the kind of its target.
+# What a host, or a service, that is reported later may do away with. A drain names the kind of its target.
 AWAITED = (CELL_UNKNOWN, CELL_SILENT, *(f"{kind}.unknown" for kind in DrainTarget))
 HOST_AMBIGUOUS = "host.ambiguous"
 REASON_MISSING = "host.reason_missing"
 
 
 class OperatorHandler:
-    """Handles queue `scheduler.changes`: changes of objects, drains, services to forget, and decisions about hosts,
+    """Handles queue `scheduler.changes`: changes of objects, drains, services to delete, and decisions about hosts,
     which name a host by its name or uuid.
     """
 
@@ -136,7 +136,7 @@ class OperatorHandler:
         if not isinstance(answer, Refusal):
             return Done(reply=answer)
         if answer.code in AWAITED and classify_delivery(received, is_warming_up=self._warmup.is_on()).awaits_hosts:
-            return Retry(answer.code, "not every host has been announced yet")
+            return Retry(answer.code, "not every host has been reported yet")
         return Refuse(answer.code, answer.reason)
 
     async def _drain(self, message: DrainStart | DrainCommand, received: Received) -> Outcome:
@@ -172,7 +172,7 @@ class OperatorHandler:
     async def _delete_host(self, command: DeleteHost, received: Received) -> Outcome:
         found = self._find(command)
         if not found and _is_uuid(command.host):
-            found = [command.host]  # it may be forgotten already
+            found = [command.host]  # it may be deleted already
         named = self._one_of(found, command.host, received)
         if not isinstance(named, str):
             return named
@@ -205,7 +205,7 @@ class OperatorHandler:
     def _may_be_in(self, cell: str, uuid: str, named: str) -> bool:
         """Whether a host that no service manages was last in this cell.
 
-        Where it was is not known of a host that is not announced. Its uuid, or a decision about it, is enough then; its
+        Where it was is not known of a host that is not reported. Its uuid, or a decision about it, is enough then; its
         name is not, because a host of another cell may have it.
         """
         fence = self._registry.fences.get(uuid)

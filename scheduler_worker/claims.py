@@ -90,8 +90,8 @@ class BusClaims:
         )
         answers: list[ConsumerRecord | Fault | None] = []
         for part, page in zip(parts, pages, strict=True):
-            held = {one.consumer: one for one in page.consumers} if isinstance(page, AllocationsPage) else {}
-            answers += [held.get(uuid) if isinstance(page, AllocationsPage) else page for uuid in part]
+            found = {one.consumer: one for one in page.consumers} if isinstance(page, AllocationsPage) else {}
+            answers += [found.get(uuid) if isinstance(page, AllocationsPage) else page for uuid in part]
         return answers
 
     async def usage(self, projects: Sequence[str]) -> ProjectUsagePage | Fault:
@@ -117,7 +117,7 @@ class BusClaims:
 class ClaimOwnership:
     """What instances hold already: the one proof that a build may end without its cell. One per scheduler process.
 
-    The record alone does not prove it: a database that was set back to before the dispatch has the build as not
+    The record alone does not prove it: a database that was restored to before the dispatch has the build as not
     dispatched, and its machine owners.
     """
 
@@ -127,7 +127,7 @@ class ClaimOwnership:
         cell_of_host: Callable[[str], str | None],
         recorded_owners: Callable[[Sequence[str]], Awaitable[Mapping[str, str]]],
     ) -> None:
-        """`cell_of_host(uuid)`: the cell that last announced a host. `recorded_owners(instances)`: {instance:
+        """`cell_of_host(uuid)`: the cell that last reported a host. `recorded_owners(instances)`: {instance:
         owner}.
         """
         self._claims = claims
@@ -138,18 +138,20 @@ class ClaimOwnership:
         """What instances hold, whosoever they are, and in which cell, if that is known. Raises PlacementUnavailable
         when placement does not answer, RequestRefused when it refuses to.
         """
-        held: dict[str, ConsumerRecord] = {}
+        consumers: dict[str, ConsumerRecord] = {}
         for answer in await self._claims.allocations(sorted(instances)) if instances else ():
             if (one := answer_or_raise(answer)) is not None:
-                announced = (cell for host in one.hosts if (cell := self._cell_of_host(host)) is not None)
-                held[one.consumer] = replace(one, cell=one.cell or next(announced, None))
-        return held
+                reported = (cell for host in one.hosts if (cell := self._cell_of_host(host)) is not None)
+                consumers[one.consumer] = replace(one, cell=one.cell or next(reported, None))
+        return consumers
 
     async def allocations_of_builds(self, builds: Collection[ProjectsBuild]) -> dict[ProjectsBuild, ConsumerRecord]:
         """The same, of what was claimed for these builds. Raises as `of`."""
-        held = await self.allocations_of({uuid: None for uuid, _ in builds})
+        consumers = await self.allocations_of({uuid: None for uuid, _ in builds})
         return {
-            build: one for build in builds if (one := held.get(build[0])) is not None and belongs_to_build(build, one)
+            build: one
+            for build in builds
+            if (one := consumers.get(build[0])) is not None and belongs_to_build(build, one)
         }
 
     async def reassign_to(self, owners: Mapping[ProjectsBuild, str]) -> dict[str, ConsumerRecord | Fault]:
@@ -158,13 +160,15 @@ class ClaimOwnership:
         """
         by_instance = {uuid: owner for (uuid, _), owner in owners.items()}
         try:
-            held = await self.allocations_of(by_instance)
+            consumers = await self.allocations_of(by_instance)
         except (PlacementUnavailable, RequestRefused) as fault:
             return dict.fromkeys(by_instance, fault)
-        claimed = [one for build in owners if (one := held.get(build[0])) is not None and belongs_to_build(build, one)]
-        return {**held, **await self.transfer_claims(claimed, by_instance)}
+        claimed = [
+            one for build in owners if (one := consumers.get(build[0])) is not None and belongs_to_build(build, one)
+        ]
+        return {**consumers, **await self.transfer_claims(claimed, by_instance)}
 
-    async def transfer_claims(self, held: Sequence[ConsumerRecord], owners: Mapping[str, str]) -> dict[str, Fault]:
+    async def transfer_claims(self, consumers: Sequence[ConsumerRecord], owners: Mapping[str, str]) -> dict[str, Fault]:
         """Give these owners ({instance: owner}) what another owner has claimed, before a cell gets the build: a Release
         of the other, whose record is lost, may still be on its way. What a cell has claimed no owner releases. Returns
         why not, of each instance of which that is not known to have happened.
@@ -173,7 +177,9 @@ class ClaimOwnership:
         was there before its owner has claimed anything, so no earlier owner takes a claim back from it.
         """
         others = [
-            one for one in held if one.claim_owner not in ("", owners[one.consumer]) and one.attempt == FIRST_ATTEMPT
+            one
+            for one in consumers
+            if one.claim_owner not in ("", owners[one.consumer]) and one.attempt == FIRST_ATTEMPT
         ]
         if not others:
             return {}
@@ -202,6 +208,6 @@ class ClaimOwnership:
         return missed
 
 
-def belongs_to_build(build: ProjectsBuild, held: ConsumerRecord) -> bool:
+def belongs_to_build(build: ProjectsBuild, consumer: ConsumerRecord) -> bool:
     """Whether it was claimed for a build of this project: two may name one instance."""
-    return bool(held.attempt) and held.project_id == build[1]
+    return bool(consumer.attempt) and consumer.project_id == build[1]

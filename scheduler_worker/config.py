@@ -49,7 +49,7 @@ DEFAULT_FILTERS = (
     "scheduler_worker.filters.peers.DifferentHostFilter",
     "scheduler_worker.filters.peers.SameHostFilter",
 )
-# Enabled by name only; ImagePropertiesFilter needs hosts that announce `supported_instances`.
+# Enabled by name only; ImagePropertiesFilter needs hosts that report `supported_instances`.
 MORE_FILTERS = (
     "scheduler_worker.filters.extra_specs.AggregateInstanceExtraSpecsFilter",
     "scheduler_worker.filters.extra_specs.AggregateTypeAffinityFilter",
@@ -147,12 +147,12 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     # Hosts
     hosts_warmup_s: Seconds = 5.0
     """Seconds after a start during which a request without a host is retried and not failed, because hosts are still
-    being announced.
+    being reported.
     """
     cell_wait_s: Seconds = 5.0
     """Seconds that the start waits for unavailable cells. The scheduler connects to them when they come back."""
     report_interval_s: Seconds = 300.0
-    """Seconds between two requests for announcements of all hosts, in case one was lost."""
+    """Seconds between two requests for reports of all hosts, in case one was lost."""
 
     # Claiming
     claim_timeout_s: Seconds = 5.0
@@ -162,7 +162,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     bounds it.
     """
     conflict_retries: Positive = 4
-    """The most repeated claims on one host whose shape keeps changing."""
+    """The most repeated claims on one host whose spec generation keeps changing."""
     retry_jitter_s: Seconds = 0.05
     """Longest random wait, in seconds, between two claims of one request."""
 

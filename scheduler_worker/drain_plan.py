@@ -144,7 +144,7 @@ class DrainInventory:
     def host(self, uuid: str) -> DrainedHost:
         """A host as it is now.
 
-        One that no service has announced since this scheduler started counts as down once all should have come.
+        One that no service has reported since this scheduler started counts as down once all should have come.
         """
         table = self._selector.table
         decision = table.decision_of(uuid)
@@ -159,7 +159,7 @@ class DrainInventory:
         """The hosts of a drain, by uuid.
 
         One whose fence is not lifted yet has left the drain. The decision on record may still be the drain's: it took
-        over the one to lift the fence, or the cell has announced a fence that the record, set back, does not have.
+        over the one to lift the fence, or the cell has reported a fence that the restored record does not have.
         """
         hosts = {uuid: replace(self.host(uuid), drain=drain) for uuid in self._selector.table.hosts_of_drain(drain)}
         return {uuid: host for uuid, host in hosts.items() if host.code != HOST_FENCED}
@@ -206,12 +206,12 @@ class DrainInventory:
             found += [(None, uuid, None, None) for uuid in active]
             after = active[-1]
         known = await self._known({uuid for _, uuid, _, _ in found})
-        held: list[InstanceOnHost | None] = []
+        instances: list[InstanceOnHost | None] = []
         for at, uuid, by, holder in found:
             build = known[uuid].build
             source = at or there.get("" if build is None else build.host_uuid or "")
-            held.append(None if source is None else instances_on(source, known[uuid], by, holder))
-        return [one for one in held if one is not None]
+            instances.append(None if source is None else instances_on(source, known[uuid], by, holder))
+        return [one for one in instances if one is not None]
 
     async def _known(self, uuids: Iterable[str]) -> dict[str, ActionContext]:
         """The records of these instances, and of the requests with these ids. No request is made under them."""
@@ -339,15 +339,17 @@ class DrainPlanner:
         if target is DrainTarget.CELL and {table.cells[at] for at in np.unique(table.cell[rows])} <= {query.host}:
             return NO_OTHER_CELL
         self._selector.assumed.drop_confirmed()
-        held = await self._inventory.instances_on(hosts, everything=True)
+        instances = await self._inventory.instances_on(hosts, everything=True)
         # What is not active there is no part of the plan, but for the source of an unconfirmed action: a revert needs
         # it. A fenced host is not drained, and what it keeps is no concern of the drain.
-        held = [one for one in held if not one.code or (one.code == UNCONFIRMED and one.source.code != HOST_FENCED)]
-        held.sort(key=self.order)
+        instances = [
+            one for one in instances if not one.code or (one.code == UNCONFIRMED and one.source.code != HOST_FENCED)
+        ]
+        instances.sort(key=self.order)
         record = DrainRecord(name=query.host, target=target, kind=query.kind, by="")
         now = self._clock.time()
         level = replace(level_of(record, now), at_once=query.limit)
-        decided = next_moves(level, held, {}, BegunMoves(), now)
+        decided = next_moves(level, instances, {}, BegunMoves(), now)
         moves: list[PlannedMove] = []
         choices = _Choices(self._selector)
         barred = {one.uuid: "host.drained" for one in hosts}
@@ -390,8 +392,10 @@ class DrainPlanner:
                 if chosen.selections:
                     choices.add(request.request.request_id, move.instance, chosen)
                 hosts = tuple(selection.host for selection in chosen.selections)
-                why = chosen.failure
-                found.append(_planned(move.instance, hosts, *(() if why is None else (why.code, why.reason))))
+                failure = chosen.failure
+                found.append(
+                    _planned(move.instance, hosts, *(() if failure is None else (failure.code, failure.reason)))
+                )
         finally:
             choices.release()
         return found

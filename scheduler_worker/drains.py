@@ -176,8 +176,8 @@ class DrainController:
         of = self._emptied(drain, record)
         left, is_known = NextMoves(), True
         try:
-            held = await self._inventory.instances_on(self._inventory.in_use(of.hosts().values()))
-            left = await self._emptier.found(of, replace(of.level, begins=False), held, BegunMoves())
+            instances = await self._inventory.instances_on(self._inventory.in_use(of.hosts().values()))
+            left = await self._emptier.found(of, replace(of.level, begins=False), instances, BegunMoves())
         except (Transient, RequestRefused, BusError) as fault:
             is_known = False
             log.warning("drain.waiting", drain=drain, code=fault.code, reason=str(fault))

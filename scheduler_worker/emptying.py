@@ -95,12 +95,14 @@ class HostEmptier:
         async with self._store.operation() as unit:
             return await unit.begun(drain)
 
-    async def found(self, of: Emptied, level: Level, held: Iterable[InstanceOnHost], begun: BegunMoves) -> NextMoves:
+    async def found(
+        self, of: Emptied, level: Level, instances: Iterable[InstanceOnHost], begun: BegunMoves
+    ) -> NextMoves:
         """What is next of these instances; nothing is requested. Raises Transient."""
-        held = sorted(filter(of.includes, held), key=self._order)
+        instances = sorted(filter(of.includes, instances), key=self._order)
         async with self._store.operation() as unit:
-            ended = await unit.ended({one.instance_uuid for one in held}, READ_ENDS)
-        return next_moves(level, held, ended, begun, self._clock.time())
+            ended = await unit.ended({one.instance_uuid for one in instances}, READ_ENDS)
+        return next_moves(level, instances, ended, begun, self._clock.time())
 
     async def step(self, of: Emptied, begun: BegunMoves, *, everything: bool = False) -> NextMoves:
         """Request the next moves of a part of the hosts; the look ends with the page that fills the free slots with
@@ -109,11 +111,11 @@ class HostEmptier:
         everything: look at all that they hold. Raises Transient, or RequestRefused.
         """
         now, hosts = self._clock.time(), of.hosts()
-        held: list[InstanceOnHost] = []
+        instances: list[InstanceOnHost] = []
         found = NextMoves()
         for page in [list(hosts.values())] if everything else self._inventory.pages(hosts, now):
-            held += await self._inventory.instances_on(page, everything=everything)
-            found = await self.found(of, of.level, held, begun)
+            instances += await self._inventory.instances_on(page, everything=everything)
+            found = await self.found(of, of.level, instances, begun)
             if sum(not one.refused_at for one in found.moves) >= free_slots(of.level, begun, now):
                 break
         if found.moves:
@@ -224,10 +226,10 @@ class EvacuationController:
         if found.moves:
             log.warning("evacuations.requested", count=len(found.moves), waiting=len(found.waiting))
             return LOOK_S
-        given_up = [one for one in found.waiting if one.is_last]
-        if begun.under_way or len(given_up) < len(found.waiting):
+        abandoned = [one for one in found.waiting if one.is_last]
+        if begun.under_way or len(abandoned) < len(found.waiting):
             return pause_s
-        for one in given_up:
+        for one in abandoned:
             log.error(
                 "evacuation.failed", instance=one.instance.instance_uuid, host=one.instance.source.name, code=one.code
             )

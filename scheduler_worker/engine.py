@@ -75,8 +75,8 @@ class SchedulingEngine:
     async def process(
         self, builds: Sequence[PendingBuild], deletes: Sequence[PendingDelete]
     ) -> tuple[dict[int, Outcome], dict[int, Outcome]]:
-        """Schedule and delete; returns the outcomes of each kind by position. A delete in the batch is in time to stop
-        its build.
+        """Schedule and delete; returns the outcomes of each kind by batch index. A delete in the batch is in time to
+        stop its build.
         """
         outcomes: dict[int, Outcome] = {}
         of_deletes: dict[int, Outcome] = {}
@@ -159,17 +159,18 @@ class SchedulingEngine:
         async with self._store.unit() as unit:
             known = await unit.read([one.instance_uuid for one in unwanted.values()])
         found: dict[int, PendingBuild | Outcome] = {
-            at: admit_expired(one, is_recorded=True, is_held=False)
+            at: admit_expired(one, is_recorded=True, has_claim=False)
             for at, one in unwanted.items()
             if one.instance_uuid in known
         }
         unknown = {at: one for at, one in unwanted.items() if at not in found}
         try:
-            held = await self._may_have_claimed(list(unknown.values()))
+            claimed = await self._may_have_claimed(list(unknown.values()))
         except PlacementUnavailable as fault:
             return found | dict.fromkeys(unknown, waits(fault))
         return found | {
-            at: admit_expired(one, is_recorded=False, is_held=one.instance_uuid in held) for at, one in unknown.items()
+            at: admit_expired(one, is_recorded=False, has_claim=one.instance_uuid in claimed)
+            for at, one in unknown.items()
         }
 
     async def _may_have_claimed(self, builds: Sequence[PendingBuild]) -> set[str]:
@@ -180,10 +181,10 @@ class SchedulingEngine:
             one.instance_uuid: [(uuid, one.request.project_id) for uuid in member_uuids(one.request)] for one in builds
         }
         try:
-            held = await self._ownership.allocations_of_builds({key for keys in looks.values() for key in keys})
+            consumers = await self._ownership.allocations_of_builds({key for keys in looks.values() for key in keys})
         except RequestRefused:
             return set(looks)
-        return {uuid for uuid, keys in looks.items() if not held.keys().isdisjoint(keys)}
+        return {uuid for uuid, keys in looks.items() if not consumers.keys().isdisjoint(keys)}
 
     async def unfinished_builds(self, instances: Collection[str]) -> list[list[PendingBuild]]:
         """Builds that are on record and that no message carries on, as they are processed: one in a list, and all
@@ -204,7 +205,7 @@ class SchedulingEngine:
     # --- deletes
 
     async def _delete(self, deletes: Sequence[PendingDelete]) -> tuple[dict[int, Outcome], set[str]]:
-        """Carry out deletes: outcomes by position, and the instances that are to be deleted.
+        """Carry out deletes: outcomes by batch index, and the instances that are to be deleted.
 
         One transaction; one more for those of builds that no cell has, after placement is queried: they wait while it
         does not answer. Safe to repeat.
@@ -213,32 +214,32 @@ class SchedulingEngine:
         if not plan.without_cell:
             return plan.outcomes, plan.accepted
         try:
-            held = await self._ownership.allocations_of_builds({one.key for one in plan.without_cell})
+            consumers = await self._ownership.allocations_of_builds({one.key for one in plan.without_cell})
         except PlacementUnavailable as fault:
             return plan.outcomes | dict.fromkeys(
-                (one.position for one in plan.without_cell), waits(fault)
+                (one.batch_index for one in plan.without_cell), waits(fault)
             ), plan.accepted
-        of_unbuilt = await self._carry_out(plan.without_cell, held)
+        of_unbuilt = await self._carry_out(plan.without_cell, consumers)
         return plan.outcomes | of_unbuilt.outcomes, plan.accepted | of_unbuilt.accepted
 
     async def _carry_out(
-        self, deletes: Sequence[PendingDelete], held: Mapping[ProjectsBuild, ConsumerRecord] | None = None
+        self, deletes: Sequence[PendingDelete], consumers: Mapping[ProjectsBuild, ConsumerRecord] | None = None
     ) -> DeletePlan:
-        """Carry out deletes in one transaction. held: as of `plan_deletes`."""
+        """Carry out deletes in one transaction. consumers: as of `plan_deletes`."""
         actor = Actor(self._who, self._clock.time())
         async with self._store.unit() as unit:
             builds = await unit.lock([one.request.instance_uuid for one in deletes])
-            plan = plan_deletes(deletes, builds, actor, held)
+            plan = plan_deletes(deletes, builds, actor, consumers)
             graves = tombstones(plan.unknown, builds.keys(), actor)
             inserted = await unit.insert(graves, actor.at)
             made = {uuid: new.build for new in graves if (uuid := new.build.instance_uuid) in inserted}
-            answer_unknown(plan, {**builds, **made}, actor, held or {})
+            answer_unknown(plan, {**builds, **made}, actor, consumers or {})
             for message in plan.messages:
                 unit.emit(message)
             await unit.update(plan.updates, actor.at)
             for one in plan.updates:
                 uuid = one.build.instance_uuid
-                claim = (held or {}).get((uuid, one.build.project_id))
+                claim = (consumers or {}).get((uuid, one.build.project_id))
                 if claim is not None and one.build.state is not BuildState.DELETED:
                     log.warning("claim.of_earlier_request", instance=uuid, cause=uuid, cell=claim.cell)
         metrics.count_ended(one.build for one in plan.updates if one.build.state is BuildState.DELETED)

@@ -1,4 +1,4 @@
-"""What a scheduler is told about hosts: their announcements and numbers, taken into its tables; and which hosts compute
+"""What a scheduler is told about hosts: their reports and numbers, taken into its tables; and which hosts compute
 services have.
 """
 
@@ -28,15 +28,15 @@ from scheduler_worker.domain.hosts import NO_SERVICE, HostTable
 from scheduler_worker.domain.placement import PlacementUnavailable, answer_or_raise
 from scheduler_worker.domain.selector import Selector
 
-RECONNECT_CHECK_S = 0.5  # how soon after a reconnect announcements are requested
-# Announced hosts that are taken in one turn of the event loop: 1.5 to 2.5 ms for a thousand. A cell's services may
-# answer a request for announcements all at once.
+RECONNECT_CHECK_S = 0.5  # how soon after a reconnect reports are requested
+# Reported hosts that are taken in one turn of the event loop: 1.5 to 2.5 ms for a thousand. A cell's services may
+# answer a request for reports all at once.
 HOSTS_AT_ONCE = 2_000
 RECONNECT_GRACE_S = 15.0  # between two requests while more services count as up here than in the cell's digest
 
 
 class HostsListener:
-    """Keeps the host table: applies announcements and digests, and requests announcements when some may be missing."""
+    """Keeps the host table: applies reports and digests, and requests reports when some may be missing."""
 
     def __init__(
         self,
@@ -59,16 +59,16 @@ class HostsListener:
         self._requested = True
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Queue `scheduler.hosts.{process}` of one cell. A service announces hosts of its own cell only."""
+        """Queue `scheduler.hosts.{process}` of one cell. A service reports hosts of its own cell only."""
         now_s = self._clock.monotonic()
         # The whole batch has been decoded in this turn.
         hosts = sum(len(one.message.hosts) for one in batch if isinstance(one.message, ComputeHosts))
         for received in batch:
             message = received.message
-            announced = len(message.hosts) if isinstance(message, ComputeHosts) else 0
-            hosts += announced
+            reported = len(message.hosts) if isinstance(message, ComputeHosts) else 0
+            hosts += reported
             if hosts > HOSTS_AT_ONCE:
-                hosts = announced
+                hosts = reported
                 await yield_to_loop()
             if isinstance(message, ComputeHosts | ServiceStates) and message.cell == self._bus.name:
                 self._table.apply(message, now_s)
@@ -84,11 +84,11 @@ class HostsListener:
         return [Done()] * len(batch)
 
     def on_reconnected(self) -> None:
-        """The private queue was deleted with the connection, and so were the announcements in it."""
+        """The private queue was deleted with the connection, and so were the reports in it."""
         self._requested = False
 
     async def run(self) -> None:
-        """Request announcements at start, soon after each reconnect, and periodically, with a jitter of its own in each
+        """Request reports at start, soon after each reconnect, and periodically, with a jitter of its own in each
         scheduler.
 
         Sooner when the cell's digest counts fewer services than count as up here.
@@ -105,7 +105,7 @@ class HostsListener:
                     break
 
     async def request_reports(self) -> bool:
-        """Request every compute service of the cell to announce its hosts now. False: the bus is unavailable."""
+        """Request every compute service of the cell to report its hosts now. False: the bus is unavailable."""
         try:
             await self._bus.publish(ReportHosts())
         except BusError:
@@ -126,8 +126,8 @@ async def hosts_of_services(
 ) -> dict[str, str]:
     """The hosts ({uuid: name}) of placement that these compute services of a cell have, or may have had when they died.
 
-    They are those that a service announced last. Of one that is not up here those which placement has of it count, too:
-    this scheduler may have been started after it died. The cell of those that are not announced is known from then on.
+    They are those that a service reported last. Of one that is not up here those which placement has of it count, too:
+    this scheduler may have been started after it died. The cell of those that are not reported is known from then on.
     api: the bus to placement. Raises PlacementUnavailable, or RequestRefused.
     """
     table, indexes = selector.table, {name: selector.table.service_of(cell, name) for name in services}
@@ -211,6 +211,6 @@ class Warmup:
         self._since_s = self._clock.monotonic()
 
     def is_on(self) -> bool:
-        """Whether services that are up may not have announced all of their hosts to this process yet."""
+        """Whether services that are up may not have reported all of their hosts to this process yet."""
         since_s = self._since_s
         return since_s is None or self._clock.monotonic() - since_s < self._selector.config.hosts_warmup_s

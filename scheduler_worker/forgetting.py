@@ -1,4 +1,4 @@
-"""Forgets what is gone for good: hosts, whose providers leave placement and whose decisions the record; and compute
+"""Deletes what is gone for good: hosts, whose providers leave placement and whose decisions the record; and compute
 services, which their cells drop from their records.
 
 Of a host placement is first: it alone can prove, in the transaction that deletes the tree, that no consumer holds
@@ -7,7 +7,7 @@ is delivered again, or the operator repeats the command.
 
 Of a service its cell decides: its conductors have the heartbeats, and its record has the instances. A scheduler checks
 only which hosts placement has of the service, because the cell does not know them. Placement decides: a scheduler that
-was started after the service died has received no announcement of its hosts. The scheduler's table adds those whose
+was started after the service died has received no report of its hosts. The scheduler's table adds those whose
 inventory comes from another source (bare-metal nodes). Each command that the cell has done is in the log of changes
 once, by its message's id. Whether the cell still had the service does not count: when its first answer was late, it has
 nothing of it any more at the second.
@@ -130,7 +130,7 @@ class HostRemoval:
     # --- a host
 
     async def delete_host(self, command: DeleteHost, uuid: str, host: str, message_id: str) -> HostDeleted | Refusal:
-        """Forget one host, unless something shows that it may not be gone. Raises Transient, or RequestRefused.
+        """Delete one host, unless something shows that it may not be gone. Raises Transient, or RequestRefused.
 
         message_id: of the command.
         """
@@ -141,8 +141,8 @@ class HostRemoval:
         stands = removal_blocker((await self._registry.recorded()).objects, uuid, self._registry.cells_in_use())
         if stands is not None:
             return stands
-        forgets = ProviderTreeDelete(root_uuid=uuid)
-        deleted = await self._api.request(forgets, ProviderTreeDeleted, timeout_s=ANSWER_S, cause=uuid)
+        delete = ProviderTreeDelete(root_uuid=uuid)
+        deleted = await self._api.request(delete, ProviderTreeDeleted, timeout_s=ANSWER_S, cause=uuid)
         names = {uuid} if self._is_shared(uuid, host) else {uuid, host}
         aggregates: list[str] = []
         is_on_record = deleted.removed
@@ -179,7 +179,7 @@ class HostRemoval:
     # --- a service
 
     async def delete_service(self, command: DeleteService, message_id: str) -> ServiceDeleted | Refusal:
-        """Forget one service, unless something shows that it may not be gone. Raises Transient, or RequestRefused.
+        """Delete one service, unless something shows that it may not be gone. Raises Transient, or RequestRefused.
 
         message_id: of the command.
         """
@@ -223,5 +223,5 @@ def _host_removal_blocker(hosts: Collection[str]) -> Refusal | None:
         return None
     count = f"{MAX_SERVICE_HOSTS} or more" if len(hosts) >= MAX_SERVICE_HOSTS else str(len(hosts))
     some = ", ".join(sorted(hosts)[:MAX_NAMED])
-    reason = f"placement has hosts of it, which are to be forgotten first (`berth hosts forget`): {count}, as {some}"
+    reason = f"placement has hosts of it, which are to be deleted first (`berth hosts delete`): {count}, as {some}"
     return Refusal(code=HAS_HOSTS, reason=reason)

@@ -46,16 +46,16 @@ class RequestHandler:
         clock: Clock,
         config: SchedulerConfig,
         warmup: Warmup,
-        keep_up: Callable[[], Awaitable[None]],
+        wait_for_backlog: Callable[[], Awaitable[None]],
     ) -> None:
-        """keep_up: waits while the events of earlier batches are not published."""
+        """wait_for_backlog: waits while the events of earlier batches are not published."""
         self._engine = engine
         self._actions = actions
         self._flavors = flavors
         self._clock = clock
         self._max_age_s = max_request_age_s(config)
         self._warmup = warmup
-        self._keep_up = keep_up
+        self._keep_up = wait_for_backlog
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Process a batch; one outcome for each message, in order. What placement does not answer about waits. Raises
@@ -65,9 +65,10 @@ class RequestHandler:
         """
         await self._keep_up()
         is_warming_up = self._warmup.is_on()
-        kept_since = self._clock.time() - self._max_age_s
+        recorded_since = self._clock.time() - self._max_age_s
         deliveries = [
-            classify_delivery(received, is_warming_up=is_warming_up, kept_since=kept_since) for received in batch
+            classify_delivery(received, is_warming_up=is_warming_up, recorded_since=recorded_since)
+            for received in batch
         ]
         if len(batch) > 1:  # after a crash each is handled again, alone
             return await self._process(batch, deliveries)
@@ -133,48 +134,50 @@ class RequestHandler:
 
     async def _process(self, batch: Sequence[Received], deliveries: Sequence[RequestDelivery]) -> list[Outcome]:
         now = self._clock.time()
-        taken = list(zip(batch, deliveries, strict=True))
-        requests = await self._builds(taken, now)
+        accepted = list(zip(batch, deliveries, strict=True))
+        requests = await self._builds(accepted, now)
         deletes = [
-            PendingDelete(position=position, request=received.message, delivery=delivery)
-            for position, (received, delivery) in enumerate(taken)
+            PendingDelete(batch_index=batch_index, request=received.message, delivery=delivery)
+            for batch_index, (received, delivery) in enumerate(accepted)
             if isinstance(received.message, DeleteRequest)
         ]
         actions = [
-            PendingAction(batch_index=position, request=received.message, taken_at=now, delivery=delivery)
-            for position, (received, delivery) in enumerate(taken)
+            PendingAction(batch_index=batch_index, request=received.message, taken_at=now, delivery=delivery)
+            for batch_index, (received, delivery) in enumerate(accepted)
             if isinstance(received.message, ActionRequest)
         ]
         outcomes: dict[int, Outcome] = {}
-        unwanted = {position: one for position, one in requests.items() if one.is_expired}
-        for position, request in (await self._engine.drop_abandoned(unwanted) if unwanted else {}).items():
+        unwanted = {batch_index: one for batch_index, one in requests.items() if one.is_expired}
+        for batch_index, request in (await self._engine.drop_abandoned(unwanted) if unwanted else {}).items():
             if isinstance(request, PendingBuild):
-                requests[position] = request
+                requests[batch_index] = request
             else:
-                outcomes[position] = request
-                del requests[position]
+                outcomes[batch_index] = request
+                del requests[batch_index]
         for number, part in enumerate(in_batches(requests) if requests else [{}]):
             builds: list[PendingBuild] = []
             members: dict[int, list[PendingBuild]] = {}
-            for position, request in part.items():
-                members[position] = expand_gang(request, start=len(builds))
-                builds += members[position]
+            for batch_index, request in part.items():
+                members[batch_index] = expand_gang(request, start=len(builds))
+                builds += members[batch_index]
             these = () if number else deletes
             if builds or these:
                 of_builds, of_deletes = await self._engine.process(builds, these)
                 outcomes |= of_deletes
-                for position, many in members.items():
+                for batch_index, many in members.items():
                     first = of_builds[many[0].batch_index]
-                    outcomes[position] = first if len(many) == 1 else outcome_of_gang(many, of_builds)
+                    outcomes[batch_index] = first if len(many) == 1 else outcome_of_gang(many, of_builds)
         if actions:
             outcomes |= await self._actions.process(actions)
-        return [outcomes[position] for position in range(len(batch))]
+        return [outcomes[batch_index] for batch_index in range(len(batch))]
 
-    async def _builds(self, taken: Sequence[tuple[Received, RequestDelivery]], now: float) -> dict[int, PendingBuild]:
-        """The build requests of a batch, by position."""
+    async def _builds(
+        self, accepted: Sequence[tuple[Received, RequestDelivery]], now: float
+    ) -> dict[int, PendingBuild]:
+        """The build requests of a batch, by batch index."""
         return {
-            position: pending_build(received, delivery, now=now, flavors=self._flavors)
-            async for part in YieldingParts(enumerate(taken), BUILDS_AT_ONCE)
-            for position, (received, delivery) in part
+            batch_index: pending_build(received, delivery, now=now, flavors=self._flavors)
+            async for part in YieldingParts(enumerate(accepted), BUILDS_AT_ONCE)
+            for batch_index, (received, delivery) in part
             if isinstance(received.message, BuildRequest)
         }

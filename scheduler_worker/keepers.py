@@ -4,7 +4,7 @@ aggregates in placement. Schedulers do so side by side.
 Tells cells of fences until they have acknowledged them. Any number of schedulers do so side by side.
 
 A fence has to reach the cell of its host and no other: the first that acknowledges it may be one that does not have the
-host. A host that no compute service has announced here is in the cell of the dead service that placement has it as.
+host. A host that no compute service has reported here is in the cell of the dead service that placement has it as.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class CellConnections:
         before, decisions = self._occupied, self._registry.cells
         removed = removed_cells(decisions).keys()
         awaited = removed & self._awaited()
-        unsure = {one for one in removed - awaited if decisions is not self._read or one in before}
+        unverified = {one for one in removed - awaited if decisions is not self._read or one in before}
         try:
-            held = [name for name in sorted(unsure) if await self._store.machines(1, cell=name)]
+            held = [name for name in sorted(unverified) if await self._store.machines(1, cell=name)]
             self._occupied, self._read = awaited.union(held), decisions
         except Transient as fault:
             log.warning("cells.not_looked_at", code=fault.code, reason=str(fault))
@@ -183,7 +183,7 @@ class AggregateSync:
 
 
 REPUBLISH_S = 5.0  # to a cell that has not recorded a fence, or is to lift one, it is published again after this
-REPEAT_S = 300.0  # the pause is doubled up to this, and is that of any other fence: its cell may have been set back
+REPEAT_S = 300.0  # the pause is doubled up to this, and is that of any other fence: its cell may have been restored
 
 
 class FencePublisher:

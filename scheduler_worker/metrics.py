@@ -33,7 +33,9 @@ HOSTS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000, 1_000_000
 REQUESTS = Counter("berth_scheduler_requests", "Build and delete requests, by outcome.", ["kind", "outcome"])
 DECISIONS = Counter("berth_scheduler_decisions", "Decisions, by result.", ["result"])
 CLAIMS = Counter("berth_scheduler_claims", "Claims, by outcome.", ["outcome"])
-RETRIES = Counter("berth_scheduler_claim_retries", "Claims after which a request claims again, by outcome.", ["why"])
+RETRIES = Counter(
+    "berth_scheduler_claim_retries", "Claims after which a request claims again, by outcome.", ["outcome"]
+)
 CANDIDATES = Histogram("berth_scheduler_candidates", "Hosts left to choose from.", buckets=HOSTS)
 STAGE_S = Histogram("berth_scheduler_stage_seconds", "Time of one batch in one stage.", ["stage"], buckets=FAST_S)
 CELL_EVENTS = Counter("berth_scheduler_cell_events", "Build events from cells, by outcome.", ["outcome"])
@@ -46,7 +48,7 @@ SILENT_ACTIONS = Gauge(
     "berth_scheduler_actions_silent",
     "Requests under way of which their cell has published nothing, though queried repeatedly.",
 )
-KNOWN_HOSTS = Gauge("berth_scheduler_hosts", "Hosts that compute services have announced.")
+KNOWN_HOSTS = Gauge("berth_scheduler_hosts", "Hosts that compute services have reported.")
 
 
 def count_requests(kind: str, outcome: str, count: int = 1) -> None:

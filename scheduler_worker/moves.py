@@ -144,7 +144,7 @@ class ActionEngine:
         self._gathering: dict[tuple[str, str], tuple[str, float]] = {}
 
     async def process(self, actions: Sequence[PendingAction], admit: Admit | None = None) -> dict[int, Outcome]:
-        """Schedule a batch; returns the outcomes by position. What placement does not answer about waits.
+        """Schedule a batch; returns the outcomes by batch index. What placement does not answer about waits.
 
         admit: which of them may still begin, asked in the transaction that writes them.
         """
@@ -160,8 +160,8 @@ class ActionEngine:
         of_choosing = [self._answered(one, known[one.key], rooms, found) for one, found in located]
         answers = await asyncio.gather(*of_choosing)
         results |= {one.batch_index: answer for one, answer in zip(choosing, answers, strict=True)}
-        chosen = {position: one for position, one in results.items() if isinstance(one, Chosen)}
-        outcomes = {position: one for position, one in results.items() if not isinstance(one, Chosen)}
+        chosen = {batch_index: one for batch_index, one in results.items() if isinstance(one, Chosen)}
+        outcomes = {batch_index: one for batch_index, one in results.items() if not isinstance(one, Chosen)}
         to_write = [one for one in actions if one.batch_index not in outcomes]
         return outcomes | await self._write(to_write, known, chosen, admit)
 
@@ -487,9 +487,9 @@ class ActionEngine:
             return recorded(pending, ActionState.REFUSED, actor, code=refusal.code, reason=refusal.reason), None
         assert chosen is not None
         if chosen.failure is not None:
-            why = chosen.failure
-            state = ActionState.FAILED if why.code == NO_HOST else ActionState.REFUSED
-            return recorded(pending, state, actor, code=why.code, reason=why.reason, funnel=chosen.funnel), None
+            failure = chosen.failure
+            state = ActionState.FAILED if failure.code == NO_HOST else ActionState.REFUSED
+            return recorded(pending, state, actor, code=failure.code, reason=failure.reason, funnel=chosen.funnel), None
         request = pending.request
         assert known.build is not None and known.build.cell is not None
         command = self._command(request, known, chosen)

@@ -1,7 +1,7 @@
 """Operators' objects in a scheduler: loaded at start and whenever they change, and changed on request.
 
-A change is one transaction with its announcement; then every scheduler loads the new revision. Every scheduler reads
-the revision every RELOAD_S as well, in case an announcement was lost. Flavors, aggregates, quotas and scheduling rules
+A change is one transaction with its notification; then every scheduler loads the new revision. Every scheduler reads
+the revision every RELOAD_S as well, in case a notification was lost. Flavors, aggregates, quotas and scheduling rules
 make the scheduler's configuration; decisions about hosts are columns of its host table.
 """
 
@@ -135,18 +135,18 @@ def check_objects(
     try:
         seeded = seeds(settings)
         first = applied(RecordedObjects(0, {}), seeded, ChangeActor(SEEDED_BY, "", 0.0)).objects
-        if (why := broken_rule(seeded, configuration_bodies(first))) is not None:
-            raise SettingsError(INVALID, why)
+        if (problem := broken_rule(seeded, configuration_bodies(first))) is not None:
+            raise SettingsError(INVALID, problem)
         planned = ChangePlan(()) if changes is None else plan(changes, first)
         if isinstance(planned, Refusal):
             raise SettingsError(planned.code, planned.reason)
         if cells and (refused := object_changes.unknown_cell(cells, planned.cells_decided)) is not None:
             raise SettingsError(refused.code, refused.reason)
-        if cells and (why := unknown_class((*seeded, *planned.changed))) is not None:
-            raise SettingsError(UNKNOWN, why)
+        if cells and (problem := unknown_class((*seeded, *planned.changed))) is not None:
+            raise SettingsError(UNKNOWN, problem)
         made = effective_config(settings, configuration_bodies(first, planned.changed))
-        if (why := object_changes.zone_conflict({}, object_changes.zones_named(made.aggregates))) is not None:
-            raise SettingsError(ZONE_CONFLICT, why)
+        if (problem := object_changes.zone_conflict({}, object_changes.zones_named(made.aggregates))) is not None:
+            raise SettingsError(ZONE_CONFLICT, problem)
         return configured(made)
     except ValueError as error:
         raise SettingsError(getattr(error, "code", INVALID), str(error)) from error
@@ -173,7 +173,7 @@ class ObjectRegistry:
         self._clock = clock
         self.served = tuple(cells)  # the cells of the settings
         self._loading = asyncio.Lock()  # one load at a time, so that an older revision is not adopted after a newer one
-        self._is_fresh = True  # False: announcements may have been lost
+        self._is_fresh = True  # False: notifications may have been lost
         self._in_force: tuple[dict[Key, dict[str, Any]], Configured] | None = None
         self._judged_last: tuple[dict[Key, dict[str, Any]], Configured] | None = None  # of a change, until it is loaded
         self.fences: Mapping[str, FenceRecord] = {}  # of hosts, by uuid, as they are in force here
@@ -205,15 +205,14 @@ class ObjectRegistry:
                     log.warning("objects.not_loaded", code=fault.code)
 
     def on_reconnected(self) -> None:
-        """The private queue was deleted with the connection, and so were the announcements in it."""
+        """The private queue was deleted with the connection, and so were the notifications in it."""
         self._is_fresh = False
 
     async def reload(self) -> None:
-        """Load the objects on record unless they are in force, by their token: a record that was set back (a restore, a
-        promoted standby) may have others under the same number. One round trip if they are.
+        """Load the objects on record unless they are in force, by their token: a record that misses commits (a restore,
+        a promoted standby) may have others under the same number. One round trip if they are.
 
-        Raises Transient; SettingsError when none was loaded before and those on record
-        cannot be used here.
+        Raises Transient; SettingsError when none was loaded before and those on record cannot be used here.
         """
         async with self._loading:
             found = await self._store.objects(unless=self._token)
@@ -297,15 +296,15 @@ class ObjectRegistry:
         made = object_changes.unknown_cell(self.served, planned.cells_decided) or self._checked(present, planned)
         if isinstance(made, Refusal):
             return made
-        if (why := self._zone_conflict(planned, made.config)) is not None:
-            return Refusal(code=ZONE_CONFLICT, reason=why[:MAX_REASON])
+        if (problem := self._zone_conflict(planned, made.config)) is not None:
+            return Refusal(code=ZONE_CONFLICT, reason=problem[:MAX_REASON])
         harm = None if change.force else await self._impact(present, planned, made.config)
         return harm or planned
 
     async def write(
         self, make: MakeChange, is_late: Callable[[], bool] = never, *, message_id: str = ""
     ) -> RecordedObjects | Refusal:
-        """Change objects in one transaction with the other rows that `make` writes, and announce it; in force here when
+        """Change objects in one transaction with the other rows that `make` writes, and publish it; in force here when
         this returns. Returns the objects as they are on record then. A refusal rolls back all that `make` has written.
         Raises Transient.
 
@@ -333,11 +332,11 @@ class ObjectRegistry:
             except _ChangeRefused as refused:
                 return refused.refusal
             self._load(after)
-        log.info("objects.changed", revision=after.revision, who=actor.name, objects=named(changed))
+        log.info("objects.changed", revision=after.revision, actor=actor.name, objects=named(changed))
         return after
 
     async def record_fences(self, reports: Sequence[HostFence]) -> None:
-        """Put cells' reports about fences on record, and announce them to every scheduler. Raises Transient.
+        """Put cells' reports about fences on record, and publish them to every scheduler. Raises Transient.
 
         One that changes nothing of the fence in force here reads no objects under the lock of operators' changes.
         """
@@ -358,8 +357,8 @@ class ObjectRegistry:
                     change = fences.acknowledge(one.host_uuid, fences.fence_of(stored), one)
                 if change is not None:
                     changed[one.host_uuid] = change  # the last of several reports about one fence
-            cell, why = f"cell {reports[0].cell}", "its word about the fence"
-            return tuple(changed.values()), ChangeActor(cell, why, self._clock.time())
+            cell, reason = f"cell {reports[0].cell}", "its report about the fence"
+            return tuple(changed.values()), ChangeActor(cell, reason, self._clock.time())
 
         await self.write(make)
         for one in reports if changed else ():
@@ -473,15 +472,15 @@ class ObjectRegistry:
     async def _occupied_cells(self, planned: ChangePlan) -> Refusal | None:
         """The machines of a cell that workers no longer connect to would be out of reach."""
         for name in object_changes.cells_after_removal(self.served, planned.cells_decided):
-            why = ", which would be out of reach: delete them first, or force the change"
-            if refusal := await self._used(f"cell {name!r}", "instance", why, object_changes.IN_USE, cell=name):
+            advice = ", which would be out of reach: delete them first, or force the change"
+            if refusal := await self._used(f"cell {name!r}", "instance", advice, object_changes.IN_USE, cell=name):
                 return refusal
         return None
 
-    async def _used(self, what: str, noun: str, why: str, code: str = IN_USE, **of: Any) -> Refusal | None:
+    async def _used(self, what: str, noun: str, advice: str, code: str = IN_USE, **of: Any) -> Refusal | None:
         """Why a change is refused of which so many machines would suffer; None: there are none."""
         count = await self._store.machines(MAX_COUNTED, **of)
-        return Refusal(code=code, reason=f"{what} has {counted(count, noun)}{why}"[:MAX_REASON]) if count else None
+        return Refusal(code=code, reason=f"{what} has {counted(count, noun)}{advice}"[:MAX_REASON]) if count else None
 
     def _unknown_hosts(self, planned: ChangePlan) -> Refusal | None:
         """Hosts that an aggregate is to have and that do not exist, or whose name several hosts have: a name may be
@@ -501,8 +500,8 @@ class ObjectRegistry:
 
     def _unknown_classes(self, planned: ChangePlan) -> Refusal | None:
         """A class that no provider can have: its name may be mistyped."""
-        why = unknown_class(planned.changed)
-        return None if why is None else Refusal(code=UNKNOWN, reason=why[:MAX_REASON])
+        problem = unknown_class(planned.changed)
+        return None if problem is None else Refusal(code=UNKNOWN, reason=problem[:MAX_REASON])
 
     def _fenced_alive(self, planned: ChangePlan) -> Refusal | None:
         """A fence states that a host is off. One that a service reports, or may report, may be running: a name may be
@@ -511,34 +510,34 @@ class ObjectRegistry:
         table, now_s = self._selector.table, self._clock.monotonic()
         for uuid in planned.hosts_fenced:
             shown = table.last_cell_of(uuid)
-            why = table.reported(uuid, self.cells_in_use() if shown is None else (shown,), now_s)
-            if why is not None:
+            problem = table.reported(uuid, self.cells_in_use() if shown is None else (shown,), now_s)
+            if problem is not None:
                 reason = (
                     "an instance that is evacuated from a running host runs twice: switch it off first, and force the "
-                    f"fence if this stays so; {why.reason}"
+                    f"fence if this stays so; {problem.reason}"
                 )
-                return Refusal(code=why.code, reason=reason[:MAX_REASON])
+                return Refusal(code=problem.code, reason=reason[:MAX_REASON])
         return None
 
     async def _unlocatable(self, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
         """Why a change would leave instances outside of the zone that they requested; None: it does not."""
         if any(one.kind is ObjectKind.AGGREGATE for one in planned.changed):
-            why = object_changes.zones_after_removal(self._selector, after)
-            if why is not None:
-                return Refusal(code=IN_USE, reason=why[:MAX_REASON])
+            problem = object_changes.zones_after_removal(self._selector, after)
+            if problem is not None:
+                return Refusal(code=IN_USE, reason=problem[:MAX_REASON])
         for name in planned.flavors_deleted:
-            why = ": delete or resize them first, or force the change"
-            if refusal := await self._used(f"flavor {name!r}", "instance", why, flavor=name):
+            advice = ": delete or resize them first, or force the change"
+            if refusal := await self._used(f"flavor {name!r}", "instance", advice, flavor=name):
                 return refusal
         for name in planned.flavors_remade:
-            why = ", whose next moves would claim another size: "
-            why += "make a flavor of another name and resize them, or force the change"
-            if refusal := await self._used(f"flavor {name!r}", "instance", why, flavor=name):
+            advice = ", whose next moves would claim another size: "
+            advice += "make a flavor of another name and resize them, or force the change"
+            if refusal := await self._used(f"flavor {name!r}", "instance", advice, flavor=name):
                 return refusal
         for name, was in planned.groups_changed:
-            why = ": delete them first, or force the change; they keep the rule that they were built under"
+            advice = ": delete them first, or force the change; they keep the rule that they were built under"
             of = (name.partition("/")[0], was.uuid)
-            if refusal := await self._used(f"server group {name!r}", "member", why, group=of):
+            if refusal := await self._used(f"server group {name!r}", "member", advice, group=of):
                 return refusal
         return None
 

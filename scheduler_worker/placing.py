@@ -95,7 +95,7 @@ class Placer:
     def __init__(
         self,
         claims: ClaimPort,
-        held: ClaimOwnership,
+        ownership: ClaimOwnership,
         selector: Selector,
         follower: ReplicaFollower,
         *,
@@ -104,7 +104,7 @@ class Placer:
         config: SchedulerConfig,
     ) -> None:
         self._claims = claims
-        self._ownership = held
+        self._ownership = ownership
         self._selector = selector
         self._follower = follower
         self._clock = clock
@@ -197,7 +197,7 @@ class Placer:
             async with self._deciding:
                 if any(state.retried_searches for state in unresolved):
                     selector.assumed.release()  # a hold never proves "no host", as an older state does not
-                decisions = DecisionRound(selector, self._rng, subset=subset, runs=self._batches)
+                decisions = DecisionRound(selector, self._rng, subset=subset, batching=self._batches)
                 for _ in decisions.in_parts(unresolved, decided):
                     await yield_to_loop()
             metrics.observe_round(sum(one.choice is not None for one in decided), decisions.candidates)
@@ -247,12 +247,12 @@ class Placer:
         """The claims that instances hold, where no claim of this pass was granted: by another scheduler, or for a
         request whose record is lost, as after a restore. They may be why there is no room.
         """
-        unsure = [one for one in states if has_no_host(one) or one.recovered is not None]
+        unverified = [one for one in states if has_no_host(one) or one.recovered is not None]
         held = await self._ownership.reassign_to(
-            {(one.request.instance_uuid, one.request.project_id): one.claim_owner for one in unsure}
+            {(one.request.instance_uuid, one.request.project_id): one.claim_owner for one in unverified}
         )
         after: list[PlacementState] = []
-        for state in unsure:
+        for state in unverified:
             found_now = held.get(state.request.instance_uuid)
             if isinstance(found_now, Fault):
                 after.append(replace(state, result=unlocatable_after_fault(found_now)))
@@ -276,7 +276,7 @@ class Dispatcher:
     def __init__(
         self,
         store: SchedulerStore,
-        held: ClaimOwnership,
+        ownership: ClaimOwnership,
         placer: Placer,
         selector: Selector,
         *,
@@ -284,14 +284,14 @@ class Dispatcher:
         process: str,
     ) -> None:
         self._store = store
-        self._ownership = held
+        self._ownership = ownership
         self._placer = placer
         self._selector = selector
         self._clock = clock
         self._who = process
 
     async def dispatch(self, builds: Sequence[PendingBuild]) -> dict[int, Outcome]:
-        """Decide, claim and write builds: the outcomes by position."""
+        """Decide, claim and write builds: the outcomes by batch index."""
         placing, concluded = await self._prepare(builds)
         results = await self._placer.place([request for _, request in placing])
         placed = [PlacedBuild(*pair, result) for pair, result in zip(placing, results, strict=True)]
@@ -315,11 +315,11 @@ class Dispatcher:
         metrics.observe_decisions([stages[uuid] for uuid in written])
         metrics.count_ended(one.decision.build for one in decided if one.pending.instance_uuid in written)
         unwritten = {uuid: one.pending for one in decided if (uuid := one.pending.instance_uuid) not in written}
-        forgotten = await self._withdraw(unwritten) if unwritten else set()
+        lost = await self._withdraw(unwritten) if unwritten else set()
         for one in decided:
             build = one.decision.build
             uuid = build.instance_uuid
-            outcomes[one.pending.batch_index] = RECORD_LOST if uuid in forgotten else one.pending.accepted
+            outcomes[one.pending.batch_index] = RECORD_LOST if uuid in lost else one.pending.accepted
             if build.terminal and uuid in written:
                 log.info("build.failed", instance=uuid, cause=uuid, code=build.code, reason=build.reason)
         return outcomes
@@ -383,12 +383,12 @@ class Dispatcher:
         """
         async with self._store.unit() as unit:
             records = list((await unit.read(list(builds))).values())
-        open_runs = {
+        open_owners = {
             (one.instance_uuid, one.project_id): one.claim_owner
             for one in records
             if one.awaits_decision and one.claim_owner != builds[one.instance_uuid].claim_owner
         }
-        given = await self._ownership.reassign_to(open_runs)
+        given = await self._ownership.reassign_to(open_owners)
         async with self._store.unit() as unit:
             known = await unit.read(list(builds))
             for uuid, one in known.items():

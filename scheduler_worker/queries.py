@@ -137,7 +137,7 @@ def _named_by(message: Message) -> str | None:
 
 
 def _with_sorted_timeline(build: BuildRecord) -> BuildRecord:
-    """The timeline in order of time: announcements arrive late, out of order, and sometimes twice."""
+    """The timeline in order of time: events arrive late, out of order, and sometimes twice."""
     lines: dict[tuple[float, str, str, str], TimelineEntry] = {}
     for line in build.timeline:  # a repeated line differs only in the time of its publication
         lines.setdefault((line.at, line.actor, line.what, line.detail), line)
@@ -160,7 +160,7 @@ class _Host(Struct, frozen=True):
 
 
 async def hosts_page(query: HostsQuery, selector: Selector, fences: Mapping[str, FenceRecord]) -> HostsPage:
-    """The hosts by name and uuid, or by uuid, with what their compute services announce. fences: of hosts, by uuid.
+    """The hosts by name and uuid, or by uuid, with what their compute services report. fences: of hosts, by uuid.
 
     The page is of no single moment, because other tasks run after each part of it: `feed_sequence` is of the beginning,
     and a host that leaves meanwhile is left out.
@@ -204,7 +204,7 @@ def _of_placement(selector: Selector, uuids: Iterable[str]) -> Iterator[_Host]:
 
 def _outside_placement(selector: Selector, query: HostsQuery) -> Iterator[_Host]:
     """The hosts outside placement that a decision keeps out of use: such a host may be fenced still, and has to be
-    enabled or forgotten by a person. One that is enabled has left. And those of a service that is up: their inventory
+    enabled or deleted by a person. One that is enabled has left. And those of a service that is up: their inventory
     was refused, or has not come yet.
     """
     decisions = selector.table.decisions()
@@ -254,7 +254,7 @@ def _is_up(selector: Selector, index: int | None, down: Mask) -> bool:
 
 
 def _cell_of(uuid: str, selector: Selector, fences: Mapping[str, FenceRecord]) -> str | None:
-    """The cell that has announced the host, else that of its fence; None: not known."""
+    """The cell that has reported the host, else that of its fence; None: not known."""
     last = selector.table.last_cell_of(uuid)
     return fences[uuid].cell if last is None and uuid in fences else last
 
@@ -314,7 +314,7 @@ def _record(
         enabled=False if index is None else bool(table.enabled[index] and not table.admin[index]),
         admin=table.decision_of(one.uuid),
         claimed_also_by=table.claimed_also_by(one.uuid),
-        not_in_placement=_why_not_in_placement(one, selector),
+        not_in_placement=_absence_reason(one, selector),
         resources=in_placement.resources,
         failed_builds=0 if index is None else int(table.failed_builds[index]),
         zone=in_placement.zone,
@@ -323,7 +323,7 @@ def _record(
     )
 
 
-def _why_not_in_placement(one: _Host, selector: Selector) -> str:
+def _absence_reason(one: _Host, selector: Selector) -> str:
     if one.is_in_placement or selector.table.live_service_of(one.uuid) is None:
         return ""
     namesakes = [uuid for uuid in selector.table.find(one.name) if selector.replica.row_of(uuid) is not None]
@@ -356,7 +356,7 @@ class StatusHandler:
         return host_metrics_page(query, self._selector)
 
     def services(self, query: ServicesQuery) -> ServicesPage:
-        """The compute services that have announced themselves, or that their cells list as down, by cell and name."""
+        """The compute services that have reported themselves, or that their cells list as down, by cell and name."""
         table, now_s = self._selector.table, self._clock.monotonic()
         known = len(table)
         usable = table.enabled[:known] & (table.admin[:known] == 0)
@@ -366,7 +366,7 @@ class StatusHandler:
         in_placement = np.bincount(
             table.service[self._selector.reported_in_placement()] + 1, minlength=len(table.services) + 1
         )
-        announced = [
+        reported = [
             ServiceRecord(
                 name=one.name,
                 cell=one.cell,
@@ -383,7 +383,7 @@ class StatusHandler:
             for index, one in enumerate(table.services)
             if not one.deleted
         ]
-        found = sorted((*announced, *_dead_not_reported(table)), key=lambda one: (one.cell, one.name))
+        found = sorted((*reported, *_dead_not_reported(table)), key=lambda one: (one.cell, one.name))
         requested = [one for one in found if query.cell in (None, one.cell) and query.up in (None, one.up)]
         return ServicesPage(services=tuple(requested[: query.limit]))
 

@@ -1,4 +1,4 @@
-"""Queue `scheduler.recoveries` of a cell's bus: a cell whose database was set back is told what the top has of it.
+"""Queue `scheduler.recoveries` of a cell's bus: a cell whose database was restored is told what the top has of it.
 
 A question is answered with one page by the scheduler that the broker gives it to; the database that all share makes
 every scheduler's answer the same. What cannot be answered now is dropped: the cell asks again.
@@ -38,7 +38,7 @@ ACTIONS = 8  # of one instance, the newest: one is under way at the most, and on
 
 class RecoveryAnswers:
     """The answers of one scheduler to one cell. bus: the cell's; api: that to placement. is_old(): whether the top was
-    set back itself.
+    restored itself.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class RecoveryAnswers:
             return UuidRange(tuple(sorted(set(question.asked)))), ()
         query = CellConsumersQuery(cell=question.cell, after=question.after, limit=MAX_KNOWN)
         try:
-            held = await self._api.request(query, CellConsumersPage, timeout_s=ANSWER_S)
+            page = await self._api.request(query, CellConsumersPage, timeout_s=ANSWER_S)
         except BusError as error:
             raise PlacementUnavailable(str(error)) from error
         mapped = await self._store.in_cell(question.cell, question.after, MAX_KNOWN)
-        wanted = joined(UuidRange(held.consumers, held.last), UuidRange(tuple(mapped.instances), mapped.last))
-        return wanted, (held.mark, await self._store.mark_of(question.cell))
+        wanted = joined(UuidRange(page.consumers, page.last), UuidRange(tuple(mapped.instances), mapped.last))
+        return wanted, (page.mark, await self._store.mark_of(question.cell))
 
     async def _facts(self, uuids: Sequence[str]) -> dict[str, InstanceSources]:
         async with self._store.operation() as unit:
@@ -113,10 +113,10 @@ class RecoveryAnswers:
         actions = await self._store.actions_of(uuids, ACTIONS)
         consumers = sorted({*uuids, *(one.request_id for them in actions.values() for one in them)})
         answers = await self._claims.allocations(consumers)
-        held: Mapping[str, ConsumerRecord] = {
+        by_uuid: Mapping[str, ConsumerRecord] = {
             one.consumer: one for answer in answers if (one := answer_or_raise(answer)) is not None
         }
-        return {uuid: InstanceSources(known[uuid, uuid], actions.get(uuid, ()), held) for uuid in uuids}
+        return {uuid: InstanceSources(known[uuid, uuid], actions.get(uuid, ()), by_uuid) for uuid in uuids}
 
     async def _with_instance(self, cell: str, facts: Mapping[str, InstanceSources]) -> set[str]:
         """Those of these consumers that are moves of instances of the cell, which name them. A client may have had an

@@ -1,7 +1,7 @@
 """Looks after requests that have had no event for a long time. Any number of schedulers do so side by side.
 
 A request is a build, the delete of one, or a move. One that no cell has is scheduled again, as if its message came once
-more: a database that was set back may have it as accepted after the message was acknowledged.
+more: a database that was restored may have it as accepted after the message was acknowledged.
 
 A cell that has lost it, or its end, answers with an end
 (`cell.build.query.v1`, `cell.action.query.v1`), or carries the delete out that it is commanded once more. One that does

@@ -225,8 +225,8 @@ def test_the_states_of_an_instance_are_listed_in_one_place() -> None:
     assert wrong == []
 
 
-# What comes `then`: the record has it, the step passes it on, and the table takes it up.
-THEN_READ = {
+# The next state: the record has it, the step passes it on, and the table takes it up.
+NEXT_STATE_READ = {
     "cell_conductor/domain/instance.py",
     "cell_conductor/domain/steps.py",
     "cell_conductor/domain/table.py",
@@ -234,14 +234,14 @@ THEN_READ = {
 
 
 def test_what_follows_an_answer_is_read_only_where_it_is_taken_up() -> None:
-    """Elsewhere it would be a second name of the state: a rule reads the desire (`desires`)."""
+    """Elsewhere it would be a second name of the state: a rule reads the desired state (`desires`)."""
     reading = {
         str(path.relative_to(ROOT))
         for path in sources("cell_conductor")
         for node in nodes(path)
-        if isinstance(node, ast.Attribute) and node.attr == "then"
+        if isinstance(node, ast.Attribute) and node.attr == "next_state"
     }
-    assert reading == THEN_READ
+    assert reading == NEXT_STATE_READ
 
 
 @pytest.mark.parametrize(

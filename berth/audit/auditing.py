@@ -76,17 +76,20 @@ async def read_facts(site: Site, unread: Collection[str] = ()) -> AuditFacts:
     unread: cells that are not read; what may be theirs is not judged, as if it were under way.
     """
     environment = site.environment("audit")
-    scheduler, book = environment.database("scheduler", pool_size=1), environment.database("placement", pool_size=1)
+    scheduler, placement = (
+        environment.database("scheduler", pool_size=1),
+        environment.database("placement", pool_size=1),
+    )
     try:
         busy = await _busy(scheduler)
         facts = await gather(site, unread=unread)
-        async with book.raw() as connection:
+        async with placement.raw() as connection:
             held = dict(await connection.fetch(_HELD_BY_BUS))
         async with scheduler.raw() as connection:
             migrations = dict(await connection.fetch(_MIGRATIONS, list(facts.allocations)))
             moving = {row[0] for row in await connection.fetch(_MOVING)}
             requests = await connection.fetch(REQUESTS, list(held), list(held.values()))
-        zones = await _outside_zones(site, facts, scheduler, book)
+        zones = await _outside_zones(site, facts, scheduler, placement)
         busy |= await _busy(scheduler) | facts.in_unread_cells()
         return AuditFacts(
             facts=facts,
@@ -100,7 +103,7 @@ async def read_facts(site: Site, unread: Collection[str] = ()) -> AuditFacts:
         )
     finally:
         await scheduler.close()
-        await book.close()
+        await placement.close()
 
 
 async def watch(site: Site, *, every_s: float) -> AsyncGenerator[AuditPass]:
@@ -116,7 +119,9 @@ async def watch(site: Site, *, every_s: float) -> AsyncGenerator[AuditPass]:
         await site.clock.sleep(max(0.0, began_s + every_s - site.clock.monotonic()))
 
 
-async def _outside_zones(site: Site, facts: Facts, scheduler: Database, book: Database) -> dict[str, tuple[str, str]]:
+async def _outside_zones(
+    site: Site, facts: Facts, scheduler: Database, placement: Database
+) -> dict[str, tuple[str, str]]:
     """{instance: (the zone that its request names, its host's)} where they differ."""
     async with scheduler.raw() as connection:
         bodies = [msgspec.json.decode(row[0], type=Aggregate) for row in await connection.fetch(_ZONES)]
@@ -124,7 +129,7 @@ async def _outside_zones(site: Site, facts: Facts, scheduler: Database, book: Da
         named = dict(await connection.fetch(_ZONED)) if zone_of else {}
     if not named:
         return {}
-    async with book.raw() as connection:
+    async with placement.raw() as connection:
         members = await connection.fetch(_MEMBERS, list(zone_of))
     there = {host: zone_of[aggregate] for host, aggregate in members}
     default = site.settings.scheduler.default_availability_zone

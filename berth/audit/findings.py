@@ -312,5 +312,5 @@ def _machines(
                 why = f"runs on {one.host_uuid}, and no cell has it as active"
                 repair = None if one.has_owner_tag else _FOREIGN
                 if kept is not None:
-                    why, repair = f"{why}; in quarantine: {kept.why}", f"decide: berth quarantine release {uuid}"
+                    why, repair = f"{why}; in quarantine: {kept.reason}", f"decide: berth quarantine release {uuid}"
                 yield _finding(Kind.MACHINE_WITHOUT_INSTANCE, uuid, why, repair)

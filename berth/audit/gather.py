@@ -131,14 +131,17 @@ async def gather(
     """
     site = await with_added_cells(site, unread)
     environment = site.environment("check")
-    book, scheduler = environment.database("placement", pool_size=2), environment.database("scheduler", pool_size=2)
+    placement, scheduler = (
+        environment.database("placement", pool_size=2),
+        environment.database("scheduler", pool_size=2),
+    )
     cells = {cell: environment.database(f"cell_{cell}", pool_size=2) for cell in site.cells}
     try:
-        facts = await _facts(site, book, scheduler, cells)
+        facts = await _facts(site, placement, scheduler, cells)
         for _ in range(READS - 1):
             if _by_uuid(await _resized(cells)) == _by_uuid(one for one in facts.instances if one.state == RESIZED):
                 break
-            facts = await _facts(site, book, scheduler, cells)
+            facts = await _facts(site, placement, scheduler, cells)
         return msgspec.structs.replace(
             facts,
             accepted=accepted,
@@ -148,11 +151,11 @@ async def gather(
             unread=frozenset(unread),
         )
     finally:
-        for database in (book, scheduler, *cells.values()):
+        for database in (placement, scheduler, *cells.values()):
             await database.close()
 
 
-async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[str, Database]) -> Facts:
+async def _facts(site: Site, placement: Database, scheduler: Database, cells: dict[str, Database]) -> Facts:
     """Read the databases and the hosts, one after the other."""
     step_s = site.settings.scheduler.build_timeout_s
     began = await _within_time(scheduler, cells, site.clock.time(), step_s)
@@ -160,16 +163,16 @@ async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[st
     leases = await _leases(cells)
     running, down, named, unheard = await _running(site, cells, instances, leases)
     return Facts(
-        inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
-        allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
-        roots=await _roots(book),
-        namesakes=await _duplicate_names(book, named),
+        inventories=[InventoryFact(*row) for row in await _rows(placement, _INVENTORIES)],
+        allocations=_by_consumer(await _rows(placement, _ALLOCATIONS)),
+        roots=await _roots(placement),
+        namesakes=await _duplicate_names(placement, named),
         requests=dict(await _rows(scheduler, _REQUESTS)),
         cells=dict(await _rows(scheduler, _CELLS)),
         instances=instances,
         running=running,
-        feed=await _feed(book),
-        audit=[f"{p} {c}: placement has {u}, its allocations {a}" for p, c, u, a in await _rows(book, _AUDIT)],
+        feed=await _feed(placement),
+        audit=[f"{p} {c}: placement has {u}, its allocations {a}" for p, c, u, a in await _rows(placement, _AUDIT)],
         breakers=await _breakers(cells),
         quarantine=await _quarantine(cells),
         actions=[ActionFact(*row) for row in await _rows(scheduler, _ACTIONS)],
@@ -181,10 +184,10 @@ async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[st
     )
 
 
-async def _roots(book: Database) -> dict[str, str]:
-    async with book.raw() as connection:
+async def _roots(placement: Database) -> dict[str, str]:
+    async with placement.raw() as connection:
         sharing = await sharing_providers(connection)
-    return {provider: root for provider, root in await _rows(book, _ROOTS) if provider not in sharing}
+    return {provider: root for provider, root in await _rows(placement, _ROOTS) if provider not in sharing}
 
 
 async def _within_time(scheduler: Database, cells: dict[str, Database], now: float, step_s: float) -> set[str]:
@@ -218,9 +221,9 @@ async def _running(
     return [fact for one in reports for fact in one.facts()], down, named, unheard
 
 
-async def _duplicate_names(book: Database, named: Mapping[str, str]) -> list[tuple[str, str, str]]:
+async def _duplicate_names(placement: Database, named: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(host, name, the host that has the name) of reported hosts that placement does not have."""
-    rows = await _rows(book, _NAMESAKES, list(named), list(named.values()))
+    rows = await _rows(placement, _NAMESAKES, list(named), list(named.values()))
     return [(host, name, other) for host, name, other in rows]
 
 
@@ -277,8 +280,8 @@ async def _gangs(scheduler: Database, after: float) -> list[GangFact]:
     ]
 
 
-async def _feed(book: Database) -> tuple[int, int, int]:
-    lowest, highest, rows = (await _rows(book, _FEED))[0]
+async def _feed(placement: Database) -> tuple[int, int, int]:
+    lowest, highest, rows = (await _rows(placement, _FEED))[0]
     return lowest, highest, rows
 
 
@@ -322,7 +325,7 @@ def _down(leases: Mapping[tuple[str, str], Lease]) -> dict[tuple[str, str], Serv
         (cell, service): ServiceDownFact(
             cell=cell,
             service=service,
-            why=f"{lease.state} since {_clock_time(lease.since)} UTC: {lease.reason}",
+            reason=f"{lease.state} since {_clock_time(lease.since)} UTC: {lease.reason}",
             is_expected=lease.state is LeaseState.STOPPED,
         )
         for (cell, service), lease in leases.items()
@@ -385,8 +388,8 @@ async def _reports(
     unreported: dict[tuple[str, str], ServiceDownFact] = {}
     for (cell, host), service in wanted.items():
         if host in missing and not per_cell[site.cells.index(cell)].has_whole(service):
-            why = f"it did not answer within {SILENCE_S:g} s"
-            unreported[cell, service] = ServiceDownFact(cell=cell, service=service, why=why)
+            reason = f"it did not answer within {SILENCE_S:g} s"
+            unreported[cell, service] = ServiceDownFact(cell=cell, service=service, reason=reason)
     return list(per_cell), unreported
 
 

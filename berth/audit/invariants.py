@@ -5,22 +5,31 @@ client's event stream. `check_invariants` compares them. Gathering is `berth.aud
 """
 
 from __future__ import annotations
-
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections import defaultdict
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from datetime import UTC, datetime
+from datetime import UTC
+from datetime import datetime
 from math import floor
-
 from msgspec import Struct
-
-from bus.contracts.build import TERMINAL_STATES, BuildEvent, BuildState
+from bus.contracts.build import TERMINAL_STATES
+from bus.contracts.build import BuildEvent
+from bus.contracts.build import BuildState
 from bus.contracts.feed import Change
 from bus.contracts.moves import Condition
 from bus.contracts.placement import ProviderState
 from cell_conductor.domain import desires
-from cell_conductor.domain.desires import MachineTarget, phase_to_text, phases_matching
+from cell_conductor.domain.desires import MachineTarget
+from cell_conductor.domain.desires import phase_to_text
+from cell_conductor.domain.desires import phases_matching
 from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
+
+
+
 
 MAX_EXAMPLES = 5
 
@@ -90,11 +99,11 @@ class InstanceFact(Struct, frozen=True):
 
 
 class ServiceDownFact(Struct, frozen=True, kw_only=True):
-    """A compute service that sends no report of its hosts. why: a sentence. is_expected: it was stopped on purpose."""
+    """A compute service that sends no report of its hosts. is_expected: it was stopped on purpose."""
 
     cell: str
     service: str
-    why: str
+    reason: str
     is_expected: bool = False
 
 
@@ -123,16 +132,14 @@ class BreakerFact(Struct, frozen=True, kw_only=True):
 
 
 class QuarantineFact(Struct, frozen=True):
-    """One machine in quarantine. verdict: an operator's word, "" until there is one. is_protected: it may stay for
-    good.
-    """
+    """One machine in quarantine. decision: an operator's, or "". is_protected: it may stay for good."""
 
     cell: str
     service: str
     host_uuid: str
     instance_uuid: str
-    why: str
-    verdict: str = ""
+    reason: str
+    decision: str = ""
     is_protected: bool = False
 
 
@@ -164,16 +171,14 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     allocations: {consumer: {provider: {class: amount}}}. requests: {instance: state} by the schedulers' record; cells:
     {instance: cell} by the instance map. events: what clients received, in order of arrival, or None when there was no
-    listener. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether the process
-    belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}, without those that share,
-    of which allocations are of no host. audit: mismatches that placement's own audit found, one line each. breakers,
-    quarantine: the cells' records, or None. actions: requests about instances, or None. gangs: requests for several
-    machines, those of which every member is on record, or None. services: (cell, service) of every compute service on
-    record, or None: unknown. down: those of them that do not report what their hosts run, so that it is not judged, or
-    None: unknown. unheard: (cell, service) of those that are up, were not waited for and have sent no whole report, or
-    None: unknown. unread: cells that could not be read; what may be theirs is not judged. under_way: instances whose
-    build, move or delete is within its time; they are not judged. namesakes: (host, name, the host that has it) of
-    hosts that a service reports and placement refuses, because it has the name as another's.
+    listener. changes: the change feed as a listener saw it. connections: (process, bus, whether the process belongs to
+    a cell). feed: (lowest, highest, rows) kept. roots: {provider: root}, without those that share. audit: mismatches
+    that placement's own audit found. breakers, quarantine: the cells' records. actions: requests about instances.
+    gangs: of which every member is on record. services: (cell, service) of all on record. down: those that do not
+    report what their hosts run, so that it is not judged. unheard: those that are up, were not waited for and have
+    sent no whole report. unread: cells that could not be read; what may be of these is not judged. under_way: instances
+    whose build, action or delete is within its time; they are not judged. namesakes: (host, name, the host that has it)
+    of reported hosts that placement refuses for their name. None, where it is allowed: unknown.
     """
 
     inventories: Sequence[InventoryFact]
@@ -215,10 +220,10 @@ class Facts(Struct, frozen=True, kw_only=True):
         """Instances on record, and consumers of placement, that may be of a cell which could not be read."""
         if not self.unread:
             return set()
-        theirs = {uuid for uuid in self.requests if self.cells.get(uuid) in self.unread}
+        affected = {uuid for uuid in self.requests if self.cells.get(uuid) in self.unread}
         # The other end of a move may be there, whatever cell the request has now.
-        theirs |= {one.request_id for one in self.actions or ()}
-        return theirs | (self.allocations.keys() - self.requests.keys())
+        affected |= {one.request_id for one in self.actions or ()}
+        return affected | (self.allocations.keys() - self.requests.keys())
 
 
 class InvariantResult(Struct, frozen=True, kw_only=True):
@@ -269,7 +274,7 @@ def _miscounted(facts: Facts) -> Iterator[str]:
 
 
 def _silent_services(facts: Facts) -> Iterator[str]:
-    return (f"{one.cell}: {one.service}: {one.why}" for one in facts.down or () if not one.is_expected)
+    return (f"{one.cell}: {one.service}: {one.reason}" for one in facts.down or () if not one.is_expected)
 
 
 def _open_actions(facts: Facts) -> Iterator[str]:
@@ -293,16 +298,16 @@ def _down(facts: Facts) -> set[tuple[str, str]]:
 def _unreported(facts: Facts) -> Iterator[str]:
     """The machines that services which are down do not report: one line each."""
     for one in facts.down or ():
-        theirs = [i for i in facts.instances if (i.cell, i.service) == (one.cell, one.service)]
-        alive = sum(i.state in ALIVE for i in theirs)
-        yield f"what {one.service} of {one.cell} runs, {alive} active instances among it ({one.why})"
+        affected = [i for i in facts.instances if (i.cell, i.service) == (one.cell, one.service)]
+        alive = sum(i.state in ALIVE for i in affected)
+        yield f"what {one.service} of {one.cell} runs, {alive} active instances among it ({one.reason})"
 
 
 def _unresolved_down_services(facts: Facts) -> Iterator[str]:
     for one in facts.down or ():
         stuck = sum(i.state not in AT_REST for i in facts.instances if (i.cell, i.service) == (one.cell, one.service))
         if stuck:
-            yield f"{stuck} instances that are under way at {one.service} of {one.cell} ({one.why})"
+            yield f"{stuck} instances that are under way at {one.service} of {one.cell} ({one.reason})"
 
 
 def _over_capacity(facts: Facts) -> Iterator[str]:
@@ -441,13 +446,13 @@ def _open_breakers(facts: Facts) -> Iterator[str]:
 def _quarantined(facts: Facts) -> Iterator[str]:
     for one in facts.quarantine or ():
         if not one.is_protected:
-            decided = f", released to {one.verdict}, still there" if one.verdict else ": see `berth quarantine list`"
-            yield f"{one.cell}: {one.instance_uuid} on {one.host_uuid} of {one.service}: {one.why}{decided}"
+            decided = f", released to {one.decision}, still there" if one.decision else ": see `berth quarantine list`"
+            yield f"{one.cell}: {one.instance_uuid} on {one.host_uuid} of {one.service}: {one.reason}{decided}"
 
 
 def _duplicate_names(facts: Facts) -> Iterator[str]:
     for host, name, other in facts.namesakes or ():
-        yield f"{host}: {name} is the name of {other} in placement: rename one, or `berth hosts forget {other}`"
+        yield f"{host}: {name} is the name of {other} in placement: rename one, or `berth hosts delete {other}`"
 
 
 def _feed(facts: Facts) -> Iterator[str]:
@@ -545,9 +550,7 @@ _INVARIANTS = (
     _Invariant("actions_end", "actions", "every request about an instance has ended", _open_actions),
     _Invariant("gangs_whole", "gangs", "of machines that start together enough were started, or none", _partial_gangs),
     _Invariant("breakers_closed", "breakers", "no breaker is open", _open_breakers),
-    _Invariant(
-        "quarantine_decided", "quarantine", "no machine in quarantine, unless an operator keeps it there", _quarantined
-    ),
+    _Invariant("quarantine_decided", "quarantine", "no machine in quarantine, unless it is protected", _quarantined),
     _Invariant(
         "hosts_in_placement", "namesakes", "no reported host is out of placement for its name", _duplicate_names
     ),

@@ -67,14 +67,14 @@ class Unclaimed(Struct, frozen=True, kw_only=True):
         return f"{self.instance.uuid}: active on {chosen.host} ({chosen.host_uuid}) of {self.cell}, {holds}"
 
 
-async def find_unclaimed(site: Site, book: Database, grace_s: float) -> list[Unclaimed]:
+async def find_unclaimed(site: Site, placement: Database, grace_s: float) -> list[Unclaimed]:
     """All instances that have been active for `grace_s` seconds and hold nothing of their host.
 
     Each cell is read before placement and after it: what was active both times was so when placement was read, so it
     is not one that was deleted in between.
     """
     before = {cell: await _settled(site, cell, grace_s) for cell in site.cells}
-    async with book.raw() as connection:
+    async with placement.raw() as connection:
         known = await generations(connection)
         held = await audit.allocations(connection)
         uuids = [uuid for instances in before.values() for uuid in instances]

@@ -1,40 +1,47 @@
 """`berth check` and `berth audit`: a running system, judged from outside."""
 
 from __future__ import annotations
-
-import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import aclosing
-from datetime import UTC, datetime
+from datetime import UTC
+from datetime import datetime
 from typing import Annotated
-
-import typer
 from rich.text import Text
-
-from berth.audit.auditing import AuditPass, watch
-from berth.audit.findings import REPAIRABLE, AuditFinding
-from berth.audit.gather import gather, rest
+from berth.audit.auditing import AuditPass
+from berth.audit.auditing import watch
+from berth.audit.findings import REPAIRABLE
+from berth.audit.findings import AuditFinding
+from berth.audit.gather import gather
+from berth.audit.gather import rest
 from berth.audit.invariants import check_invariants
 from berth.audit.readable import unreadable
-from berth.audit.repairing import chosen, release_ended
-from berth.commands.book import GRACE_S, audited
-from berth.commands.common import (
-    AsJson,
-    Exit,
-    Stop,
-    Yes,
-    ask_first,
-    database_of,
-    decided_by,
-    err,
-    explain,
-    out,
-    print_json,
-    print_json_line,
-)
-from berth.render import printable, render_results
+from berth.audit.repairing import chosen
+from berth.audit.repairing import release_ended
+from berth.commands.book import GRACE_S
+from berth.commands.book import audited
+from berth.commands.common import AsJson
+from berth.commands.common import Exit
+from berth.commands.common import Stop
+from berth.commands.common import Yes
+from berth.commands.common import ask_first
+from berth.commands.common import database_of
+from berth.commands.common import decided_by
+from berth.commands.common import err
+from berth.commands.common import explain
+from berth.commands.common import out
+from berth.commands.common import print_json
+from berth.commands.common import print_json_line
+from berth.render import printable
+from berth.render import render_results
 from berth.settings import Settings
 from bus.faults import Transient
+
+import asyncio
+
+import typer
+
 
 # Past the wait for rest: reading the databases and receiving every compute service's report.
 CHECK_TIMEOUT_S = 60.0
@@ -54,23 +61,23 @@ async def check(
         async with asyncio.timeout(wait + CHECK_TIMEOUT_S):
             unread = _explained(await unreadable(site))
             at_rest = await rest(site, timeout_s=wait, unread=unread)
-            verdicts = check_invariants(await gather(site, unread=unread))
+            results = check_invariants(await gather(site, unread=unread))
     except TimeoutError as fault:
         raise Stop(Exit.UNAVAILABLE, "check.unanswered", "bus or database did not answer in time") from fault
     if as_json:
-        print_json({"at_rest": at_rest, "invariants": verdicts, "not_judged": _as_json(unread)})
+        print_json({"at_rest": at_rest, "invariants": results, "not_judged": _as_json(unread)})
     else:
         if not at_rest:
             err.print(
                 "[yellow]the system is not at rest; what is within its time is not judged[/yellow]", soft_wrap=True
             )
-        render_results(verdicts, out)
+        render_results(results, out)
         _show_unread(unread)
-    return _status(unread) if all(verdict.holds for verdict in verdicts) else Exit.NO
+    return _status(unread) if all(result.holds for result in results) else Exit.NO
 
 
 def _explained(unread: Mapping[str, Exception]) -> dict[str, Stop]:
-    """{cell that cannot be read: why, in the words of a user}."""
+    """{cell that cannot be read: the reason, in the words of a user}."""
     return {cell: explain(fault) or Stop(Exit.NO, "fault", str(fault)) for cell, fault in unread.items()}
 
 
@@ -104,15 +111,15 @@ async def audit(
 ) -> int:
     """Find allocations, records and machines that disagree.
 
-    Orphaned, missing and doubled allocations, claims in doubt, machines without instance, instances without machine,
+    Orphaned, missing and duplicate allocations, claims in doubt, machines without instance, instances without machine,
     capacity exceeded, usage miscounted, hosts outside the zone that a request names; each with its reason and the
     repair that is proposed.
 
-    Requests under way are not judged, and a finding counts when two passes in a row have it, so one run makes two. With
-    --watch it ends by Ctrl-C. Nothing is changed without --repair, unless the setting `audit.orphaned` is `repair`:
-    then --watch releases allocations of instances that are proved to be deleted. Things that are not of this deployment
-    are never changed. A cell whose bus or database cannot be read is named on standard error (with --json also as
-    `not_judged`), and what may be its own is not judged; the exit status is then 2 or 3. Exit status 1 when something
+    Requests in progress are not checked, and a finding counts when two passes in a row have it, so one run makes two.
+    With --watch it ends by Ctrl-C. Nothing is changed without --repair, unless the setting `audit.orphaned` is
+    `repair`: then --watch releases allocations of instances that are proved to be deleted. What is not of this berth is
+    never changed. A cell whose bus or database cannot be read is named on standard error (with --json also as
+    `not_judged`), and what may be its own is not checked; the exit status is then 2 or 3. Exit status 1 when something
     is wrong.
     """
     if repair and not follow and grace > every:  # two passes see no finding for longer

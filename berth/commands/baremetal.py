@@ -35,7 +35,7 @@ async def list_nodes(settings: Settings, as_json: AsJson = False) -> None:
 
 @baremetal.command()
 async def problems(settings: Settings, as_json: AsJson = False) -> int:
-    """List nodes that no build can go to and why, and flavors that no node can serve. Exit status 1 when there are."""
+    """List nodes that no build can go to, with reasons, and flavors that no node serves. Exit status 1 if there are."""
     classes = await _classes(settings)
     found = await _records(settings, classes)
     wrong = [node for node in found if node.problems]
@@ -79,7 +79,7 @@ async def show(settings: Settings, node: NodeIdent, as_json: AsJson = False) -> 
 async def quarantine(
     settings: Settings,
     node: NodeIdent,
-    reason: Annotated[str, typer.Option(help="Why; Ironic shows it.")],
+    reason: Annotated[str, typer.Option(help="The reason; Ironic shows it.")],
     as_json: AsJson = False,
 ) -> None:
     """Put a node into maintenance in Ironic, with a reason: no build goes there. Instances on it continue to run."""

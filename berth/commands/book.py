@@ -1,62 +1,86 @@
-"""`berth placement audit`, `export` and `import`: an operator's work on a whole book."""
+"""`berth placement audit`, `export` and `import`: an operator's work on all of placement."""
 
 from __future__ import annotations
-
-import contextlib
-import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
+from typing import Any
 from uuid import UUID
-
-import asyncpg
-import typer
-
-from berth.audit.auditing import REQUESTS, UNDER_WAY
-from berth.audit.findings import is_proof, may_run
-from berth.audit.invariants import ELSEWHERE, OVER
-from berth.audit.unclaimed import IS_SETTLED, Unclaimed, catch_up, claim_again, find_unclaimed, reported_of
-from berth.commands.common import (
-    AsJson,
-    Exit,
-    Stop,
-    Yes,
-    ask_first,
-    by_cell,
-    database_of,
-    open_database_in_time,
-    out,
-    print_json,
-    print_json_line,
-    print_line,
-    print_result,
-)
-from berth.render import counted, printable
+from berth.audit.auditing import REQUESTS
+from berth.audit.auditing import UNDER_WAY
+from berth.audit.findings import is_proof
+from berth.audit.findings import may_run
+from berth.audit.invariants import ELSEWHERE
+from berth.audit.invariants import OVER
+from berth.audit.unclaimed import IS_SETTLED
+from berth.audit.unclaimed import Unclaimed
+from berth.audit.unclaimed import catch_up
+from berth.audit.unclaimed import claim_again
+from berth.audit.unclaimed import find_unclaimed
+from berth.audit.unclaimed import reported_of
+from berth.commands.common import AsJson
+from berth.commands.common import Exit
+from berth.commands.common import Stop
+from berth.commands.common import Yes
+from berth.commands.common import ask_first
+from berth.commands.common import by_cell
+from berth.commands.common import database_of
+from berth.commands.common import open_database_in_time
+from berth.commands.common import out
+from berth.commands.common import print_json
+from berth.commands.common import print_json_line
+from berth.commands.common import print_line
+from berth.commands.common import print_result
+from berth.render import counted
+from berth.render import printable
 from berth.settings import Settings
-from berth.site import Site, with_added_cells
-from bus.contracts.placement import ClaimOutcome, ConsumerAllocations, Release, ReleaseResult, Swap, SwapResult
+from berth.site import Site
+from berth.site import with_added_cells
+from bus.contracts.placement import ClaimOutcome
+from bus.contracts.placement import ConsumerAllocations
+from bus.contracts.placement import Release
+from bus.contracts.placement import ReleaseResult
+from bus.contracts.placement import Swap
+from bus.contracts.placement import SwapResult
 from bus.faults import DatabaseUnprepared
 from bus.persistence.database import Database
 from cell_conductor.domain.report import UnknownMachineKind
 from placement_worker.book import PlacementService
 from placement_worker.operations import audit as questions
 from placement_worker.operations import export_store
-from placement_worker.operations.audit import Duplicate, repair
+from placement_worker.operations.audit import Duplicate
+from placement_worker.operations.audit import repair
 from placement_worker.operations.audit import move_host as move_host_in_book
-from placement_worker.operations.export import MAX_LINE_BYTES, CopyReader, InvalidExport, PlacementExport, lines, parse
+from placement_worker.operations.export import MAX_LINE_BYTES
+from placement_worker.operations.export import CopyReader
+from placement_worker.operations.export import InvalidExport
+from placement_worker.operations.export import PlacementExport
+from placement_worker.operations.export import lines
+from placement_worker.operations.export import parse
 from placement_worker.store.postgres_rows import PostgresPlacementRows
 
-Giving = Release | Swap  # what gives a consumer's allocations back
+import contextlib
+import sys
+import time
+
+import asyncpg
+import typer
+
+
+Giving = Release | Swap  # what releases a consumer's allocations
 
 # A claim younger than this may still be on its way to being an instance.
 GRACE_S = 900.0
 RELEASES_AT_ONCE = 200
 MAX_PASSES = 50
 
-# Consumers that hold an allocation by the bus, have held it for a while, and are in no state that may hold anything, in
-# any cell.
+# Consumers that have an allocation by the bus, have had it for a while, and are in no state that may have one, in any
+# cell.
 CONSUMERS = """
 SELECT uuid::text, attempt, claim_owner FROM consumers
 WHERE released_at IS NULL AND attempt > 0 AND updated_at < now() - make_interval(secs => $1) ORDER BY uuid
@@ -72,9 +96,9 @@ SELECT uuid::text, state, host_uuid::text,
        {IS_SETTLED.format("$2")} AS settled
 FROM instances WHERE uuid = ANY($1::uuid[])
 """
-# Consumers that hold the source of a move, by its instance: while it awaits its confirm, perhaps for days.
+# Consumers that have the source of a move, by its instance: while it awaits its confirm, perhaps for days.
 MIGRATIONS = "SELECT record #>> '{action,request_id}' FROM instances WHERE record #>> '{action,request_id}' = ANY($1)"
-# The same of a move that no cell has on record: it was set back, and is commanded again.
+# The same of a move that no cell has on record: it was restored, and is commanded again.
 OPEN_ACTIONS = "SELECT request_id::text FROM instance_actions WHERE NOT terminal AND request_id = ANY($1::uuid[])"
 # Machines that a cell does not destroy by itself.
 QUARANTINED = """
@@ -87,7 +111,7 @@ async def audit(
     settings: Settings,
     repair: Annotated[bool, typer.Option("--repair", help="Repair the findings that can be repaired.")] = False,
     consumers: Annotated[
-        Path | None, typer.Option(help="UUIDs of all that may hold something, one a line: for a book that Nova writes.")
+        Path | None, typer.Option(help="UUIDs of all that may have allocations, one a line: where Nova writes them.")
     ] = None,
     evict: Annotated[
         bool, typer.Option("--evict", help="With --repair: also release the newest allocations that exceed capacity.")
@@ -97,18 +121,19 @@ async def audit(
 ) -> int:
     """Find the problems of placement.
 
-    Orphaned, missing, doubled and miscounted allocations, and capacity exceeded.
-    Orphaned: held by the bus's consumers that no cell and no scheduler knows as alive, and of which no machine is in
-    quarantine, for 15 minutes; with --consumers, held since 15 minutes before the file was last written by consumers
-    that are not named there. Doubled: of an instance,
-    on another host than its own; with --consumers, one class of two trees that do not share it (a move under way looks
-    so too). Unclaimed: active by its cell's record for 15 minutes and holding nothing of its host, as after a restore.
+    Orphaned, missing, duplicate and miscounted allocations, and capacity exceeded.
+    Orphaned: of the bus's consumers that no cell and no scheduler has as alive, and of which no machine is in
+    quarantine, for 15 minutes; with --consumers, since 15 minutes before the file was last written, of consumers
+    that are not named there. Duplicate: of an instance,
+    on another host than its own; with --consumers, one class of two trees that do not share it (a move in progress
+    looks so too). Unclaimed: active by its cell's record for 15 minutes without an allocation on its host, as after a
+    restore.
     Repairing releases orphaned allocations, claims for unclaimed instances if they fit (where placement has a later
-    attempt of one than its cell, only if the host reports its machine on the bus), gives back allocations that an
-    instance holds twice on hosts that are not its own, removes rows that no client can release and counts usage anew.
-    With --consumers nothing shows which host is whose own: doubled ones are only reported. Exceeded capacity is
+    attempt of one than its cell, only if the host reports its machine on the bus), releases duplicate allocations
+    of an instance on hosts that are not its own, removes rows that no client can release and counts usage again.
+    With --consumers nothing shows which host is whose own: duplicate ones are only reported. Exceeded capacity is
     reported, with the newest consumers without whom it would fit: they run, and an operator has to move them; --evict
-    releases them all the same: for machines that are known to be gone. Exit status 1 while anything is wrong.
+    releases them all the same: for machines that are known to be destroyed. Exit status 1 while anything is wrong.
     """
     if evict and not repair:
         raise Stop(Exit.USAGE, "audit.evict", "--evict is a part of repairing: --repair --evict")
@@ -183,13 +208,13 @@ async def import_(
     file: Annotated[Path | None, typer.Argument(help="A file that export wrote; else standard input.")] = None,
     from_url: Annotated[str | None, typer.Option(help="Copy a live OpenStack Placement instead.")] = None,
     token: Annotated[str, typer.Option(envvar="OS_TOKEN", help="An administrator's token there.")] = "admin",
-    replace: Annotated[bool, typer.Option("--replace", help="Also over a book that is not empty.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Also over a placement that is not empty.")] = False,
     as_json: AsJson = False,
     yes: Yes = False,
 ) -> None:
     """Make placement equal to a file or to a Placement.
 
-    A live Placement is copied; the feed carries the changes to every replica.
+    A live Placement is copied; the feed has the changes for every replica.
 
     With --from-url it copies while both run, pass after pass, until a pass over everything finds nothing
     new: then the copy is equal, and the command prints that.
@@ -214,9 +239,9 @@ async def move_host(
     cell: Annotated[str, typer.Argument(help="The cell whose bus may report and claim it from now on.")],
     as_json: AsJson = False,
 ) -> int:
-    """Give an empty host to another cell. Stop its compute service first, start it on the new cell's bus afterwards.
+    """Move an empty host to another cell. Stop its compute service first, start it on the new cell's bus afterwards.
 
-    Exit status 1 while a consumer holds something there.
+    Exit status 1 while a consumer has an allocation there.
     """
     here = database_of(settings)
     async with _placement(here) as (_, database), database.raw() as connection:
@@ -225,7 +250,7 @@ async def move_host(
     if moved.outcome == "unknown":
         raise Stop(Exit.NO, "host.unknown", f"placement has no provider {host!r}")
     if moved.outcome == "in_use":
-        raise Stop(Exit.NO, "host.in_use", f"{moved.consumers} hold something on {moved.root}, of {was}")
+        raise Stop(Exit.NO, "host.in_use", f"{moved.consumers} have allocations on {moved.root}, of {was}")
     text = f"{was} -> {cell}" if moved.outcome == "moved" else f"{cell} already"
     print_result({"provider": moved.root, "before": moved.before, "cell": cell}, as_json, f"{moved.root}: {text}")
     return 0
@@ -319,7 +344,7 @@ async def _judged(
     here: Site, database: Database, grace_s: float
 ) -> tuple[list[Release], list[str | Duplicate], list[Unclaimed]]:
     """(orphans, doubled, unclaimed). Requests under way are read before and after the rest, as `berth audit` does: a
-    move holds two hosts, or none that its cell's record names, until its cell has it on record.
+    move has two hosts, or none that its cell's record names, until its cell has it on record.
     """
     busy = {*await _column(here, "scheduler", UNDER_WAY)}
     orphans, doubled = await _lost(here, database, grace_s)
@@ -335,9 +360,9 @@ async def _judged(
 async def _lost(
     here: Site, database: Database, grace_s: float
 ) -> tuple[list[Release], dict[str, list[str | Duplicate]]]:
-    """(releases of consumers that no worker knows as alive, those that also hold something of another host than their
-    own). A release is of the attempt and the claim owner that were read: what is claimed or taken over after that
-    stays.
+    """(releases of consumers that no worker knows as alive, those that also have allocations on another host than
+    their own). A release is of the attempt and the claim owner that were read: what is claimed or transferred after
+    that stays.
     """
     async with database.raw() as connection:
         holding = [_release(*row) for row in await connection.fetch(CONSUMERS, grace_s)]
@@ -381,10 +406,10 @@ async def _lost(
 async def _unnamed(
     database: Database, path: Path, grace_s: float = GRACE_S
 ) -> tuple[list[Giving], list[str | Duplicate]]:
-    """The same, by a list of all that may hold something: what was claimed since it was written is not in it. Raises
+    """The same, by a list of all that may have allocations: what was claimed since it was written is not in it. Raises
     Stop.
     """
-    age_s = _age_of(path)  # before it is read: it may be written anew
+    age_s = _age_of(path)  # before it is read: it may be written again
     alive = uuids_of(path)
     async with database.raw() as connection:
         held = await _held(connection, older_than_s=age_s + grace_s)
@@ -392,13 +417,13 @@ async def _unnamed(
     return [each for uuid, each in held.items() if uuid not in alive], doubled
 
 
-def _release(consumer: str, attempt: int, run: str) -> Release:
-    """The release of what a consumer holds by this attempt of this claim owner."""
-    return Release(consumer=consumer, attempt=attempt, owner=run or None)
+def _release(consumer: str, attempt: int, claim_owner: str) -> Release:
+    """The release of what a consumer has by this attempt of this claim owner."""
+    return Release(consumer=consumer, attempt=attempt, owner=claim_owner or None)
 
 
 async def _held(connection: asyncpg.Connection, older_than_s: float = 0.0) -> dict[str, Giving]:
-    """By consumer that has not changed for so long, what gives back what it holds now and nothing later. What no build
+    """By consumer that has not changed for so long, what releases what it has now and nothing later. What no build
     has claimed has no attempt: its generation shows that it has changed since.
     """
     return {
@@ -455,7 +480,7 @@ async def _rows(here: Site, schema: str, statement: str, *arguments: object) -> 
             rows: Sequence[Any] = await connection.fetch(statement, *arguments)
             return rows
     except (asyncpg.UndefinedTableError, DatabaseUnprepared) as error:
-        # Without knowing every cell's instances any of theirs would look orphaned.
+        # Without knowing every cell's instances their consumers would look orphaned.
         raise Stop(
             Exit.UNAVAILABLE, "audit.blind", f"{schema} has never been started here: which instances live is unknown"
         ) from error
@@ -479,7 +504,7 @@ async def _intended(
     twice = sum(isinstance(each, Duplicate) for each in doubled)
     parts = [
         f"release the allocations of {by_cell(held, 'consumer')}",
-        f"give back {twice} that are held twice",
+        f"release {twice} duplicate allocations",
         f"claim again for {counted(len(bare), 'instance')}",
         "mend what no client can",
     ]

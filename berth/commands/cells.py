@@ -1,4 +1,4 @@
-"""`berth cells`: cells are taken into use and out of use while everything runs."""
+"""`berth cells`: cells are enabled and disabled while everything runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from berth.client.object_edits import ObjectEdit
 from berth.commands.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, out, print_json, print_rows
 from berth.commands.drain import DrainOptions, drain
-from berth.commands.objects import ChangeOptions, Name, Why, change_objects, object_commands
+from berth.commands.objects import ChangeOptions, LogReason, Name, change_objects, object_commands
 from berth.render import render_rows, utc
 from berth.settings import Settings
 from bus.contracts.drains import DrainTarget
@@ -95,7 +95,7 @@ async def set_cell(
 class ReasonedOptions(ChangeOptions, frozen=True, kw_only=True):
     """The options of a decision that is not made without a reason."""
 
-    reason: Why
+    reason: LogReason
 
 
 @cells.command("disable")

@@ -61,7 +61,7 @@ class Exit(IntEnum):
 OPEN_TIMEOUT_S = 10.0
 QUERY_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
-MAX_IN_QUESTION = 10  # of a cell, in a question
+MAX_IN_QUESTION = 10  # of a cell, in a prompt
 
 
 def parse_uuid(text: str) -> str:
@@ -76,8 +76,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 Timeout = Annotated[float, typer.Option("--timeout", min=0.1, max=86_400, help="Seconds to wait at most.")]
 
 By = Annotated[str | None, typer.Option("--by", help="Who decides; else the user and host of this command.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask; off a terminal nothing is done without it.")]
-Reason = Annotated[str, typer.Option("--reason", help="Why, for those who look later.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not prompt; off a terminal nothing is done without it.")]
+Reason = Annotated[str, typer.Option("--reason", help="The reason, for the record.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait for the end; exit status 1 when it failed.")]
 Instance = Annotated[str, typer.Argument(help="The instance's UUID.", parser=parse_uuid, metavar="UUID")]
 
@@ -88,7 +88,7 @@ err = Console(stderr=True, highlight=False)
 
 
 class Stop(Exception):
-    """Ends the command with a sentence and a status."""
+    """Ends the command with a message and a status."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -96,7 +96,7 @@ class Stop(Exception):
         self.code = code
 
 
-SHADOW = "Leave each call to the fallback's nova-scheduler, decide beside it, and report how the two differ."
+SHADOW = "Forward each call to the fallback's nova-scheduler, decide it as well, and report how the two differ."
 
 
 def in_shadow(settings: Settings, shadow: bool) -> Settings:
@@ -117,14 +117,14 @@ def settings_of(context: typer.Context, *, bus: str | None = None) -> Settings:
 
 
 def make_directory(state: Path) -> None:
-    """The directory that holds what lasts. Raises Stop when this user cannot make it or write to it."""
+    """The directory of what lasts. Raises Stop when this user cannot make it or write to it."""
     try:
         state.mkdir(parents=True, exist_ok=True)
         writable = os.access(state, os.W_OK | os.X_OK)
     except OSError as fault:
         raise Stop(Exit.USAGE, "state.unusable", f"cannot make {state}: {fault.strerror or fault}") from fault
     if not writable:
-        raise Stop(Exit.USAGE, "state.unusable", f"{state} is not ours to write to; set state_dir")
+        raise Stop(Exit.USAGE, "state.unusable", f"{state} is not writable; set state_dir")
 
 
 def decided_by(by: str | None) -> str:
@@ -145,7 +145,7 @@ async def check_cell(berth: BuildClient, settings: Settings, name: str | None) -
 
 
 def ask_first(what: str, *, yes: bool) -> None:
-    """Ask before what cannot be taken back. what: an imperative that says how many, and which. Raises Stop."""
+    """Prompt before what cannot be undone. what: an imperative that says how many, and which. Raises Stop."""
     if yes:
         return
     if not sys.stdin.isatty():
@@ -172,7 +172,7 @@ def check_reason(reason: str, *, least: int = 0) -> None:
 
 
 def print_line(text: str) -> None:
-    """Print one line for a person, with whatever a name in it holds."""
+    """Print one line for a person, whatever a name in it contains."""
     out.print(Text(printable(text)), soft_wrap=True)
 
 
@@ -195,7 +195,7 @@ def print_rows(
 
 
 def print_json(data: object) -> None:
-    """Print data as indented JSON on standard output, control characters escaped (only strings can hold them)."""
+    """Print data as indented JSON on standard output, control characters escaped (only strings can have them)."""
     text = msgspec.json.format(msgspec.json.encode(data), indent=2).decode()
     sys.stdout.write("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text) + "\n")
     sys.stdout.flush()
@@ -209,13 +209,13 @@ def print_json_line(data: object) -> None:
 
 
 def run(body: Callable[[], Coroutine[Any, Any, int | None]]) -> NoReturn:
-    """Run a command's coroutine and exit with its status; faults become a sentence on standard error."""
+    """Run a command's coroutine and exit with its status; faults become a message on standard error."""
     configure_logging(process="berth", role="cli", level=os.environ.get("BERTH_CLI_LOG", "error"), style="pretty")
     try:
         status = uvloop.run(_watched(body)) or 0
     except KeyboardInterrupt:
         status = 130
-    except Exception as fault:  # those that have a sentence for a user; others are re-raised
+    except Exception as fault:  # those that have a message for a user; others are re-raised
         found = explain(fault)
         if found is None:
             raise
@@ -230,12 +230,12 @@ async def _watched(body: Callable[[], Coroutine[Any, Any, int | None]]) -> int |
 
 
 def print_stop(stop: Stop) -> None:
-    """The sentence of a Stop on standard error, with its stable code."""
+    """The message of a Stop on standard error, with its stable code."""
     message = Text.assemble(("berth: ", "red"), printable_lines(str(stop)), (f" ({stop.code})", "dim"))
     err.print(message, soft_wrap=True)
 
 
-# Faults in the words of a user, first match first: (fault, exit status, sentence; `{}` is the fault's own text).
+# Faults in the words of a user, first match first: (fault, exit status, message; `{}` is the fault's own text).
 _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
     (SettingsError, Exit.USAGE, "{}"),
     (Unroutable, Exit.UNAVAILABLE, "the bus has no queue for this yet: has a scheduler ever been started?"),
@@ -271,7 +271,7 @@ _CODES: dict[type[BaseException], str] = {
 
 
 def explain(fault: BaseException) -> Stop | None:
-    """A fault in the words of a user, or None when it is a defect of ours."""
+    """A fault in the words of a user, or None when it is a defect of berth."""
     if isinstance(fault, Stop):
         return fault
     if isinstance(fault, BaseExceptionGroup):
@@ -279,12 +279,12 @@ def explain(fault: BaseException) -> Stop | None:
     if isinstance(fault, asyncpg.PostgresError):
         try:
             raise_fault(fault)
-        except Exception as meant:  # the fault itself, where it is a defect of ours
+        except Exception as meant:  # the fault itself, where it is a defect of berth
             return None if meant is fault else explain(meant)
     if isinstance(fault, WorkerEnded):
-        why = explain(fault.__cause__) if fault.__cause__ is not None else None
-        status = Exit.NO if why is None else why.status
-        return Stop(status, "up.worker_died" if why is None else why.code, f"{fault}; see the log above")
+        stop = explain(fault.__cause__) if fault.__cause__ is not None else None
+        status = Exit.NO if stop is None else stop.status
+        return Stop(status, "up.worker_died" if stop is None else stop.code, f"{fault}; see the log above")
     for kind, status, message in _MEANINGS:
         if isinstance(fault, kind):
             code = _CODES.get(kind) or str(getattr(fault, "code", kind.__name__))

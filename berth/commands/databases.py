@@ -51,8 +51,8 @@ from bus.persistence.revision import Revisions
 
 db = CommandGroup(no_args_is_help=True, help="The schemas of the database: revisions, check, upgrade.")
 
-# The sentence for a user about a schema that this version cannot use as it is.
-SENTENCES = {
+# The message for a user about a schema that this version cannot use as it is.
+MESSAGES = {
     SchemaState.BEHIND: "is at revision {revision} and this berth needs {head}: berth db upgrade",
     SchemaState.NEWER: "was made by a newer berth (revision {revision}, for versions from {oldest} on; this one knows "
     "{head}): run that version",
@@ -71,13 +71,13 @@ async def current(settings: Settings, as_json: AsJson = False) -> None:
 async def check(settings: Settings, as_json: AsJson = False) -> int:
     """Print the reason for each schema that this version cannot use. Exit status 1 when there is one."""
     found = await _read(database_of(settings))
-    wrong = [each for each in found if each.state in SENTENCES]
+    wrong = [each for each in found if each.state in MESSAGES]
     _print_schemas(found, as_json)
     for each in wrong:
-        why = SENTENCES[each.state].format(
+        message = MESSAGES[each.state].format(
             revision=each.revision or "none", oldest=each.oldest or "none", head=each.head
         )
-        err.print(f"schema {each.schema} {why}", markup=False, soft_wrap=True)
+        err.print(f"schema {each.schema} {message}", markup=False, soft_wrap=True)
     return Exit.NO if wrong else 0
 
 
@@ -132,7 +132,7 @@ def _print_schemas(found: list[SchemaRevision], as_json: bool) -> None:
     print_rows(found, as_json, columns, lambda each: [each.schema, each.revision, each.oldest, each.head, each.state])
 
 
-bus = CommandGroup(no_args_is_help=True, help="The address and owner of each bus; take one over.")
+bus = CommandGroup(no_args_is_help=True, help="The address and owner of each bus; disown one.")
 
 OWNER_NAMES = (SHARED_DATABASE, *OWNERS)
 
@@ -141,7 +141,7 @@ BusName = Annotated[str | None, typer.Option("--bus", help="`api`, or a cell's n
 
 @bus.command()
 async def owner(settings: Settings, bus_name: BusName = None, as_json: AsJson = False) -> None:
-    """Show which deployment each bus belongs to: by role, the identity of the database whose workers entered it.
+    """Show which database each bus belongs to: by role, the identity of the database whose workers entered it.
 
     It is in the table `identity` of the role's schema. `shared_database` is the one that all roles above cells share.
     """
@@ -168,8 +168,8 @@ async def url(
     (name,) = _buses(site, bus_name)
     found, prefix = site.place_of(name)
     if found == MEMORY:
-        why = "it is in the memory of `berth up`: with `--processes` there is a broker"
-        raise Stop(Exit.NO, "bus.in_memory", f"bus {name!r} has no address: {why}")
+        reason = "it is in the memory of `berth up`: with `--processes` there is a broker"
+        raise Stop(Exit.NO, "bus.in_memory", f"bus {name!r} has no address: {reason}")
     if as_json:
         print_json({"bus": name, "url": found, "prefix": prefix})
     else:
@@ -183,16 +183,16 @@ async def disown(
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Take a bus from the deployment that has it: the workers that start there next have it then.
+    """Remove the owner of a bus: the database whose workers start there next owns it.
 
-    Stop all workers of its present owner first: two deployments on one bus take each other's messages.
+    Stop all workers of its present owner first: two berths on one bus consume each other's messages.
     """
     site = Site(settings)
     (name,) = _buses(site, bus_name)
-    ask_first(f"Take bus {name} from its owner, of which no worker runs any more", yes=yes)
+    ask_first(f"Disown bus {name}: no worker of its owner runs any more", yes=yes)
     disowned = await _owners(site, name, disown=True)
     if not disowned:
-        raise Stop(Exit.NO, "bus.unowned", f"bus {name!r} belongs to no deployment")
+        raise Stop(Exit.NO, "bus.unowned", f"bus {name!r} belongs to no database")
     if as_json:
         print_json({"bus": name, "disowned": disowned})
         return
@@ -209,7 +209,7 @@ def _buses(site: Site, bus: str | None) -> tuple[str, ...]:
 
 
 async def _owners(site: Site, bus: str, *, disown: bool = False) -> dict[str, str]:
-    """{role: identity of its database} of one bus; disown: and each is taken away."""
+    """{role: identity of its database} of one bus; disown: and each is removed."""
     transport = site.transport(bus, process="bus")
     await open_in_time(transport.open())
     try:
@@ -255,9 +255,9 @@ async def restore(
 ) -> None:
     """Put a backup into an empty database.
 
-    All of it or nothing. Refused: a file that was altered, a backup of a newer berth, a database that holds something
+    All of it or nothing. Refused: a file that was altered, a backup of a newer berth, a database that has something
     of berth. Stop all workers first.
-    When they start they notice by themselves that their database was set back; see the guide "Back up and restore".
+    When they start they notice by themselves that their database was restored; see the guide "Back up and restore".
     """
     async with asyncio.timeout(timeout_s):
         if settings.database.url == EMBEDDED and Site(settings).database_url is None:

@@ -1,4 +1,4 @@
-"""`berth dead-letters`: the messages that were given up, and why; look at it, send it back, or throw it away."""
+"""`berth dead-letters`: the messages that were dead-lettered, and the reasons; show, replay or purge them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from bus.port import QueueMissing, Transport
 from bus.service.settings import SettingsError
 
 MAX_SHOWN = 10_000
-MAX_NAMED = 10  # letters in one sentence
+MAX_NAMED = 10  # dead letters in one message
 
-# Why letters are never sent back, by the code.
+# Why dead letters are never replayed, by the code.
 BLOCKED = {
-    letters.TRUNCATED: "with only the first bytes of its message: left there",
+    letters.TRUNCATED: "with only the first bytes of its message: not replayed",
 }
 
 T = TypeVar("T")
 
-dead_letters = CommandGroup(no_args_is_help=True, help="Messages that were given up: look, send back, drop.")
+dead_letters = CommandGroup(no_args_is_help=True, help="Dead letters: list, show, replay, purge.")
 
 Queue = Annotated[
     str,
-    typer.Argument(help="The queue that gave them up, e.g. scheduler.requests; `list` names them."),
+    typer.Argument(help="The queue that dead-lettered them, e.g. scheduler.requests; `list` names them."),
 ]
 BusName = Annotated[str, typer.Option("--bus", help="`api`, or a cell's name.")]
 Limit = Annotated[int, typer.Option(min=1, max=MAX_SHOWN, help="The most to list, oldest first.")]
@@ -72,7 +72,7 @@ async def show(
     bus: BusName = API,
     as_json: AsJson = False,
 ) -> None:
-    """Show one dead letter whole. Its body may hold secrets."""
+    """Show one dead letter whole. Its body may contain secrets."""
     found = await _on(Site(settings), bus, lambda transport: letters.list_dead(transport, queue, MAX_SHOWN))
     dead_letter = next((dead_letter for dead_letter in found if dead_letter.id == dead_letter_id), None)
     if dead_letter is None:
@@ -92,21 +92,21 @@ async def replay(
     ids: Annotated[list[str] | None, typer.Argument(help="Which; none with --all.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
     old: Annotated[
-        bool, typer.Option("--old", help="Also letters that are too old: they may build a deleted instance again.")
+        bool, typer.Option("--old", help="Also those that are too old: they may build a deleted instance again.")
     ] = False,
     bus: BusName = API,
     as_json: AsJson = False,
     yes: Yes = False,
 ) -> None:
-    """Send dead letters back to their queue.
+    """Replay dead letters: send them back to their queue.
 
-    Not a dead letter so old that a delete of it may be forgotten.
+    Not a dead letter so old that the record of its delete may be purged.
     """
     if bool(ids) == every:
         raise typer.BadParameter("name the dead letters, or give --all")
     if old:
         which = "all dead letters" if every else counted(len(ids or ()), "dead letter")
-        ask_first(f"Send {which} of {queue} of bus {bus} back, those that are too old among them", yes=yes)
+        ask_first(f"Replay {which} of {queue} of bus {bus}, those that are too old among them", yes=yes)
     site, wanted = Site(settings), None if every else ids
     back = await _on(
         site,
@@ -120,11 +120,11 @@ async def replay(
         raise back.fault
     if unknown := sorted(set(ids or ()) - {*back.sent, *back.too_old, *back.blocked}):
         raise Stop(Exit.NO, "dead_letter.unknown", f"not found: {', '.join(unknown)}")
-    for code, why in BLOCKED.items():
+    for code, reason in BLOCKED.items():
         if blocked := [ident for ident, found in back.blocked.items() if found == code]:
-            raise Stop(Exit.NO, code, f"{len(blocked)} {why}: {_named(blocked)}")
+            raise Stop(Exit.NO, code, f"{len(blocked)} {reason}: {_named(blocked)}")
     if back.too_old:
-        reason = "expired, or older than deletes and releases are remembered: left there (--old sends them, too)"
+        reason = "expired, or older than the records of deletes and releases: not replayed (--old replays them, too)"
         raise Stop(Exit.NO, "dead_letter.too_old", f"{len(back.too_old)} {reason}: {_named(back.too_old)}")
 
 
@@ -140,7 +140,7 @@ async def purge(
     bus: BusName = API,
     as_json: AsJson = False,
 ) -> None:
-    """Throw the dead letters of a queue away, for good.
+    """Purge the dead letters of a queue, for good.
 
     Those that are there when their number is shown; with --yes all.
     """
@@ -149,9 +149,9 @@ async def purge(
         ids = [
             dead_letter.id for dead_letter in await _on(site, bus, lambda of: letters.list_dead(of, queue, MAX_SHOWN))
         ]
-        ask_first(f"Throw away the oldest {counted(len(ids), 'dead letter')} of {queue} of bus {bus}", yes=yes)
-    gone = await _on(site, bus, lambda transport: letters.purge(transport, queue, ids))
-    print_result({"purged": gone}, as_json, f"{gone} thrown away")
+        ask_first(f"Purge the oldest {counted(len(ids), 'dead letter')} of {queue} of bus {bus}", yes=yes)
+    purged = await _on(site, bus, lambda transport: letters.purge(transport, queue, ids))
+    print_result({"purged": purged}, as_json, f"{purged} purged")
 
 
 async def _on(site: Site, bus: str, work: Callable[[Transport], Awaitable[T]]) -> T:

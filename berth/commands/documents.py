@@ -100,8 +100,8 @@ def _print_vhosts(
 ) -> None:
     """Print the virtual hosts of projects, or their ends. Raises Stop."""
     if not projects:
-        sentence = "the virtual hosts of projects are printed alone: --project ID, by commands or --definitions"
-        raise Stop(Exit.USAGE, "permissions.vhosts", sentence)
+        message = "the virtual hosts of projects are printed alone: --project ID, by commands or --definitions"
+        raise Stop(Exit.USAGE, "permissions.vhosts", message)
     if user is not None and len(projects) > 1:
         raise Stop(Exit.USAGE, "permissions.user", "--user is the name of one: give one --project")
     try:

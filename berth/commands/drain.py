@@ -1,59 +1,58 @@
 """`berth drain` and `berth drains`: hosts are emptied; a plan before the start shows where their instances would go."""
 
 from __future__ import annotations
+from typing import Annotated
+from msgspec import Struct
+from rich.text import Text
+from berth.client import BuildClient
+from berth.client import drains as client_drains
+from berth.commands.common import AsJson
+from berth.commands.common import By
+from berth.commands.common import Exit
+from berth.commands.common import Reason
+from berth.commands.common import Stop
+from berth.commands.common import Timeout
+from berth.commands.common import check_reason
+from berth.commands.common import client
+from berth.commands.common import decided_by
+from berth.commands.common import out
+from berth.commands.common import parse_uuid
+from berth.commands.common import print_json
+from berth.commands.common import print_line
+from berth.commands.common import print_rows
+from berth.commands.options import CommandGroup
+from berth.render import counted
+from berth.render import printable
+from berth.render import render_rows
+from berth.render import utc
+from berth.settings import Settings
+from bus.clock import new_uuid
+from bus.contracts.drains import MAX_AT_ONCE
+from bus.contracts.drains import MAX_DEADLINE_S
+from bus.contracts.drains import DrainAction
+from bus.contracts.drains import DrainCommand
+from bus.contracts.drains import DrainPlan
+from bus.contracts.drains import DrainProgress
+from bus.contracts.drains import DrainQuery
+from bus.contracts.drains import DrainsQuery
+from bus.contracts.drains import DrainStart
+from bus.contracts.drains import DrainState
+from bus.contracts.drains import DrainTarget
+from bus.contracts.moves import ActionKind
 
 import asyncio
 import random
 import signal
-from typing import Annotated
 
 import typer
-from msgspec import Struct
-from rich.text import Text
 
-from berth.client import BuildClient
-from berth.client import drains as client_drains
-from berth.commands.common import (
-    AsJson,
-    By,
-    Exit,
-    Reason,
-    Stop,
-    Timeout,
-    check_reason,
-    client,
-    decided_by,
-    out,
-    parse_uuid,
-    print_json,
-    print_line,
-    print_rows,
-)
-from berth.commands.options import CommandGroup
-from berth.render import counted, printable, render_rows, utc
-from berth.settings import Settings
-from bus.clock import new_uuid
-from bus.contracts.drains import (
-    MAX_AT_ONCE,
-    MAX_DEADLINE_S,
-    DrainAction,
-    DrainCommand,
-    DrainPlan,
-    DrainProgress,
-    DrainQuery,
-    DrainsQuery,
-    DrainStart,
-    DrainState,
-    DrainTarget,
-)
-from bus.contracts.moves import ActionKind
 
 drains = CommandGroup()
 
 Id = Annotated[str, typer.Argument(help="The drain's id.", metavar="DRAIN")]
 Deadline = Annotated[
     float | None,
-    typer.Option("--deadline", min=0.1, max=MAX_DEADLINE_S, help="Seconds, after which no further move begins."),
+    typer.Option("--deadline", min=0.1, max=MAX_DEADLINE_S, help="Seconds, after which no further move starts."),
 ]
 
 
@@ -67,7 +66,7 @@ class DrainOptions(Struct, frozen=True, kw_only=True):
     cold: Annotated[bool, typer.Option("--cold", help="Stop each instance for its move, instead of live.")] = False
     at_once: Annotated[int, typer.Option(min=1, max=MAX_AT_ONCE, help="Instances under way at a time.")] = 4
     rate: Annotated[
-        int | None, typer.Option("--rate", min=1, max=10_000, help="Moves that begin in a minute at most.")
+        int | None, typer.Option("--rate", min=1, max=10_000, help="Moves that start in a minute at most.")
     ] = None
     deadline: Deadline = None
     force: Annotated[bool, typer.Option("--force", help="Begin though the plan has instances that cannot move.")] = (
@@ -97,7 +96,7 @@ async def drain(
     target: Annotated[
         DrainTarget | None, typer.Option("--target", help="The kind of the target, if its name is ambiguous.")
     ] = None,
-    cell: Annotated[str | None, typer.Option("--cell", help="The cell in which a name is looked for.")] = None,
+    cell: Annotated[str | None, typer.Option("--cell", help="The cell in which a name is looked up.")] = None,
     *,
     options: DrainOptions,
 ) -> int:
@@ -105,7 +104,7 @@ async def drain(
 
     Schedulers carry it out: it goes on when this command ends. The hosts are disabled first, together.
 
-    Ctrl-C stops the drain: it begins nothing more. Exit status 1 when nothing that is left can move, though the drain
+    Ctrl-C stops the drain: it starts nothing more. Exit status 1 when no remaining instance can move, though the drain
     goes on; 4 when it has ended, or the time is over, before all have been moved.
     """
     check_reason(options.reason)
@@ -174,7 +173,7 @@ class ToDrain(Struct, frozen=True, kw_only=True):
 
 @drains.command()
 async def pause(settings: Settings, drain_id: Id, *, options: ToDrain) -> int:
-    """Begin no further move until it is resumed; moves under way end by themselves."""
+    """Start no further move until it is resumed; moves in progress end by themselves."""
     return await _command(settings, drain_id, DrainAction.PAUSE, options)
 
 
@@ -199,8 +198,8 @@ async def _command(
     deadline_s: float | None = None,
 ) -> int:
     check_reason(options.reason)
-    ident, who = parse_uuid(drain_id), decided_by(options.by)
-    command = DrainCommand(drain=ident, action=action, by=who, reason=options.reason, deadline_s=deadline_s)
+    ident, actor = parse_uuid(drain_id), decided_by(options.by)
+    command = DrainCommand(drain=ident, action=action, by=actor, reason=options.reason, deadline_s=deadline_s)
     async with client(settings) as berth:
         found = await client_drains.command(berth.bus, command)
     _show(found, options.as_json)
@@ -278,14 +277,14 @@ def show_progress(seen: DrainProgress) -> None:
 
 def show_drain(one: DrainProgress) -> None:
     """Print a drain with the instances that it has not moved."""
-    why = f" ({one.code})" if one.code else ""
+    code = f" ({one.code})" if one.code else ""
     until = "" if one.deadline_at is None else f", until {utc(one.deadline_at)} UTC"
     print_line(f"drain {one.id} of {one.target} {one.host}, by {one.by}: {one.reason}")
-    print_line(f"{_counted(one)}{why}{until}")
+    print_line(f"{_counted(one)}{code}{until}")
     rows = [[fault.instance_uuid, fault.code, printable(fault.reason)] for fault in one.failed]
     rows += [[uuid, "", "waits"] for uuid in one.not_begun]
     if rows:
-        render_rows(out, ["left", "code", "why"], rows)
+        render_rows(out, ["remaining", "code", "reason"], rows)
 
 
 def _show_plan(planned: DrainPlan, as_json: bool) -> None:

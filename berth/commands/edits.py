@@ -74,7 +74,7 @@ ExtraSpec = Annotated[
 RemoveExtraSpec = Annotated[list[str] | None, typer.Option(metavar="KEY", help="Remove an extra spec; repeatable.")]
 Project = Annotated[list[str] | None, typer.Option(help="Only for this project, and those that it is for; repeatable.")]
 AggregateUuid = Annotated[
-    str | None, typer.Option(help="The uuid of the provider aggregate that holds its hosts; else as it is, or new.")
+    str | None, typer.Option(help="The uuid of the provider aggregate with its hosts; else as it is, or new.")
 ]
 HostsInPlacement = Annotated[
     bool, typer.Option("--hosts-in-placement", help="Name no hosts: its hosts are as Placement has them.")
@@ -197,7 +197,7 @@ async def set_quota(
     *,
     decision: ChangeOptions,
 ) -> None:
-    """Set limits of a project's quota. They hold from the next claim on; allocations beyond them stay."""
+    """Set limits of a project's quota. They apply from the next claim on; allocations beyond them stay."""
     numbers = {key: number(value, key) for key, value in pairs_of(limits, "CLASS=AMOUNT").items()}
     _check_disjoint(numbers, remove, "limit")
     if not (numbers or remove):
@@ -333,7 +333,7 @@ async def _members(bus: Bus, project: str, group: str) -> AsyncIterator[tuple[st
 
 @quotas.command("list")
 async def list_quotas(settings: Settings, as_json: AsJson = False) -> None:
-    """List projects that have a quota or hold something, with limits and usage."""
+    """List projects that have a quota or allocations, with limits and usage."""
     async with client(settings) as berth:
         stored = [one async for one in stored_objects(berth.bus, ObjectKind.QUOTA, timeout_s=QUERY_TIMEOUT_S)]
         found = quota_uses(stored, await project_usage(berth.bus, (), timeout_s=QUERY_TIMEOUT_S))

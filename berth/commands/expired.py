@@ -1,7 +1,7 @@
-"""Dead letters older than the records that would make them harmless: sent back they would undo later changes.
+"""Dead letters older than the records that would make them harmless: replayed they would undo later changes.
 
 A build's delete is remembered by its cell for `conductor.deleted_retention_s`, a release of its claim by placement for
-`placement.ended_attempt_retention_s`. A request for a build needs no look here: the schedulers refuse it
+`placement.ended_attempt_retention_s`. A request for a build needs no check here: the schedulers refuse it
 (`request.too_old`).
 """
 
@@ -34,7 +34,7 @@ KEPT_S: Mapping[str, Callable[[Settings], float]] = {
 
 class SentBack(Struct, frozen=True):
     """Which dead letters were sent back, and which stayed: those that are too old, and those that are never sent back,
-    with the code for it. fault: why those behind the last one that was sent were not looked at.
+    with the code for it. fault: the reason why those behind the last one that was sent were not read.
     """
 
     sent: list[str]
@@ -82,7 +82,7 @@ async def send_back(
     fault = None
     try:
         async for ident in dead_letters.send_each(transport, queue, ids, may_go=may_go):
-            sent.append(ident)  # noqa: PERF401  (those before a fault are kept)
+            sent.append(ident)  # noqa: PERF401  (those before a fault stay)
     except (BusError, Transient) as error:
         if not sent:
             raise
@@ -91,7 +91,7 @@ async def send_back(
 
 
 def is_expired(dead_letter: DeadLetter, settings: Settings, now: float) -> bool:
-    """Whether something in it is so old that its delete or release may be forgotten. Without a time it may be.
+    """Whether something in it is so old that the record of its delete or release may be purged. Without a time it is.
 
     A message that expired in its queue was to be handled by then or not at all; its requester got that answer.
     """

@@ -30,7 +30,7 @@ async def explain(
 ) -> None:
     """Explain how a call of Nova's conductor was decided.
 
-    Names what each step rejected, which hosts, and why. Reads the logs (`telemetry.log_format` = `json`) of all
+    Names what each step rejected, which hosts, and the reasons. Reads the logs (`telemetry.log_format` = `json`) of all
     processes that answer Nova's calls, as any of them may have answered:
     `journalctl -o cat -u 'berth*' | berth explain req-...`.
     """

@@ -37,7 +37,7 @@ async def host_metrics(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Publish a number about it, as of now."),
     ] = None,
-    source: Annotated[str, typer.Option(help="Who has measured it, with --set.")] = "operator",
+    source: Annotated[str, typer.Option(help="The program that has measured it, with --set.")] = "operator",
     as_json: AsJson = False,
 ) -> None:
     """Show or publish numbers about a host (power, temperature).
@@ -83,7 +83,7 @@ async def _publish(
         if all(newest.get(name, 0.0) >= reading.at for name in reading.values):
             return found
         await asyncio.sleep(LOOK_AGAIN_S)
-    raise Stop(Exit.TIME, "metrics.not_taken", f"no scheduler has taken it within {SEEN_WITHIN_S:g} s")
+    raise Stop(Exit.TIME, "metrics.not_taken", f"no scheduler has accepted it within {SEEN_WITHIN_S:g} s")
 
 
 def _metric_rows(record: HostMetricsRecord) -> list[list[str]]:

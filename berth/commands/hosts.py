@@ -1,62 +1,73 @@
 """`berth hosts`, `services`, `workers`: what schedulers know of them, and decisions about them."""
 
 from __future__ import annotations
-
-import asyncio
-import contextlib
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
-
-import typer
+from collections.abc import Awaitable
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Annotated
+from typing import Any
+from typing import TypeVar
 from msgspec import Struct
 from rich.text import Text
-
 from berth.client import BuildClient
-from berth.commands.common import (
-    QUERY_TIMEOUT_S,
-    AsJson,
-    By,
-    Exit,
-    Reason,
-    Stop,
-    Timeout,
-    Yes,
-    ask_first,
-    by_cell,
-    check_cell,
-    check_reason,
-    client,
-    decided_by,
-    err,
-    explain,
-    out,
-    print_json,
-    print_line,
-    print_rows,
-)
+from berth.commands.common import QUERY_TIMEOUT_S
+from berth.commands.common import AsJson
+from berth.commands.common import By
+from berth.commands.common import Exit
+from berth.commands.common import Reason
+from berth.commands.common import Stop
+from berth.commands.common import Timeout
+from berth.commands.common import Yes
+from berth.commands.common import ask_first
+from berth.commands.common import by_cell
+from berth.commands.common import check_cell
+from berth.commands.common import check_reason
+from berth.commands.common import client
+from berth.commands.common import decided_by
+from berth.commands.common import err
+from berth.commands.common import explain
+from berth.commands.common import out
+from berth.commands.common import print_json
+from berth.commands.common import print_line
+from berth.commands.common import print_rows
 from berth.commands.options import CommandGroup
-from berth.commands.safety import show_unexplained
-from berth.fencing.fencer import MAX_HOSTS, Fencer
-from berth.fencing.plugin import FencingFailed, load
-from berth.render import counted, render_rows, utc
+from berth.fencing.fencer import MAX_HOSTS
+from berth.fencing.fencer import Fencer
+from berth.fencing.plugin import FencingFailed
+from berth.fencing.plugin import load
+from berth.render import counted
+from berth.render import render_rows
+from berth.render import utc
 from berth.settings import Settings
 from bus.clock import SystemClock
 from bus.contracts.build import HostRecord
-from bus.contracts.operations import (
-    AdminState,
-    DeleteHost,
-    DeleteService,
-    HostAdminState,
-    HostDeleted,
-    ServiceDeleted,
-    ServiceRecord,
-    SetAdminState,
-)
-from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
-from bus.faults import Fault, RequestRefused, Transient
+from bus.contracts.operations import AdminState
+from bus.contracts.operations import DeleteHost
+from bus.contracts.operations import DeleteService
+from bus.contracts.operations import HostAdminState
+from bus.contracts.operations import HostDeleted
+from bus.contracts.operations import ServiceDeleted
+from bus.contracts.operations import ServiceRecord
+from bus.contracts.operations import SetAdminState
+from bus.contracts.workers import WorkerRecord
+from bus.contracts.workers import WorkersPage
+from bus.contracts.workers import WorkersQuery
+from bus.faults import Fault
+from bus.faults import RequestRefused
+from bus.faults import Transient
 from bus.port import BusError
 from cell_conductor.domain.report import UnknownMachineKind
+from berth.commands.safety import show_unknown
+
+import asyncio
+import contextlib
+
+import typer
+
 
 hosts = CommandGroup()
 services = CommandGroup()
@@ -64,14 +75,14 @@ services = CommandGroup()
 MAX_NAMED = 1000  # hosts or services of one command
 MAX_SILENT = 2
 NO_CELL = "no known cell"
-NOT_REPORTED = "not announced"  # the state of a host whose service is dead, or has not announced it yet
+NOT_REPORTED = "not reported"  # the state of a host whose service is dead, or has not reported it yet
 
 T = TypeVar("T")
 Refused = Sequence[tuple[str, Fault]]
 
 Hosts = Annotated[list[str], typer.Argument(help="Names or UUIDs of hosts.", metavar="HOST...")]
 OnlyCell = Annotated[str | None, typer.Option(help="Only this cell's.")]
-CELL_OF_NAME = "The cell in which a name is looked for"
+CELL_OF_NAME = "The cell in which a name is looked up"
 
 
 class HostOptions(Struct, frozen=True, kw_only=True):
@@ -84,7 +95,7 @@ class HostOptions(Struct, frozen=True, kw_only=True):
 
 
 class FinalOptions(HostOptions, frozen=True, kw_only=True):
-    """The options of a decision that is asked about."""
+    """The options of a decision with a prompt."""
 
     yes: Yes = False
 
@@ -93,7 +104,7 @@ class FenceOptions(FinalOptions, frozen=True, kw_only=True):
     """The options of a fence."""
 
     cell: Annotated[
-        str | None, typer.Option("--cell", help=f"{CELL_OF_NAME}, or that of a UUID which none has announced.")
+        str | None, typer.Option("--cell", help=f"{CELL_OF_NAME}, or that of a UUID which none has reported.")
     ] = None
 
 
@@ -106,17 +117,17 @@ async def list_hosts(
         bool | None, typer.Option("--up/--down", help="Only hosts whose compute service is up, or is not.")
     ] = None,
     unknown: Annotated[
-        bool, typer.Option("--unknown", help="Instead, the machines on hosts that no record explains.")
+        bool, typer.Option("--unknown", help="Instead, the machines on hosts that no record has.")
     ] = False,
     as_json: AsJson = False,
 ) -> int:
     """List hosts as a scheduler sees them, or decide about them.
 
-    Their state, the usage of each resource, and the operator's decision. A host that is `not announced` has been
+    Their state, the usage of each resource, and the operator's decision. A host that is `not reported` has been
     reported by no compute service since the scheduler that answers started.
     """
     if unknown:
-        return await show_unexplained(settings, cell, tuple(UnknownMachineKind), as_json)
+        return await show_unknown(settings, cell, tuple(UnknownMachineKind), as_json)
     async with client(settings) as berth:
         await check_cell(berth, settings, cell)
         page = await berth.hosts(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
@@ -174,35 +185,35 @@ async def enable(
     names: Hosts,
     reason: Reason = "",
     force: Annotated[
-        bool, typer.Option("--force", help="End a fence without its cell's report: the cell is gone for good.")
+        bool, typer.Option("--force", help="End a fence without its cell's report: the cell is decommissioned.")
     ] = False,
     *,
     decision: FinalOptions,
 ) -> int:
     """Use these hosts again.
 
-    A fenced host is used once it has destroyed its losses; until then it stays fenced, and `berth hosts` shows
+    A fenced host is used once it has destroyed its stale machines; until then it stays fenced, and `berth hosts` shows
     how many machines are left. With --force and a reason it does not wait for that.
     """
-    ask = "End the fence, without their cells' word, of" if force else ""
+    ask = "End the fence, without their cells' report, of" if force else ""
     return await _decide(settings, names, AdminState.ENABLED, reason, decision, force=force, ask=ask)
 
 
 @hosts.command("delete")
 async def delete_hosts(settings: Settings, names: Hosts, reason: Reason, *, decision: FinalOptions) -> int:
-    """Forget these hosts, which are gone for good: their providers leave placement, their decisions the record.
+    """Delete these decommissioned hosts: their providers leave placement, their decisions the record.
 
-    Refused while something shows that a host may not be gone: a compute service that is up reports it, instances are on
-    record there, consumers hold something of it, it is fenced, or it is being drained.
+    Refused while something shows that a host may still exist: a compute service that is up reports it, instances are on
+    record there, consumers have allocations on it, it is fenced, or it is being drained.
     """
     check_names("host", names, reason)
-    await _ask_about_hosts(settings, "Forget for good", names, decision)
+    await _ask_about_hosts(settings, "Delete for good", names, decision)
 
-    def forget(berth: BuildClient, name: str) -> Awaitable[HostDeleted]:
+    def delete(berth: BuildClient, name: str) -> Awaitable[HostDeleted]:
         command = DeleteHost(host=name, reason=reason, by=decided_by(decision.by), cell=decision.cell)
         return berth.delete_host(command, timeout_s=decision.timeout)
 
-    return finish("host", *await _delete_each(settings, names, decision, forget), show_deleted, decision.as_json)
+    return finish("host", *await _delete_each(settings, names, decision, delete), show_deleted, decision.as_json)
 
 
 @services.default
@@ -213,11 +224,11 @@ async def list_services(
     up: Annotated[bool | None, typer.Option("--up/--down", help="Only those that are up, or not.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """List compute services, or forget some. Exit status 1 when a listed service is not up."""
+    """List compute services, or delete some. Exit status 1 when a listed service is not up."""
     async with client(settings) as berth:
         await check_cell(berth, settings, cell)
         page = await berth.services(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
-    headers = ["service", "cell", "state", "hosts", "enabled", "reported", "why"]
+    headers = ["service", "cell", "state", "hosts", "enabled", "reported", "reason"]
     print_rows(page.services, as_json, headers, _service_row)
     return Exit.NO if any(not one.up for one in page.services) else 0
 
@@ -230,10 +241,10 @@ async def delete_services(
     *,
     decision: FinalOptions,
 ) -> int:
-    """Forget these compute services, which are gone for good, with the machines that they may have had.
+    """Delete these decommissioned compute services, with the machines that they may have had.
 
-    Nothing waits for their answers any more: their cells drop their leases, and moves between cells that are held after
-    a database was set back go on. Refused while a service is up, while placement has hosts of it, or while instances
+    Nothing waits for their answers any more: their cells drop their leases, and moves between cells that wait after
+    a database was restored go on. Refused while a service is up, while placement has hosts of it, or while instances
     are on record there on hosts that are not fenced.
     """
     check_names("service", names, reason)
@@ -241,13 +252,13 @@ async def delete_services(
         async with client(settings) as berth:
             page = await berth.services(limit=MAX_HOSTS, cell=decision.cell, timeout_s=QUERY_TIMEOUT_S)
         places = {name: {one.cell for one in page.services if one.name == name} for name in names}
-        _ask("Forget for good, with all machines that they may have had,", places, "service", decision)
+        _ask("Delete for good, with all machines that they may have had,", places, "service", decision)
 
-    def forget(berth: BuildClient, name: str) -> Awaitable[ServiceDeleted]:
+    def delete(berth: BuildClient, name: str) -> Awaitable[ServiceDeleted]:
         command = DeleteService(service=name, reason=reason, by=decided_by(decision.by), cell=decision.cell)
         return berth.delete_service(command, timeout_s=decision.timeout)
 
-    done = await _delete_each(settings, names, decision, forget)
+    done = await _delete_each(settings, names, decision, delete)
     return finish("service", *done, show_deleted_service, decision.as_json)
 
 
@@ -285,7 +296,7 @@ async def _each(names: Iterable[str], work: Callable[[str], Awaitable[T]]) -> tu
     silent = 0
     for name in names:
         if silent >= MAX_SILENT:
-            refused.append((name, Fault("not tried, for what became of the one before", code="command.not_commanded")))
+            refused.append((name, Fault("not tried, because of the one before", code="command.not_commanded")))
             continue
         try:
             done.append(await work(name))
@@ -303,18 +314,18 @@ async def _each(names: Iterable[str], work: Callable[[str], Awaitable[T]]) -> tu
 
 
 async def _delete_each(
-    settings: Settings, names: Sequence[str], decision: HostOptions, forget: Callable[[BuildClient, str], Awaitable[T]]
+    settings: Settings, names: Sequence[str], decision: HostOptions, delete: Callable[[BuildClient, str], Awaitable[T]]
 ) -> tuple[list[T], Refused]:
     async with client(settings) as berth:
         await check_cell(berth, settings, decision.cell)
-        return await _each(dict.fromkeys(names), lambda name: forget(berth, name))
+        return await _each(dict.fromkeys(names), lambda name: delete(berth, name))
 
 
 def finish(kind: str, done: Sequence[T], refused: Refused, show: Callable[[T], None], as_json: bool) -> int:
     """Print what was done and what was not, and return the exit status. Raises Stop when something was not."""
     stops = [explain(fault) or Stop(Exit.NO, fault.code, fault.reason) for _, fault in refused]
     if as_json:
-        rows = [{kind: name, "code": why.code, "reason": why.reason} for name, why in refused]
+        rows = [{kind: name, "code": fault.code, "reason": fault.reason} for name, fault in refused]
         print_json({f"{kind}s": done, "refused": rows})
         return max((stop.status for stop in stops), default=0)
     for one in done:
@@ -338,7 +349,7 @@ async def _decide(
     switch_off: bool = False,
     ask: str = "",
 ) -> int:
-    """ask: the verb of the question that comes first."""
+    """ask: the verb of the prompt that comes first."""
     check_names("host", names, reason)
     if ask and isinstance(decision, FinalOptions):
         await _ask_about_hosts(settings, ask, names, decision)
@@ -355,10 +366,10 @@ async def _decide(
 
 
 def show_deleted(one: HostDeleted) -> None:
-    """Print a host that is forgotten, and the aggregates that named it."""
-    what = "forgotten" if one.removed else "nothing of it was on record"
+    """Print a host that is deleted, and the aggregates that named it."""
+    what = "deleted" if one.removed else "nothing of it was on record"
     if one.removed and one.aggregates:
-        what = f"{what}; taken out of {', '.join(one.aggregates)}"
+        what = f"{what}; removed from {', '.join(one.aggregates)}"
     print_line(f"{one.host}: {what}")
 
 
@@ -442,21 +453,21 @@ def _host_row(host: HostRecord) -> list[str | Text]:
 
 
 def _down(host: HostRecord) -> str:
-    """Right after a scheduler's start no host is announced, and few are down."""
+    """Right after a scheduler's start no host is reported, and few are down."""
     return "down" if host.reported else NOT_REPORTED
 
 
 def show_deleted_service(one: ServiceDeleted) -> None:
-    """Print a service that is forgotten."""
-    what = "forgotten" if one.removed else "nothing of it was on record"
+    """Print a service that is deleted."""
+    what = "deleted" if one.removed else "nothing of it was on record"
     print_line(f"{one.service} of {one.cell}: {what}")
 
 
 def _service_row(one: ServiceRecord) -> list[str | Text]:
     seen = f"{one.last_seen_s:.0f} s ago" if one.reported else "no"
     state = Text("up", "green") if one.up else Text("down", "red")
-    why = "" if one.up else f"{one.code}: {one.reason}" if one.reason else one.code
-    return [one.name, one.cell, state, str(one.hosts), str(one.enabled), seen, why]
+    reason = "" if one.up else f"{one.code}: {one.reason}" if one.reason else one.code
+    return [one.name, one.cell, state, str(one.hosts), str(one.enabled), seen, reason]
 
 
 async def workers(

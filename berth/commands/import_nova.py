@@ -70,8 +70,8 @@ async def import_nova(
     """Print a Nova cloud's definitions for `berth apply`.
 
     Its flavors, aggregates, server groups and quotas, as TOML. Credentials are those of the variables OS_... (or
-    OS_TOKEN), of a user that may list these of all projects. What cannot be taken is named on standard error, and the
-    exit status is then 1. Nothing is changed in Nova or here.
+    OS_TOKEN), of a user that may list these of all projects. What cannot be imported is named on standard error, and
+    the exit status is then 1. Nothing is changed in Nova or here.
     """
     config = config_of(url, os.environ, insecure=insecure)
     nova = NovaRest(config, clock=SystemClock(), setting="import-nova")
@@ -140,11 +140,11 @@ def _print_report(found: Imported | Exported) -> None:
         err.print(printable(f"note: {note}"), markup=False, soft_wrap=True)
     for one in found.excluded:
         err.print(
-            printable(f"left out: {one.kind} {one.name}: {one.reason} ({one.code})"), markup=False, soft_wrap=True
+            printable(f"excluded: {one.kind} {one.name}: {one.reason} ({one.code})"), markup=False, soft_wrap=True
         )
-    taken = ", ".join(f"{count} {name}" for name, count in report["taken"].items()) or "nothing"
+    imports = ", ".join(f"{count} {name}" for name, count in report["taken"].items()) or "nothing"
     if isinstance(found, Imported):
-        err.print(f"taken: {taken}; left out: {len(found.excluded)}", markup=False, soft_wrap=True)
+        err.print(f"imported: {imports}; excluded: {len(found.excluded)}", markup=False, soft_wrap=True)
 
 
 async def export_nova(

@@ -130,7 +130,7 @@ class BootOptions(Struct, frozen=True, kw_only=True):
 
 
 async def boot(settings: Settings, *, options: BootOptions) -> int:
-    """Ask for machines. With --wait, exit status 1 when one of them failed."""
+    """Request machines. With --wait, exit status 1 when one of them failed."""
     requests = requests_of(options)
     _check(requests[-1])
     async with client(settings) as berth:
@@ -220,7 +220,7 @@ def _config_drive(user_data: Path | None, keys: Sequence[Path]) -> ConfigDrive |
 
 
 def _volumes(options: BootOptions) -> tuple[VolumeRequest, ...]:
-    """The volumes that a file lists; their properties may hold secrets, and are not shown. Raises BadParameter."""
+    """The volumes that a file lists; their properties may contain secrets, and are not shown. Raises BadParameter."""
     path = options.volumes
     if path is None:
         return ()
@@ -270,7 +270,7 @@ def _check(request: BuildRequest) -> None:
 async def delete(
     settings: Settings,
     uuids: Annotated[list[str], typer.Argument(help="The instances' UUIDs.", parser=parse_uuid, metavar="UUID")],
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until they are gone.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until they are destroyed.")] = False,
     cell: Annotated[
         str | None,
         typer.Option(
@@ -303,7 +303,7 @@ async def delete(
         ended = not wait or await berth.wait(timeout_s)
         report_requests(watches, as_json=as_json)
     if not ended:
-        raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in watches)} were not gone in time")
+        raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in watches)} were not destroyed in time")
     return Exit.NO if wait and any(t.state != "deleted" for t in watches) else 0
 
 
@@ -342,7 +342,7 @@ async def show(
     history: Annotated[bool, typer.Option("--history", help="The whole timeline, a line each.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show one build: where it stands, and why."""
+    """Show one build: its state, and the reason."""
 
     async with client(settings) as berth:
         record = await _record(berth, uuid)
@@ -419,7 +419,7 @@ async def _record(berth: BuildClient, uuid: str, *, timeout_s: float = QUERY_TIM
 async def publish_and_follow(
     berth: BuildClient, requests: Sequence[BuildRequest], *, timeout_s: float, as_json: bool
 ) -> list[RequestWatch]:
-    """Publish all, waiting for a full queue to have room.
+    """Publish all, waiting for a full queue to have space.
 
     The builds that were accepted before an end without success are shown.
     """
@@ -447,12 +447,12 @@ def show_requests(watches: Sequence[RequestWatch], out: Console) -> None:
         event = watch.last
         where = f" on {event.host} in {event.cell}" if event is not None and event.host else ""
         where += f", zone {event.zone}" if where and event is not None and event.zone else ""
-        why = f": {event.reason}" if event is not None and event.reason and watch.state != "active" else ""
-        why += f" ({event.code})" if why and event is not None and event.code else ""
+        suffix = f": {event.reason}" if event is not None and event.reason and watch.state != "active" else ""
+        suffix += f" ({event.code})" if suffix and event is not None and event.code else ""
         if event in explained and event is not None:
-            why = f": {event.code}, explained below"
+            suffix = f": {event.code}, explained below"
         took = f" in {1000 * watch.latency_s:.0f} ms" if watch.latency_s is not None else ""
-        line = Text.assemble(watch.instance_uuid, " ", _colour(watch.state), printable(f"{where}{took}{why}"))
+        line = Text.assemble(watch.instance_uuid, " ", _colour(watch.state), printable(f"{where}{took}{suffix}"))
         out.print(line, soft_wrap=True)
     for reason, funnel in {event.reason: event.funnel for event in explained}.items():
         count = sum(event.reason == reason for event in explained)
@@ -496,12 +496,12 @@ def show_record(record: BuildRecord, unplaced: ActionRecord | None = None, *, hi
     if history:
         out.print()
         rows = [[_moment(line.at), line.actor, line.what, _detail(line)] for line in record.timeline]
-        render_rows(out, ["at (UTC)", "who", "what", ""], rows)
+        render_rows(out, ["at (UTC)", "actor", "what", ""], rows)
         render_stages([line.stage_times for line in record.timeline if line.stage_times is not None][-1:], out)
 
 
 def _detail(line: TimelineEntry) -> str:
-    """The entry of the timeline, and who holds what was lost."""
+    """The entry of the timeline, and the consumer of what was lost."""
     held_by = ", ".join(one.consumer for one in line.conflicting_consumers)
     return f"{line.detail}; held by {held_by}" if held_by else line.detail
 

@@ -197,7 +197,7 @@ def _write_record(record: LoadRecord, json_file: Path | None, report: Path | Non
 
 
 def _status(record: LoadRecord) -> int:
-    """The exit status that a run's end means; Stop with a sentence where there is one."""
+    """The exit status that a run's end means; Stop with a message where there is one."""
     totals = record.totals
     bound = f"{record.settings.lost_after_s:g} s"
     if totals.duplicates:

@@ -137,7 +137,7 @@ async def evacuate(
     """Build an instance of a dead host again elsewhere.
 
     An operator has fenced the host before (`berth hosts fence`). Refused when the host has reported since that the
-    instance runs there: the fence did not hold. A shelved instance is offloaded instead.
+    instance runs there in spite of the fence. A shelved instance is offloaded instead.
     """
     return await _request(settings, uuid, ActionKind.EVACUATE, request, **asdict(to), fenced=True, force=force)
 
@@ -160,7 +160,7 @@ async def rebuild(
 ) -> int:
     """Build an instance again from an image, on the same host.
 
-    What its disk holds is lost.
+    The contents of its disk are lost.
     Another image is checked by the filters that look at images, as at a build.
     """
     pairs = pairs_of(properties, "--image-property") if properties else None
@@ -185,7 +185,7 @@ async def rescue(
 ) -> int:
     """Boot an instance from a rescue system.
 
-    Its own disks are beside it.
+    Its own disks are attached as well.
     """
     chosen = password or secrets.token_urlsafe(12)
     if password is None:
@@ -196,7 +196,7 @@ async def rescue(
 async def shelve(
     settings: Settings,
     uuid: Instance,
-    offload: Annotated[bool, typer.Option("--offload", help="Give up its host as well.")] = False,
+    offload: Annotated[bool, typer.Option("--offload", help="Release its host as well.")] = False,
     *,
     request: RequestOptions,
 ) -> int:
@@ -207,7 +207,7 @@ async def shelve(
 async def unshelve(settings: Settings, uuid: Instance, *, to: DestinationOptions, request: RequestOptions) -> int:
     """Start a shelved instance again.
 
-    An offloaded one starts on a host that is chosen anew; one that is not, where it is, and is refused with --host.
+    An offloaded one starts on a newly chosen host; one that is not, where it is, and is refused with --host.
     """
     return await _request(settings, uuid, ActionKind.UNSHELVE, request, **asdict(to))
 
@@ -225,7 +225,7 @@ def _simple(kind: ActionKind, help_text: str) -> Any:
 confirm = _simple(ActionKind.CONFIRM, "Keep a resized or migrated instance where it is.")
 revert = _simple(ActionKind.REVERT, "Take a resized or migrated instance back to its source.")
 abort = _simple(ActionKind.ABORT, "End a move that has not reached its destination.")
-offload = _simple(ActionKind.OFFLOAD, "Give up the host of a shelved instance.")
+offload = _simple(ActionKind.OFFLOAD, "Release the host of a shelved instance.")
 start = _simple(ActionKind.START, "Start an instance.")
 stop = _simple(ActionKind.STOP, "Stop an instance; it keeps its allocation.")
 unrescue = _simple(ActionKind.UNRESCUE, "Boot a rescued instance from its own disks again.")
@@ -248,14 +248,14 @@ async def actions(
         query = ActionQuery(instance_uuid=instance, project_id=project, under_way=under_way, limit=limit)
         page = await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)
     print_rows(
-        page.actions, as_json, ["request", "instance", "what", "state", "cell", "host", "since (UTC)", "why"], _row
+        page.actions, as_json, ["request", "instance", "what", "state", "cell", "host", "since (UTC)", "reason"], _row
     )
 
 
 def _row(one: ActionRecord) -> list[str | Text]:
-    why = f"{one.code}: {one.reason}" if one.code else ""
+    reason = f"{one.code}: {one.reason}" if one.code else ""
     where: list[str | Text] = [_colour(one.state), one.cell or "", one.host or ""]
-    return [one.request_id, one.instance_uuid, one.kind.value, *where, utc(one.updated_at), why]
+    return [one.request_id, one.instance_uuid, one.kind.value, *where, utc(one.updated_at), reason]
 
 
 @contextlib.asynccontextmanager
@@ -312,13 +312,15 @@ def _show(request: ActionRequest, end: ActionEvent | ActionRecord | None, as_jso
         return
     state = "accepted" if end is None else end.state.value
     where = f" on {end.host} in {end.cell}" if end is not None and end.host else ""
-    why = f": {end.reason or end.code}" if end is not None and end.code else ""
-    line = Text.assemble(f"{request.instance_uuid} {request.kind} ", _colour(state), printable(f"{where}{why}"))
+    suffix = f": {end.reason or end.code}" if end is not None and end.code else ""
+    line = Text.assemble(f"{request.instance_uuid} {request.kind} ", _colour(state), printable(f"{where}{suffix}"))
     out.print(line, soft_wrap=True)
     out.print(Text(f"  request {request.request_id}", "dim"), soft_wrap=True)
     if isinstance(end, ActionEvent) and end.condition is Condition.RESIZED:
         uuid = request.instance_uuid
-        out.print(f"  it keeps its old room until you `berth confirm {uuid}` or `berth revert {uuid}`", soft_wrap=True)
+        out.print(
+            f"  it keeps its old allocation until you `berth confirm {uuid}` or `berth revert {uuid}`", soft_wrap=True
+        )
     if end is not None and end.funnel:
         render_funnel(end.funnel, out)
 

@@ -1,25 +1,31 @@
 """`berth nova`: in front of an OpenStack Nova."""
 
 from __future__ import annotations
-
-import asyncio
 from typing import Annotated
-
-import typer
 from msgspec import Struct
 from msgspec.structs import replace
-
-import placement_worker.app
-import scheduler_worker.nova.app
-from berth.commands.common import SHADOW, Stop, explain, host_and_port, in_shadow, print_stop, settings_of
+from berth.commands.common import SHADOW
+from berth.commands.common import Stop
+from berth.commands.common import explain
+from berth.commands.common import host_and_port
+from berth.commands.common import in_shadow
+from berth.commands.common import print_stop
+from berth.commands.common import settings_of
 from berth.commands.options import CommandGroup
-from berth.commands.placement import DEFAULT_API, placement_database
+from berth.commands.placement import DEFAULT_API
+from berth.commands.placement import placement_database
 from berth.commands.serving import Tokens
 from berth.rest_address import with_rest_at
-from berth.settings import BusSettings, Settings
-from berth.site import Brokers, Site, process_name
-from berth.trial.embedded.process import ServerFailed, ServerMissing
-from berth.web.access import Access, WebCaller, read_tokens
+from berth.settings import BusSettings
+from berth.settings import Settings
+from berth.site import Brokers
+from berth.site import Site
+from berth.site import process_name
+from berth.trial.embedded.process import ServerFailed
+from berth.trial.embedded.process import ServerMissing
+from berth.web.access import Access
+from berth.web.access import WebCaller
+from berth.web.access import read_tokens
 from berth.web.server import WebServer
 from bus.clock import SystemClock
 from bus.service.environment import Environment
@@ -30,6 +36,13 @@ from placement_worker.book import PlacementService
 from placement_worker.store.memory_rows import MemoryPlacementRows
 from placement_worker.store.memory_table import MemoryPlacementTable
 
+import asyncio
+
+import typer
+
+import placement_worker.app
+import scheduler_worker.nova.app
+
 nova = CommandGroup(no_args_is_help=True, help="In front of an OpenStack Nova.")
 
 
@@ -38,7 +51,7 @@ def serve(
     context: typer.Context,
     api: Annotated[str, typer.Option(help="Serve Placement's REST API at HOST:PORT.")] = DEFAULT_API,
     scratch: Annotated[
-        bool, typer.Option("--scratch", help="An empty book in a database that is lost at the end.")
+        bool, typer.Option("--scratch", help="An empty placement in a database that is lost at the end.")
     ] = False,
     memory: Annotated[
         bool, typer.Option("--memory", help="The same without a database: placement is in this process's memory.")
@@ -49,13 +62,13 @@ def serve(
 ) -> None:
     """Be Placement and the scheduler of a Nova in one process, instead of placement-api and nova-scheduler.
 
-    Serves Placement's REST API, and takes the calls of topic `scheduler` from Nova's broker (`nova.transport_url`). The
-    book is in the configured database, else in an embedded PostgreSQL below the state directory. It is a copy: fill it
-    first (`berth placement import --from-url`). A Placement that is started again does not know what was claimed here
-    meanwhile. The page "In front of Nova" has each step, and the way back to the stock nova-scheduler.
+    Serves Placement's REST API, and takes the calls of topic `scheduler` from Nova's broker (`nova.transport_url`).
+    Placement is in the configured database, else in an embedded PostgreSQL below the state directory. It is a copy:
+    fill it first (`berth placement import --from-url`). A Placement that is started again does not know what was
+    claimed here meanwhile. The page "In front of Nova" has each step, and the rollback to the stock nova-scheduler.
 
     With --page it shows how each call was decided, and what the shadow would have done. Without --tokens that is on
-    loopback alone. Beside a whole berth: `berth run nova-scheduler`, and `berth web`, which has the same page.
+    loopback alone. With a whole berth: `berth run nova-scheduler`, and `berth web`, which has the same page.
     """
     try:
         # Between the two parts is the bus of this process, whatever other workers use.
@@ -63,8 +76,8 @@ def serve(
         callers = None if tokens is None else read_tokens(tokens)
         shown = ShownAt(*host_and_port(page, "--page"), callers) if page else None
         if memory:
-            book = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
-            raise SystemExit(_run(settings, "", book, shown))
+            store = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
+            raise SystemExit(_run(settings, "", store, shown))
         with placement_database(settings, scratch=scratch) as url:
             raise SystemExit(_run(settings, url, None, shown))
     except (SettingsError, Stop, ServerFailed, ServerMissing) as fault:
@@ -75,20 +88,20 @@ def serve(
 
 
 class ShownAt(Struct, frozen=True):
-    """Where the pages about Nova's calls are, and who may see them; None: all who can reach loopback."""
+    """Where the pages about Nova's calls are, and the callers that may see them; None: all who can reach loopback."""
 
     host: str
     port: int
     callers: dict[str, WebCaller] | None
 
 
-def _run(settings: Settings, url: str, book: PlacementService | None, shown: ShownAt | None) -> int:
+def _run(settings: Settings, url: str, store: PlacementService | None, shown: ShownAt | None) -> int:
     here = Site(settings, brokers=Brokers(SystemClock()), database_url=url)
     process = process_name("nova")
     telemetry = settings.telemetry
 
     def built(env: Environment) -> WorkerRuntime:
-        service = both(env, settings, book)
+        service = both(env, settings, store)
         if shown is not None:
             pages = WebServer(
                 here.environment(process_name("web"), takes_cells=False),
@@ -111,11 +124,11 @@ def _run(settings: Settings, url: str, book: PlacementService | None, shown: Sho
     )
 
 
-def both(env: Environment, settings: Settings, book: PlacementService | None = None) -> WorkerRuntime:
+def both(env: Environment, settings: Settings, store: PlacementService | None = None) -> WorkerRuntime:
     """Placement and the frontend as one service. Placement answers while Nova's API or broker is not there yet. At the
     end the frontend is drained first, as its calls claim at placement.
     """
-    placement = _Part(placement_worker.app.build(env, settings.placement, (), store=book, health_with_rest=True))
+    placement = _Part(placement_worker.app.build(env, settings.placement, (), store=store, health_with_rest=True))
     front = _Part(scheduler_worker.nova.app.build(env, settings.nova, settings.scheduler))
     placement.service.add_bus_check(front.service.name, front.not_ready)  # /readyz is its
     service = WorkerRuntime("nova", clock=env.clock)

@@ -75,13 +75,13 @@ NOUNS = {
 
 Name = Annotated[str, typer.Argument(help="The name.", metavar="NAME")]
 Names = Annotated[list[str], typer.Argument(help="The names.", metavar="NAME...")]
-Why = Annotated[str, typer.Option("--reason", help="Why, for those who read the log.")]
+LogReason = Annotated[str, typer.Option("--reason", help="The reason, for the log.")]
 
 
 class ChangeOptions(Struct, frozen=True, kw_only=True):
     """The options of each change of objects."""
 
-    reason: Why = ""
+    reason: LogReason = ""
     by: By = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the changes, and make none.")] = False
     as_json: AsJson = False
@@ -162,7 +162,7 @@ async def apply(
     changes, kinds = read_file(file)
     if prune and not (yes or decision.dry_run):
         planned = await change_objects(settings, changes, decision, prune=kinds, ask=True)
-        # These alone: what another operator makes before the answer is not in the question.
+        # These alone: what another operator makes before the answer is not in the prompt.
         gone = [ObjectChange(kind=one.kind, name=one.name) for one in planned.changed if one.after is None]
         of_kinds: dict[str, list[str]] = defaultdict(list)
         for one in gone:
@@ -192,7 +192,7 @@ async def audit_log(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="So many, newest first.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """List changes of objects: who, when and why.
+    """List changes of objects: actor, time and reason.
 
     For the page after one, give the revision and the object of its last entry.
     """
@@ -201,7 +201,7 @@ async def audit_log(
     query = ObjectLogQuery(kind=kind, name=name, before=before, before_object=after, limit=limit)
     async with client(settings) as berth:
         page = await berth.bus.request(query, ObjectLogPage, timeout_s=QUERY_TIMEOUT_S)
-    print_rows(page.entries, as_json, ["revision", "at (UTC)", "who", "object", "change", "why"], _log_row)
+    print_rows(page.entries, as_json, ["revision", "at (UTC)", "actor", "object", "change", "reason"], _log_row)
 
 
 def _log_row(one: ObjectLogEntry) -> list[str]:
@@ -323,7 +323,7 @@ def read_file(file: Path) -> tuple[list[ObjectChange], tuple[ObjectKind, ...]]:
             continue
         bodies = {SCHEDULING: tree[section]} if kind is ObjectKind.SCHEDULING else tree[section]
         if not isinstance(bodies, dict) or not all(isinstance(body, dict) for body in bodies.values()):
-            raise typer.BadParameter(f"{file}: [{section}] holds one table for each name")
+            raise typer.BadParameter(f"{file}: [{section}] has one table for each name")
         changes += [
             ObjectChange(kind=kind, name=name, body=_from_file(kind, name, body)) for name, body in bodies.items()
         ]

@@ -22,7 +22,7 @@ def as_command(body: Callable[..., Any]) -> Callable[..., Any]:
 
     A parameter that is a struct becomes the options that its fields are, each declared as an option
     (`Annotated[type, typer.Option(...)]`, and its default); one that is Settings gets the settings in force. A
-    coroutine is run, and a fault of it becomes a sentence and an exit status.
+    coroutine is run, and a fault of it becomes a message and an exit status.
     """
     shown: list[Parameter] = []
     groups: dict[str, tuple[type[Struct], list[str]]] = {}

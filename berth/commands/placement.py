@@ -39,7 +39,7 @@ def serve(
     context: typer.Context,
     api: Annotated[str, typer.Option(help="Serve Placement's REST API at HOST:PORT.")] = DEFAULT_API,
     scratch: Annotated[
-        bool, typer.Option("--scratch", help="An empty book in memory, which is lost at the end.")
+        bool, typer.Option("--scratch", help="An empty placement in memory, which is lost at the end.")
     ] = False,
     memory: Annotated[
         bool, typer.Option("--memory", help="The same without a database: placement is in this process's memory.")

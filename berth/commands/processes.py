@@ -62,7 +62,7 @@ async def up(
     token.
 
     With --processes: on the broker and database that the settings name, else on a RabbitMQ (the machine's program) and
-    a PostgreSQL of its own, kept below state_dir. A worker that dies is started again, a bounded number of times. Each
+    a PostgreSQL of its own, below state_dir. A worker that dies is started again, a bounded number of times. Each
     one's log is in state_dir/logs.
     """
     requested = {"schedulers": schedulers, "placements": placements, "conductors": conductors, "computes": computes}
@@ -200,7 +200,7 @@ async def config(
 
 
 def _make_state(settings: Settings) -> None:
-    """The directory that holds what lasts. Raises Stop when it cannot be."""
+    """The directory of what lasts. Raises Stop when it cannot be."""
     path = str(settings.socket)
     if len(path.encode()) > MAX_SOCKET_PATH:
         reason = f"{path} is too long for a socket's name; set state_dir (BERTH_STATE_DIR) to something shorter"
@@ -209,7 +209,7 @@ def _make_state(settings: Settings) -> None:
 
 
 def _claim_state(state: Path) -> None:
-    """Hold the directory until this process ends, before anything is started in it. Raises Stop."""
+    """Lock the directory until this process ends, before anything is started in it. Raises Stop."""
     lock = os.open(state / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -312,7 +312,7 @@ def block(summary: Mapping[str, Any]) -> str:
 def _placement(summary: Mapping[str, Any]) -> str:
     if not summary["placement_api"]:
         return "no REST API; BERTH_PLACEMENT__REST__LISTEN=HOST:PORT serves one"
-    taken = f" ({summary['placement_taken']} is taken)" if summary["placement_taken"] else ""
+    taken = f" ({summary['placement_taken']} is in use)" if summary["placement_taken"] else ""
     token = f", for the token in {summary['placement_token']}" if summary["placement_token"] else ""
     return f"{summary['placement_api']}{taken}{token}"
 

@@ -1,4 +1,4 @@
-"""`berth recovery`: cells whose database was set back, and the word on what they would lose."""
+"""`berth recovery`: cells whose database was restored, and the decision about what they would lose."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from berth.render import counted, render_rows
 from berth.settings import Settings
 from bus.contracts.base import Word, reason_of
 
-recovery = CommandGroup(no_args_is_help=True, help="Cells whose database was set back, and what they would lose.")
+recovery = CommandGroup(no_args_is_help=True, help="Cells whose database was restored, and what they would lose.")
 
 
 @recovery.command("show")
@@ -53,17 +53,17 @@ async def accept(
     as_json: AsJson = False,
     yes: Yes = False,
 ) -> None:
-    """Have a cell recover though it loses these instances: they end, and what they hold is released."""
+    """Have a cell recover though it loses these instances: they end, and their allocations are released."""
     check_reason(reason)
     here = environment(settings)
     (found,) = await recoveries.read(here, cell)
     if not found.is_waiting or found.losses.count != losses:
-        waits = f"for the word on {counted(found.losses.count, 'instance')}" if found.is_waiting else "for nothing"
+        waits = f"for a decision about {counted(found.losses.count, 'instance')}" if found.is_waiting else "for nothing"
         raise Stop(Exit.NO, "recovery.not_waiting", f"the recovery of {cell} waits {waits}")
     what = counted(losses, "instance")
     ask_first(f"Lose {what} in {cell}, and {counted(found.losses.builds, 'build')} under way", yes=yes)
     if not await recoveries.accept(here, found, decided_by(by), reason):
-        raise Stop(Exit.NO, "recovery.not_waiting", f"the recovery of {cell} has gone on meanwhile: look at it again")
+        raise Stop(Exit.NO, "recovery.not_waiting", f"the recovery of {cell} has continued meanwhile: read it again")
     print_result({"cell": cell, "losses": losses}, as_json, f"{cell}: recovers, {what} lost")
 
 
@@ -77,9 +77,9 @@ async def without(
     as_json: AsJson = False,
     yes: Yes = False,
 ) -> None:
-    """State that a compute service which is gone has no machine: what waits for its hosts goes on without them.
+    """State that a decommissioned compute service has no machine: what waits for its hosts continues without them.
 
-    It ends if nothing else has it. A machine that runs there all the same is kept in quarantine when it is listed.
+    It ends if nothing else has it. A machine that runs there all the same is quarantined when it is listed.
     """
     check_reason(reason)
     try:

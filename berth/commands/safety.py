@@ -37,7 +37,7 @@ from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnknownMachineKind
 from cell_conductor.store.safety import ADOPT, DESTROY, PROTECT, DecidedMachine, UnknownMachineRecord
 
-quarantine = CommandGroup(no_args_is_help=True, help="Machines kept until an operator decides about them.")
+quarantine = CommandGroup(no_args_is_help=True, help="Machines that stay until an operator decides about them.")
 breaker = CommandGroup(no_args_is_help=True, help="Stopped destruction: too much was lost within a short time.")
 
 CellName = Annotated[str | None, typer.Option("--cell", help="Only this cell.")]
@@ -49,7 +49,7 @@ async def list_quarantine(settings: Settings, cell: CellName = None, as_json: As
 
     Exit status 3 when a cell has no record here; the others are listed.
     """
-    return await show_unexplained(settings, cell, (UnknownMachineKind.QUARANTINED,), as_json)
+    return await show_unknown(settings, cell, (UnknownMachineKind.QUARANTINED,), as_json)
 
 
 @quarantine.command("release")
@@ -57,7 +57,7 @@ async def release(
     settings: Settings,
     uuids: Annotated[list[str] | None, typer.Argument(metavar="[UUID]...", help="The instances.")] = None,
     destroy: Annotated[
-        bool | None, typer.Option("--destroy/--protect", help="Have its host destroy it, or leave it for good.")
+        bool | None, typer.Option("--destroy/--protect", help="Have its host destroy it, or protect it for good.")
     ] = None,
     service: Annotated[
         str | None, typer.Option("--service", help="Those of this compute service; without UUIDs all undecided ones.")
@@ -67,9 +67,9 @@ async def release(
     as_json: AsJson = False,
     yes: Yes = False,
 ) -> None:
-    """Decide about machines in quarantine: --destroy or --protect. Destroying begins with their hosts' next reports.
+    """Decide about machines in quarantine: --destroy or --protect. Destroying starts with their hosts' next reports.
 
-    `berth quarantine adopt` gives one back to its instance.
+    `berth quarantine adopt` records one as its instance's.
     """
     instances = {parse_uuid(one) for one in uuids or ()}
     if not instances and service is None:
@@ -100,17 +100,17 @@ async def adopt(
     settings: Settings,
     uuid: Annotated[str, typer.Argument(help="The instance.")],
     host: Annotated[str, typer.Option("--host", help="The UUID of the host with the machine, as `list` shows it.")],
-    reason: Annotated[str, typer.Option("--reason", help="Why, for those who look later.")],
+    reason: Annotated[str, typer.Option("--reason", help="The reason, for the record.")],
     by: By = None,
     as_json: AsJson = False,
 ) -> None:
-    """Give a machine in quarantine back to its instance.
+    """Adopt a machine in quarantine as its instance's.
 
-    For an instance that was moved after a backup, and whose record has the host that it left: the record then has it
+    For an instance that was moved after a backup, and whose record has its former host: the record then has it
     where it runs. Its cell carries this out with the host's next report, if the host still reports the machine, no
-    other host reports one of the instance, and the host on record has been looked at (or is fenced, or its service
-    forgotten). Nothing is destroyed or started. The cell claims what the machine takes; where placement refuses that,
-    `berth placement audit --repair` puts it right.
+    other host reports one of the instance, and the host on record has reported (or is fenced, or its service
+    deleted). Nothing is destroyed or started. The cell claims what the machine uses; where placement refuses that,
+    `berth placement audit --repair` repairs it.
     """
     instance, place = parse_uuid(uuid), parse_uuid(host)
     check_reason(reason, least=1)
@@ -148,7 +148,7 @@ async def reset(
 ) -> None:
     """Allow what tripped the breaker.
 
-    It may be destroyed or counted as lost; later findings are judged anew.
+    It may be destroyed or counted as lost; later findings are evaluated again.
     """
     here, actor = environment(settings), decided_by(by)
     tripped = [
@@ -165,7 +165,7 @@ async def reset(
     ask_first(f"Allow what tripped the breaker of {service} in {name} ({what})", yes=yes)
     was_open, _ = await records.reset(here, [(name, service, one.tripped_at)], actor)
     if not all(was_open.values()):
-        reason = "was reset or has tripped anew meanwhile: look at it again"
+        reason = "was reset or has tripped again meanwhile: read it again"
         raise Stop(Exit.NO, "breaker.not_open", f"the breaker of {service} in {name} {reason}")
     print_result({"service": service, "cells": [name]}, as_json, f"{service}: reset in {name}")
 
@@ -183,7 +183,7 @@ def _chosen(read: InCells, instances: Collection[str], service: str | None) -> d
 
 
 def _check_one_cell(service: str, cells: Collection[str]) -> None:
-    """Services of several cells may have one name, and an operator has looked at one. Raises Stop."""
+    """Services of several cells may have one name, and an operator has seen one. Raises Stop."""
     if len(cells) > 1:
         reason = f"{', '.join(sorted(cells))} each have one of a service {service}: name the --cell"
         raise Stop(Exit.USAGE, "service.ambiguous", reason)
@@ -210,21 +210,19 @@ def name_never_started(read: InCells) -> int:
     return Exit.UNAVAILABLE if read.never_started else 0
 
 
-async def show_unexplained(
-    settings: Settings, cell: str | None, kinds: Sequence[UnknownMachineKind], as_json: bool
-) -> int:
+async def show_unknown(settings: Settings, cell: str | None, kinds: Sequence[UnknownMachineKind], as_json: bool) -> int:
     """The machines of these kinds that are on record, as JSON or as a table; returns the exit status."""
     read = await records.read(environment(settings), cell)
     found = read.machines(*kinds)
     if as_json:
         print_json([{"cell": name, "record": one} for name, one in found])
     else:
-        columns = ["kind", "cell", "service", "host", "instance", "attempt", "why", "first seen", "decided"]
-        render_rows(out, columns, [_unexplained_row(*one) for one in found])
+        columns = ["kind", "cell", "service", "host", "instance", "attempt", "reason", "first seen", "decided"]
+        render_rows(out, columns, [_unknown_row(*one) for one in found])
     return name_never_started(read)
 
 
-def _unexplained_row(cell: str, one: UnknownMachineRecord) -> list[str]:
+def _unknown_row(cell: str, one: UnknownMachineRecord) -> list[str]:
     machine = one.machine
     decided = f"{one.decision} ({one.decided_by}, {utc(one.decided_at)})" if one.decision else ""
     of = [machine.kind.value, cell, one.service, machine.host_uuid, machine.uuid]

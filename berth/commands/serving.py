@@ -43,9 +43,9 @@ async def web(
 ) -> None:
     """Serve the pages and the HTTP API.
 
-    The API is at /api/v1. It runs until SIGTERM or SIGINT, or until the `berth up` that holds its bus ends (status 3).
+    The API is at /api/v1. It runs until SIGTERM or SIGINT, or until the `berth up` that has its bus ends (status 3).
 
-    Without --tokens and --keystone it listens on loopback alone, and who can reach it there may do everything.
+    Without --tokens and --keystone it listens on loopback alone, and everyone who can reach it there may do everything.
     """
     host, port = host_and_port(listen, "--listen")
     telemetry = settings.telemetry

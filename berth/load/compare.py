@@ -32,13 +32,13 @@ NONE = "-"
 
 
 class Line(Struct, frozen=True, kw_only=True):
-    """One figure of both runs. interval: of the ratio b/a, where the runs are large enough. word: what it means."""
+    """One figure of both runs. interval: of the ratio b/a, where the runs are large enough. meaning: what it shows."""
 
     what: str
     a: float | None
     b: float | None
     interval: tuple[float, float] | None = None
-    word: str = ""
+    meaning: str = ""
 
     @property
     def ratio(self) -> float | None:
@@ -47,12 +47,12 @@ class Line(Struct, frozen=True, kw_only=True):
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
-    """The result of `compare`. differences: (what, in a, in b). verdict: sentences, the weightiest first."""
+    """The result of `compare`. differences: (what, in a, in b). conclusions: sentences, the weightiest first."""
 
     names: tuple[str, str]
     differences: tuple[tuple[str, str, str], ...]
     lines: tuple[Line, ...]
-    verdict: tuple[str, ...]
+    conclusions: tuple[str, ...]
     text: str = ""
 
 
@@ -62,9 +62,11 @@ def compare(a: LoadRecord, b: LoadRecord, *, names: tuple[str, str] = ("a", "b")
     differences = tuple(_differences(a, b))
     lines = (*_rates(a, b), *_percentiles(a, b, rng), *_stages(a, b, rng), *_per_thousand(a, b))
     if any(what in QUESTION for what, _, _ in differences):
-        lines = tuple(msgspec.structs.replace(line, word=_OTHERWISE.get(line.word, line.word)) for line in lines)
-    found = Comparison(names=names, differences=differences, lines=lines, verdict=())
-    found = msgspec.structs.replace(found, verdict=tuple(_verdict(found, a, b)))
+        lines = tuple(
+            msgspec.structs.replace(line, meaning=_OTHERWISE.get(line.meaning, line.meaning)) for line in lines
+        )
+    found = Comparison(names=names, differences=differences, lines=lines, conclusions=())
+    found = msgspec.structs.replace(found, conclusions=tuple(_conclusions(found, a, b)))
     return msgspec.structs.replace(found, text=_text(found))
 
 
@@ -126,14 +128,14 @@ def _stages(a: LoadRecord, b: LoadRecord, rng: np.random.Generator) -> Iterator[
 def _line(what: str, a: Array, b: Array, share: float, rng: np.random.Generator | None) -> Line:
     one, two = (float(np.quantile(v, share, method="inverted_cdf")) if v.size else None for v in (a, b))
     found = interval(a, b, share, rng) if rng is not None else None
-    return Line(what=what, a=one, b=two, interval=found, word="" if rng is None else _word(found))
+    return Line(what=what, a=one, b=two, interval=found, meaning="" if rng is None else _meaning(found))
 
 
-# The verdict where the requests of the runs differ: the figure, and nothing about the system.
+# What a figure shows where the requests of the runs differ: higher or lower, and nothing about the system.
 _OTHERWISE = {"slower": "higher", "faster": "lower"}
 
 
-def _word(found: tuple[float, float] | None) -> str:
+def _meaning(found: tuple[float, float] | None) -> str:
     if found is None:
         return "too few boots to compare"
     low, high = found
@@ -159,7 +161,7 @@ def _per_thousand(a: LoadRecord, b: LoadRecord) -> Iterator[Line]:
             yield Line(what=f"{truncate(outcome)}, a 1,000 boots", a=share(a, of_a), b=share(b, of_b))
 
 
-def _verdict(found: Comparison, a: LoadRecord, b: LoadRecord) -> Iterator[str]:
+def _conclusions(found: Comparison, a: LoadRecord, b: LoadRecord) -> Iterator[str]:
     one, two = (truncate(name) for name in found.names)
     requested = [what for what, _, _ in found.differences if what in QUESTION]
     if requested:
@@ -183,14 +185,14 @@ def _message_of(line: Line, one: str, two: str) -> str:
     if line.ratio is None:
         return "not known of both."
     if line.interval is None:
-        return f"{two} has {line.ratio:.2f} times that of {one}; {line.word}."
+        return f"{two} has {line.ratio:.2f} times that of {one}; {line.meaning}."
     low, high = line.interval
     within = f"(between {low:.2f} and {high:.2f})"
-    if line.word == "no difference shown":
+    if line.meaning == "no difference shown":
         return f"no difference shown; {two} has {line.ratio:.2f} times that of {one} {within}."
-    if line.word in _OTHERWISE.values():
-        return f"that of {two} is {line.word}, {line.ratio:.2f} times that of {one} {within}; the requests differ."
-    return f"{two} is {line.word}, {line.ratio:.2f} times that of {one} {within}."
+    if line.meaning in _OTHERWISE.values():
+        return f"that of {two} is {line.meaning}, {line.ratio:.2f} times that of {one} {within}; the requests differ."
+    return f"{two} is {line.meaning}, {line.ratio:.2f} times that of {one} {within}."
 
 
 def _cells(found: Comparison) -> list[list[str]]:
@@ -203,12 +205,12 @@ def _cells(found: Comparison) -> list[list[str]]:
     def within(line: Line) -> str:
         return "" if line.interval is None else "{:.2f} to {:.2f}".format(*line.interval)
 
-    return [[line.what, shown(line.a), shown(line.b), ratio(line), within(line), line.word] for line in found.lines]
+    return [[line.what, shown(line.a), shown(line.b), ratio(line), within(line), line.meaning] for line in found.lines]
 
 
 def _text(found: Comparison) -> str:
     names = [truncate(name) for name in found.names]
-    parts = [*found.verdict, ""]
+    parts = [*found.conclusions, ""]
     if found.differences:
         parts += [*_aligned(["different", *names], found.differences), ""]
     parts += _aligned(["", *names, "ratio", "95 % interval", ""], _cells(found), numbers=True)

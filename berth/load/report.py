@@ -241,11 +241,11 @@ def _heat(heat: Utilisation) -> str:
         cell = heat.cells[first]
         names.append(cell if cell != before else "")
         before = cell
-        who = truncate(heat.hosts[first]) + (
+        hosts = truncate(heat.hosts[first]) + (
             f" to {truncate(heat.hosts[last])} ({len(members)} hosts)" if first != last else ""
         )
         moment_by_moment = zip(at, share[:, members], strict=True)
-        cells.append([(float(part.mean()), _heat_note(cell, who, t, part)) for t, part in moment_by_moment])
+        cells.append([(float(part.mean()), _heat_note(cell, hosts, t, part)) for t, part in moment_by_moment])
     kept = f"{len(heat.hosts):,} of {heat.of_hosts:,} hosts" if heat.of_hosts > len(heat.hosts) else "every host"
     title = f"How full the hosts are ({kept}; the fullest of a host's resources)"
     return charts.heat(title, at, names, cells, x_label=TIME)
@@ -262,9 +262,9 @@ def _rows_of(heat: Utilisation) -> list[npt.NDArray[np.int64]]:
     return [row for cell, hosts in cells.items() for row in np.array_split(np.array(hosts), pieces[cell])]
 
 
-def _heat_note(cell: str, who: str, at: float, part: figures.Array) -> str:
+def _heat_note(cell: str, hosts: str, at: float, part: figures.Array) -> str:
     spread = f", {part.min():.0%} to {part.max():.0%}" if part.size > 1 else ""
-    return f"{truncate(cell)}: {who}\nat {number(at)} s: {part.mean():.0%} used{spread}"
+    return f"{truncate(cell)}: {hosts}\nat {number(at)} s: {part.mean():.0%} used{spread}"
 
 
 def _fullness(heat: Utilisation) -> str:

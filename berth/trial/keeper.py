@@ -35,7 +35,7 @@ MAX_REASON = 300
 
 
 def to_log(message: str) -> None:
-    """Log a sentence of a keeper, for a process without a terminal."""
+    """Log a message of a supervisor, for a process without a terminal."""
     log.warning("server.ended", reason=message)
 
 
@@ -127,14 +127,14 @@ async def kept_running(
     probe: tries whether the server works (`ServerSupervisor.probe_until_stopped`).
     """
     await _start(server)
-    keeper = ServerSupervisor(name, server, notify=notify)
-    tasks = [asyncio.create_task(keeper.watch(), name=f"keeper of {name}")]
+    supervisor = ServerSupervisor(name, server, notify=notify)
+    tasks = [asyncio.create_task(supervisor.watch(), name=f"supervisor of {name}")]
     if probe is not None:
-        tasks.append(asyncio.create_task(keeper.probe_until_stopped(probe), name=f"probe of {name}"))
+        tasks.append(asyncio.create_task(supervisor.probe_until_stopped(probe), name=f"probe of {name}"))
     try:
         yield
     finally:
-        keeper.stop()
+        supervisor.stop()
         for task in tasks[1:]:  # a restart is waited for; a probe need not end
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

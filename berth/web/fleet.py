@@ -141,7 +141,7 @@ class FleetReader:
 
     async def hosts_to_count(self) -> tuple[HostRecord, ...]:
         """All hosts, for a page that shows how many of each cell are up or disabled: that is at most HOSTS_AGE_S old.
-        The rest of a record, how many are not announced, and what changed and changed back: at most COUNTED_AGE_S.
+        The rest of a record, how many are not reported, and what changed and changed back: at most COUNTED_AGE_S.
         Raises as `hosts` does.
         """
         async with self._reading_hosts():

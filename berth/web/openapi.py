@@ -118,7 +118,7 @@ def _of_hosts() -> dict[str, _Operation]:
         "stop_drain": _Operation(DrainProgress, errors=(404, 409, *_WRITES)),
         "pause_drain": _Operation(DrainProgress, body=DrainCommandBody, errors=(404, 409, *_WRITES)),
         "resume_drain": _Operation(DrainProgress, body=DrainCommandBody, errors=(404, 409, *_WRITES)),
-        "show_metal": _Operation(NodesView, errors=_READS),
+        "show_nodes": _Operation(NodesView, errors=_READS),
     }
 
 

@@ -91,7 +91,7 @@ class AdminStateRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class RemovalBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of a request to forget a host or a service. cell: where a name is looked for; the caller's name goes on
+    """The body of a request to delete a host or a service. cell: where a name is looked up; the caller's name goes on
     record.
     """
 
@@ -127,7 +127,7 @@ class WebOperations(Handlers):
 
     @route("POST", "/hosts/{host}/delete", role=WebRole.OPERATOR)
     async def delete_host(self, request: Request) -> object:
-        """Forget a host that is gone for good: its providers leave placement, its decision the record. For
+        """Delete a decommissioned host: its providers leave placement, its decision the record. For
         operators.
         """
         return await self._remove(request, DeleteHost, HostDeleted)
@@ -145,7 +145,7 @@ class WebOperations(Handlers):
 
     @route("POST", "/services/{service}/delete", role=WebRole.OPERATOR)
     async def delete_service(self, request: Request) -> object:
-        """Forget a compute service that is gone for good: its cell drops its lease. For operators."""
+        """Delete a decommissioned compute service: its cell drops its lease. For operators."""
         return await self._remove(request, DeleteService, ServiceDeleted)
 
     @route("GET", "/workers", "role", "limit", role=WebRole.READER)

@@ -117,7 +117,7 @@ class OperatorPages:
         return self._page(request, "moves.html", actions=page.actions, drains=drains, query=query)
 
     async def metal(self, request: Request) -> Response:
-        """Ironic's nodes by provision state, those that are held back first."""
+        """Ironic's nodes by provision state, those that are not offered first."""
         need(caller_of(request), WebRole.READER)
         state = request.query_params.get("state", "")
         try:

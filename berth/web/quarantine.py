@@ -4,31 +4,54 @@ Read from the cells' records in the database, which schedulers do not have.
 """
 
 from __future__ import annotations
-
-import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator
+from collections.abc import Collection
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated, Literal
-
-import msgspec
+from typing import Annotated
+from typing import Literal
 from msgspec import Meta as Bound
 from msgspec import Struct
 from starlette.requests import Request
-
 from berth.audit import quarantine as records
-from berth.audit.quarantine import InCells, TrippedBreaker
+from berth.audit.quarantine import InCells
+from berth.audit.quarantine import TrippedBreaker
 from berth.web.access import WebRole
-from berth.web.api import Handlers, caller_of, converted, number_of, object_of, parsed, route, truth_of
+from berth.web.api import Handlers
+from berth.web.api import caller_of
+from berth.web.api import converted
+from berth.web.api import number_of
+from berth.web.api import object_of
+from berth.web.api import parsed
+from berth.web.api import route
+from berth.web.api import truth_of
 from berth.web.fleet import PAGE_TIMEOUT_S
 from berth.web.problems import Problem
-from bus.contracts.base import Count, Reason, Uuid, Word
-from bus.faults import DatabaseUnavailable, Fault, Forbidden, Transient
-from bus.service.environment import Environment, NotConfigured
+from bus.contracts.base import Count
+from bus.contracts.base import Reason
+from bus.contracts.base import Uuid
+from bus.contracts.base import Word
+from bus.faults import DatabaseUnavailable
+from bus.faults import Fault
+from bus.faults import Forbidden
+from bus.faults import Transient
+from bus.service.environment import Environment
+from bus.service.environment import NotConfigured
 from bus.service.settings import SettingsError
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnknownMachineKind
-from cell_conductor.store.safety import ADOPT, PROTECT, DecidedMachine, MachineKey, UnknownMachineRecord
+from cell_conductor.store.safety import ADOPT
+from cell_conductor.store.safety import PROTECT
+from cell_conductor.store.safety import DecidedMachine
+from cell_conductor.store.safety import MachineKey
+from cell_conductor.store.safety import UnknownMachineRecord
+
+import asyncio
+
+import msgspec
+
 
 MAX_SHOWN = 10_000
 # Of one request: their JSON is within the bound of a body.
@@ -41,7 +64,7 @@ COUNTED_AGE_S = 10.0
 
 
 class QuarantinedMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A machine with this database's tag that its cell's record does not explain. reason: in what they differ.
+    """A machine with this database's tag that its cell's record does not have. reason: in what they differ.
 
     first_seen, last_seen, decided_at: seconds since the epoch. decision: an operator's, "" until there is one.
     """
@@ -51,7 +74,7 @@ class QuarantinedMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     instance_uuid: str
     attempt: int
     service: str
-    why: str
+    reason: str
     first_seen: float
     last_seen: float
     decision: str = ""
@@ -71,7 +94,7 @@ class QuarantinePage(Struct, frozen=True):
 
 
 class BreakerView(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The breaker of one compute service: why it has tripped, and whether an operator has reset it since.
+    """The breaker of one compute service: the reason of its trip, and whether an operator has reset it since.
 
     lost, quarantined, over: how many machines were. machines: "INSTANCE@HOST", at most 10,000; of one that is
     shown alone.
@@ -127,7 +150,7 @@ class QuarantineDecision(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Undecided(Struct, frozen=True):
-    """A machine about which nothing was decided, and why."""
+    """A machine about which nothing was decided, and the reason."""
 
     host_uuid: str
     instance_uuid: str
@@ -322,7 +345,7 @@ def _machine(cell: str, one: UnknownMachineRecord) -> QuarantinedMachine:
         instance_uuid=one.machine.uuid,
         attempt=one.machine.attempt,
         service=one.service,
-        why=one.machine.reason,
+        reason=one.machine.reason,
         first_seen=one.first_seen,
         last_seen=one.last_seen,
         decision=one.decision,

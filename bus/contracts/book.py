@@ -142,6 +142,6 @@ class ConsumerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AllocationsPage(Message, frozen=True, kw_only=True, tag="placement.allocations.page.v1"):
-    """Reply. held: of those consumers that hold something, in the order of their uuids."""
+    """Reply. consumers: those that hold something, in the order of their uuids."""
 
     consumers: tuple[ConsumerRecord, ...] = ()

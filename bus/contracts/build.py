@@ -288,9 +288,9 @@ class TimelineEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened to a build, in order: `what` is a stable word, `detail` for a person.
 
     stage_times: with the end of the build, when each of its stages ended. scores: with each choice, the build's or a
-    later request's, of the chosen host and then of its alternates. holders: of `not_claimed`, the consumers that hold
-    what was lost, newest first; HTTP shows a project its own. `waiting` is the last line, and there only while the
-    build waits for what manages its host.
+    later request's, of the chosen host and then of its alternates. conflicting_consumers: of
+    `not_claimed`, those that hold what was lost, newest first; HTTP shows a project its own. `waiting` is the last
+    line, and there only while the build waits for what manages its host.
     """
 
     at: float

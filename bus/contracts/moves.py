@@ -244,11 +244,10 @@ class CellAction(Message, ActionOrder, frozen=True, kw_only=True, tag="cell.acti
     one ("": not compared). selections: hosts in order, not claimed: the conductor claims them one after the other, in
     attempt numbers that it alone knows. The source's own host among them is a resize in place. server_group, limits:
     what those claims are held to, as for a build. step_timeout_s: how long one step on one host may take; a change in
-    place that is not answered is given twice as long each time. departure: with
-    what it has left its former cell for this one, where it is on record from now on, and is built. to_cell: it leaves
-    for that one where no host takes it (None: it rests offloaded, and its move has failed as the departure states).
-    sequence: its announcements are numbered
-    above this: no more than the cell has on record, unless that was set back. The other fields: as in ActionRequest.
+    place that is not answered is given twice as long each time. transfer: with what it has left its former cell for
+    this one, where it is on record from now on, and is built. to_cell: it leaves for that one where no host takes it
+    (None: it rests offloaded, and its move has failed as the transfer states). sequence: its events are numbered above
+    this: no more than the cell has on record, unless that was restored. The other fields: as in ActionRequest.
     fenced_hosts: as in the Claim of an evacuation.
     """
 

@@ -418,11 +418,9 @@ class Revert(Message, frozen=True, kw_only=True, tag="placement.revert.v1"):
 
 
 class RevertResult(Message, frozen=True, kw_only=True, tag="placement.revert.result.v1"):
-    """outcome: reverted | consumer_conflict (a newer attempt, or another client, holds it) | no_capacity or
-    provider_removed.
-
-    no_capacity, provider_removed: the source's inventory has shrunk or gone meanwhile; nothing was changed, and the
-    same Revert may be repeated. consumer_generation, allocations: of the instance, where it was reverted.
+    """outcome: `reverted`, `consumer_conflict` (a newer attempt, or another client, holds it), `no_capacity` or
+    `provider_removed` (the source's inventory has shrunk or gone meanwhile; nothing was changed, and the same Revert
+    may be repeated). consumer_generation, allocations: of the instance, where it was reverted.
     """
 
     outcome: str

@@ -1,5 +1,5 @@
-"""An instance of which a recovery could not find out what is true: nothing is begun with it, a delete is recorded, and
-no report or answer judges it. It is reconciled again, again and again, until that is known (`recovery`).
+"""An instance of which a recovery could not find out what is true: nothing is started with it, a delete is recorded,
+and no report or answer judges it. It is reconciled again, again and again, until that is known (`recovery`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def block(instance: Instance, at: float) -> Instance:
 
 
 def decide(instance: Instance, event: MachineDecided, context: StepContext) -> Step:
-    """By an operator's word a machine in quarantine is the instance's (`reconcile.adopt_decided`)."""
+    """By an operator's decision a machine in quarantine is the instance's (`reconcile.adopt_decided`)."""
     return Step(instance) if adoption_blocker(instance) else Step(block(instance, event.at))
 
 
 def adoption_blocker(instance: Instance | None) -> str:
-    """Why no machine may be given to this record by an operator's word; "": it may."""
+    """Why no machine may be given to this record by an operator's decision; "": it may."""
     if instance is None or instance.spec is None or not instance.selections:
         return "the cell has no record of it"
     if instance.machine_exists:
@@ -60,9 +60,9 @@ def accept_transfer(instance: Instance, event: InstanceTransferredIn, context: S
     """Another cell has given it up for this one, and has nothing of it any more: to refuse it would lose it. By the
     later attempt nothing was left here when it left. One that is late begins nothing.
     """
-    departure = event.request.transfer
-    assert departure is not None
-    is_late = departure.attempt < instance.last_attempt
+    transfer = event.request.transfer
+    assert transfer is not None
+    is_late = transfer.attempt < instance.last_attempt
     return Step(instance) if is_late else departure_rules.accept_transfer(instance, event, context)
 
 
@@ -70,12 +70,12 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     """It is on record from now on, and carried out by the next reconciliation. It is of the attempt that it names: the
     record may be older.
     """
-    (state, then), action, cause = DESTROYING_DELETED, instance.action, event.cause or instance.cause
+    (state, next_state), action, cause = DESTROYING_DELETED, instance.action, event.cause or instance.cause
     instance = replace(instance, highest_attempt=max(instance.last_attempt, event.attempt))
     if action is not None and not action.delete:
         recorded = replace(instance, action=replace(action, delete=True), cause=cause, deadline=event.at)
     elif action is None and instance.phase not in DELETE_REQUESTED:
-        recorded = replace(instance, state=state, next_state=then, cause=cause, deadline=event.at)
+        recorded = replace(instance, state=state, next_state=next_state, cause=cause, deadline=event.at)
     else:
         recorded = instance
     return emit_event(recorded, BuildState.DELETING, event.at, context)

@@ -1,4 +1,4 @@
-"""The breaker of one compute service: too many machines that are lost, unexplained or over within a short time stop
+"""The breaker of one compute service: too many machines that are lost, unknown or over within a short time stop
 destruction.
 
 Which compute service lists which host, to detect two services that report the same host.
@@ -95,15 +95,16 @@ class Breaker(Struct, frozen=True, kw_only=True):
 
     def after_scan(self, hosts: Collection[str], found: Collection[str]) -> Breaker:
         """As it is after a scan of these hosts. found: the keys of the machines that it found to be lost, over or
-        unexplained, or that are scanned again. No reset allows the others: one that is found later is counted.
+        unknown, or that are scanned again. No reset allows the others: one that is found later is counted.
         """
         machines = (key for key in self.machines if key in found or key.rpartition("@")[2] not in hosts)
         return replace(self, machines=tuple(machines))
 
 
 class BreakerAssessment(Struct, frozen=True):
-    """The findings of one report that take effect. tripped: the breaker to put on record, if it opens now, or is open
-    and names too few. counted: the machines that take effect and count for the reports that follow within the window.
+    """The differences of one report that take effect. tripped: the breaker to put on record, if it opens now, or is
+    open and names too few. counted: the machines that take effect and count for the reports that follow within the
+    window.
     """
 
     effective: tuple[DestructiveDifference, ...] = ()
@@ -114,7 +115,7 @@ class BreakerAssessment(Struct, frozen=True):
 
 def assess(
     service: str,
-    findings: Sequence[DestructiveDifference],
+    differences: Sequence[DestructiveDifference],
     quarantined: Sequence[UnknownMachine],
     breaker: Breaker | None,
     *,
@@ -122,26 +123,26 @@ def assess(
     now: float,
     recent: Mapping[str, CountedAs] = NONE_COUNTED,
 ) -> BreakerAssessment:
-    """Which findings of one report take effect. quarantined: machines that were put on record with this report.
+    """Which differences of one report take effect. quarantined: machines that were put on record with this report.
     recent: what earlier reports of the window counted.
 
     All or nothing: up to the limit, losses count as failures; more of them at once suggest a wrong database.
     """
     passed: Collection[str] = frozenset(breaker.machines) if breaker is not None else ()
-    new = dict(_counted(findings, quarantined, passed))
+    new = dict(_counted(differences, quarantined, passed))
     if breaker is not None and breaker.is_open:
         before, earlier = breaker, {}
     else:
         before = Breaker(service=service, tripped_at=now)
         earlier = {key: kind for key, kind in recent.items() if key not in new and key not in passed}
     if before is not breaker and (not new or len(new) + len(earlier) <= limit):
-        return BreakerAssessment(effective=tuple(findings), counted=new)
+        return BreakerAssessment(effective=tuple(differences), counted=new)
     # Findings that were passed before count, too: one reset is for all that is lost, or the next report would need
     # another.
-    named = {*before.machines, *(finding.key for finding in findings if not finding.commanded), *new}
+    named = {*before.machines, *(difference.key for difference in differences if not difference.commanded), *new}
     machines = tuple(sorted(named)[:MAX_NAMED])
     if machines == before.machines:
-        return BreakerAssessment(blocked=len(findings))
+        return BreakerAssessment(blocked=len(differences))
     kinds = Counter([*new.values(), *earlier.values()])
     tripped = replace(
         before,
@@ -151,15 +152,15 @@ def assess(
         over=before.over + kinds[CountedAs.OVER],
         machines=machines,
     )
-    return BreakerAssessment(blocked=len(findings), tripped=tripped)
+    return BreakerAssessment(blocked=len(differences), tripped=tripped)
 
 
 def _counted(
-    findings: Sequence[DestructiveDifference], quarantined: Sequence[UnknownMachine], passed: Collection[str]
+    differences: Sequence[DestructiveDifference], quarantined: Sequence[UnknownMachine], passed: Collection[str]
 ) -> Iterator[tuple[str, CountedAs]]:
-    for finding in findings:
-        if not finding.commanded and finding.key not in passed:
-            yield finding.key, CountedAs.LOST if isinstance(finding.event, MachineMissing) else CountedAs.OVER
+    for difference in differences:
+        if not difference.commanded and difference.key not in passed:
+            yield difference.key, CountedAs.LOST if isinstance(difference.event, MachineMissing) else CountedAs.OVER
     for one in quarantined:
         yield key_of(one.uuid, one.host_uuid), CountedAs.QUARANTINED
 
@@ -194,14 +195,14 @@ class RecentDifferences:
 
 
 class PageDifferences(Struct):
-    """The findings of one page of a scan, and the machines that it has newly put in quarantine."""
+    """The differences of one page of a scan, and the machines that it has newly put in quarantine."""
 
     differences: Sequence[DestructiveDifference] = ()
     quarantined: tuple[UnknownMachine, ...] = ()
 
 
 class ScanDifferences(Struct):
-    """The findings of the pages of one scan of a service's hosts, by their sequences. A scan is assessed as a whole.
+    """The differences of the pages of one scan of a service's hosts, by their sequences. A scan is assessed as a whole.
 
     key: the epoch, and the sequence of the first page.
     """
@@ -308,14 +309,14 @@ class Listings:
 Reserved = Mapping[str, Sequence[Running]]  # by host
 
 
-def wrong_reservations(report: ComputeHosts, unexplained: Sequence[UnknownMachine]) -> Reserved:
+def wrong_reservations(report: ComputeHosts, unknown: Sequence[UnknownMachine]) -> Reserved:
     """For each host where the report disagrees, all machines that are to be reserved; most reports agree.
 
-    Machines in quarantine are reserved: no claim of theirs is proved, and they stay. A reserved machine stays reserved
-    while it is being destroyed, and when its tag is removed: it is still there. A machine that a record explains has
-    its claim.
+    Machines in quarantine are reserved: none of their claims is proved, and they stay. A reserved machine stays
+    reserved while it is being destroyed, and when its tag is removed: it is still there. A machine that a record
+    explains has its claim.
     """
-    kind_of = {(one.host_uuid, one.uuid): one.kind for one in unexplained}
+    kind_of = {(one.host_uuid, one.uuid): one.kind for one in unknown}
     wrong: dict[str, Sequence[Running]] = {}
     for host in report.hosts:
         wanted = [

@@ -18,13 +18,13 @@ from .steps import Step, StepContext, emit_event
 
 
 def is_allocated(selection: Selection, event: ClaimRefused) -> bool:
-    """Whether the consumer holds just this already: the audit has claimed it, or a record that is forgotten."""
+    """Whether the consumer holds just this already: the audit has claimed it, or a record that was deleted."""
     return event.consumer_generation is not None and event.allocations == selection.allocations
 
 
 def restart_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
-    """The build has failed, and the scheduler had forgotten it before it came here: a newer request of it is built, a
-    copy or a query is not. Nor is one whose claim was an alternate's of this build.
+    """The build has failed, and the scheduler had deleted its record before it came here: a newer request of it is
+    built, a copy or a query is not. Nor is one whose claim was an alternate's of this build.
     """
     is_over = 1 < event.attempt <= instance.last_attempt
     if event.is_query or event.requested_at <= instance.requested_at or is_over:
@@ -37,10 +37,10 @@ def restart_build(instance: Instance, event: BuildRequested, context: StepContex
 
 def answer_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """A second build, or a query of it, of an instance that is on record, by what the record has come to."""
-    desire = desired_state_of(instance)
-    if desire.condition is Condition.DELETED:
+    desired = desired_state_of(instance)
+    if desired.condition is Condition.DELETED:
         return report_deleting(instance, event, context)
-    if desire.work is Work.BUILD or desire.condition is Condition.FAILED:
+    if desired.work is Work.BUILD or desired.condition is Condition.FAILED:
         return report_building(instance, event, context)
     return _reemit(instance, event, BuildState.ACTIVE, context)
 
@@ -53,15 +53,15 @@ def report_building(instance: Instance, event: BuildRequested, context: StepCont
 
 
 def report_deleting(instance: Instance, event: BuildRequested | DeleteRequested, context: StepContext) -> Step:
-    """The delete is under way: it is announced once more, with the reason if its host cannot carry it out now."""
+    """The delete is under way: it is published once more, with the reason if its host cannot carry it out now."""
     if isinstance(event, BuildRequested) and not event.is_query:
         return Step(instance)
-    why = (instance.code, instance.reason) if instance.code.startswith(DESTROY_CODES) else ("", "")
-    return emit_event(_numbered_above(instance, event), BuildState.DELETING, event.at, context, why=why)
+    detail = (instance.code, instance.reason) if instance.code.startswith(DESTROY_CODES) else ("", "")
+    return emit_event(_numbered_above(instance, event), BuildState.DELETING, event.at, context, detail=detail)
 
 
 def reemit_deleted(instance: Instance, event: BuildRequested | DeleteRequested, context: StepContext) -> Step:
-    """A build or a delete of a deleted instance: its schedulers may have forgotten the first, and wait. Its claim is
+    """A build or a delete of a deleted instance: its schedulers may have lost the first, and wait. Its claim is
     left to the audit.
     """
     if instance.spec is None:
@@ -77,10 +77,10 @@ def _reemit(
     *,
     terminal: bool = True,
 ) -> Step:
-    """Publish the last announcement of the build once more, under its number: it changes nothing where it is on record.
+    """Publish the last event of the build once more, under its number: it changes nothing where it is on record.
 
-    Under a later one, which the end of a move may have taken since, clients would get a second terminal event. Where
-    schedulers wait for it and have had that number, of a record that was set back since, it takes the next one.
+    Under a later one, which the end of an action may have taken since, clients would get a second terminal event. Where
+    schedulers wait for it and have had that number, of a record that was restored since, it takes the next one.
     """
     number = instance.build_sequence or instance.sequence - 1
     if isinstance(event, BuildRequested) and event.is_query and number <= event.sequence:

@@ -25,7 +25,7 @@ from .steps import Step, StepContext
 def delete_unknown(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """Without a record it is remembered, so that the build never starts, should it come yet.
 
-    What this cell has announced has been here and is not any more: its claim is released, and the delete is answered;
+    What this cell has published has been here and is not any more: its claim is released, and the delete is answered;
     but first what a host has of it that no record explains is destroyed.
     """
     if not event.may_have_started:
@@ -59,26 +59,26 @@ def is_other_project(instance: Instance, event: DeleteRequested) -> bool:
 
 
 def report_destroy_failure(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
-    """The host cannot destroy it now: announce why, once for each reason. The delete goes on."""
+    """The host cannot destroy it now: publish why, once for each reason. The delete goes on."""
     if desired_state_of(instance).condition is not Condition.DELETED or not event.code.startswith(rules.DESTROY_CODES):
         return rules.destroy_failed_attempt(instance, event, context)
-    why = (event.code, steps.truncate(event.reason))
+    detail = (event.code, steps.truncate(event.reason))
     is_current = steps.is_current(instance, event.attempt, event.host_uuid)
-    if not is_current or why == (instance.code, instance.reason):
+    if not is_current or detail == (instance.code, instance.reason):
         return Step(instance)
-    code, reason = why
-    held = replace(instance, code=code, reason=reason)
-    return steps.emit_event(held, BuildState.DELETING, event.at, context, why=why)
+    code, reason = detail
+    recorded = replace(instance, code=code, reason=reason)
+    return steps.emit_event(recorded, BuildState.DELETING, event.at, context, detail=detail)
 
 
 def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """A client's delete of an instance that is under way: what it waits for is awaited, and then it is deleted."""
-    desire = desired_state_of(instance)
-    if desire.condition is Condition.DELETED:
+    desired = desired_state_of(instance)
+    if desired.condition is Condition.DELETED:
         return report_deleting(instance, event, context)
-    if instance.action is not None and desire.condition is not Condition.FAILED:
+    if instance.action is not None and desired.condition is not Condition.FAILED:
         return delete_moving(instance, event, context)
-    if desire.current in DESIRED:
+    if desired.current in DESIRED:
         return rules.destroy(instance, event, context)
     # A claim or a release is under way: of the first what it has claimed is released, and nothing is built.
     leaving = replace(instance, next_state=State.DELETED, cause=event.cause or instance.cause)
@@ -102,18 +102,18 @@ def delete_moving(
     earlier = answer(instance, deleted, event.at, context)
     earlier = after(earlier, answer_other(earlier.instance, deleted, event.at, context))
     named = replace(earlier.instance, cause=event.cause or instance.cause)
-    desire = desired_state_of(named)
+    desired = desired_state_of(named)
     # The answer of placement shows which consumer holds what.
-    if desire.placement_call is PlacementCall.CLAIM:
+    if desired.placement_call is PlacementCall.CLAIM:
         waiting = replace(named, action=replace(action_of(named), delete=True))
         return after(earlier, steps.emit_event(waiting, BuildState.DELETING, event.at, context))
-    left = delete_during_action(named, event.at, context)
-    action_event = steps.emit_event(left.instance, BuildState.DELETING, event.at, context, first=left.commands)
+    deleting = delete_during_action(named, event.at, context)
+    action_event = steps.emit_event(deleting.instance, BuildState.DELETING, event.at, context, first=deleting.commands)
     return after(earlier, action_event)
 
 
 def delete_transferred(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
-    """It has left: the departure is announced again. If it is here by the schedulers' record it has come back since,
+    """It has left: the transfer is published again. If it is here by the schedulers' record it has come back since,
     and the record of that is lost.
     """
     if event.attempt <= instance.last_attempt:
@@ -132,14 +132,16 @@ def release_destroyed(instance: Instance, event: Destroyed | MachineMissing, con
     """A host has destroyed its machine, or reports that it has none: when nothing is left that was
     to be destroyed, what it takes is released.
     """
-    desire, action = desired_state_of(instance), instance.action
-    is_here_due = desire.current is MachineTarget.DESTROYED and not (action is not None and action.current_destroyed)
+    desired, action = desired_state_of(instance), instance.action
+    is_current_due = desired.current is MachineTarget.DESTROYED and not (
+        action is not None and action.current_destroyed
+    )
     is_source_due = instance.source_host_uuid is not None and not action_of(instance).source_destroyed
-    here = is_here_due and steps.current_destroyed(instance, event)
+    here = is_current_due and steps.current_destroyed(instance, event)
     source = is_source_due and steps.source_destroyed(instance, event)
     if not here and not source:
         return Step(instance)
-    if here is is_here_due and source is is_source_due:
+    if here is is_current_due and source is is_source_due:
         return Step(steps.release_after_destroy(instance, event.at, context))
     # Both are due, and one is gone.
     return Step(replace(instance, action=replace(action_of(instance), current_destroyed=here, source_destroyed=source)))

@@ -1,4 +1,4 @@
-"""An instance that goes from one cell to another (decision 0021): how its cell gives it up and announces that, what the
+"""An instance that goes from one cell to another (decision 0021): how its cell gives it up and publishes that, what the
 next one does with it, and what the former one answers from then on.
 
 The schedulers lead the move. The numbers of attempts show which of two messages is later: each cell goes on above those
@@ -60,19 +60,19 @@ def start_transfer(instance: Instance, event: TransferRequested, context: StepCo
     """The image of the instance is kept, its machine destroyed, and what it holds released. One that has no machine has
     left at once.
     """
-    begun = enter_action(instance, event, source=None, selections=(instance.current,))
+    started = enter_action(instance, event, source=None, selections=(instance.current,))
     if instance.state is State.OFFLOADED:
-        return complete_transfer(begun, event.at, context)
+        return complete_transfer(started, event.at, context)
     if instance.power is Power.SHELVED:
-        return offload(begun, event.at, context)
-    return change(begun, State.CHANGING, event.at, context)
+        return offload(started, event.at, context)
+    return change(started, State.CHANGING, event.at, context)
 
 
 def complete_transfer(instance: Instance, at: float, context: StepContext) -> Step:
-    """Nothing of it is left here, neither a machine nor an allocation: that is on record, and announced."""
+    """Nothing of it is left here, neither a machine nor an allocation: that is on record, and published."""
     action = action_of(instance)
     assert action.to_cell is not None
-    departure = CellTransfer(
+    transfer = CellTransfer(
         cell=action.to_cell,
         spec=action.spec,
         image=instance.image,
@@ -85,25 +85,25 @@ def complete_transfer(instance: Instance, at: float, context: StepContext) -> St
         code=action.rollback_code,
         reason=action.rollback_reason,
     )
-    left = _transferred(clear_action(instance), departure, action.request_id)
-    left = replace(left, deadline=at + context.destroy_retry_s)
-    return Step(left, (emit_transfer(left, at, context),))
+    transferred = _transferred(clear_action(instance), transfer, action.request_id)
+    transferred = replace(transferred, deadline=at + context.destroy_retry_s)
+    return Step(transferred, (emit_transfer(transferred, at, context),))
 
 
-def _transferred(instance: Instance, departure: CellTransfer, request_id: str) -> Instance:
+def _transferred(instance: Instance, transfer: CellTransfer, request_id: str) -> Instance:
     return replace(
         instance,
         state=State.TRANSFERRED,
         next_state=None,
-        spec=departure.spec,
-        selections=(departure.last,),
+        spec=transfer.spec,
+        selections=(transfer.last,),
         selection_index=0,
-        highest_attempt=departure.attempt,
-        transfer=departure,
+        highest_attempt=transfer.attempt,
+        transfer=transfer,
         transferred_by=request_id,
-        sequence=departure.sequence + 1,
+        sequence=transfer.sequence + 1,
         deadline=None,
-        since=departure.at,
+        since=transfer.at,
         queried=False,
     )
 
@@ -116,22 +116,22 @@ def reemit_transfer(instance: Instance, event: TimedOut, context: StepContext) -
 
 def emit_transfer(instance: Instance, at: float, context: StepContext) -> ActionEvent:
     """That it has left, always under the same number: what comes late or twice changes nothing."""
-    departure = instance.transfer
+    transfer = instance.transfer
     assert instance.spec is not None
-    assert departure is not None
+    assert transfer is not None
     return ActionEvent(
         request_id=instance.transferred_by,
         instance_uuid=instance.uuid,
         project_id=instance.spec.project_id,
-        kind=departure.kind,
+        kind=transfer.kind,
         state=ActionState.MIGRATING,
-        sequence=departure.sequence,
+        sequence=transfer.sequence,
         condition=Condition.MOVING,
         cell=context.cell,
-        flavor=departure.spec.flavor,
-        image=departure.spec.image,
+        flavor=transfer.spec.flavor,
+        image=transfer.spec.image,
         at=at,
-        transfer=departure,
+        transfer=transfer,
     )
 
 
@@ -157,32 +157,41 @@ def report_attempt(instance: Instance, event: TransferRequested, context: StepCo
 
 
 def end_transfer(instance: Instance, event: TransferEnded, context: StepContext) -> Step:
-    """The build in the next cell has ended. Also a record from before the departure gives the instance up by it: the
-    former one was announced by this cell, with nothing left here.
+    """The build in the next cell has ended. Also a record from before the transfer gives the instance up by it: the
+    former one was published by this cell, with nothing left here.
     """
     if instance.spec is None or instance.last_attempt > event.attempt or not instance.selections:
         return Step(instance)
     if desired_state_of(instance).condition is Condition.DELETED:
         return Step(instance)
-    left = instance
+    transferred = instance
     if instance.transfer is None:
         kind, request_id = event.kind, event.request_id
-        left = transferred_to(instance, event.to_cell, event.attempt, kind=kind, request_id=request_id, at=event.at)
-    state, then = BUILT_IN_OTHER_CELL
+        transferred = transferred_to(
+            instance, event.to_cell, event.attempt, kind=kind, request_id=request_id, at=event.at
+        )
+    state, next_state = BUILT_IN_OTHER_CELL
     return Step(
-        replace(left, state=state, next_state=then, highest_attempt=event.attempt, deadline=None, since=event.at)
+        replace(
+            transferred,
+            state=state,
+            next_state=next_state,
+            highest_attempt=event.attempt,
+            deadline=None,
+            since=event.at,
+        )
     )
 
 
 def transferred_to(
     instance: Instance, cell: str, attempt: int, *, kind: ActionKind, request_id: str, at: float
 ) -> Instance:
-    """The record of one that another cell has built, from a record from before it left: what this cell announced then
+    """The record of one that another cell has built, from a record from before it left: what this cell published then
     is lost. attempt: the last one here.
     """
     spec = instance.spec if instance.action is None else instance.action.spec
     assert spec is not None
-    departure = CellTransfer(
+    transfer = CellTransfer(
         cell=cell,
         spec=spec,
         image=instance.image,
@@ -193,8 +202,8 @@ def transferred_to(
         is_stopped=instance.power is Power.STOPPED,
         at=at,
     )
-    left = _transferred(instance if instance.action is None else clear_action(instance), departure, request_id)
-    return replace(left, state=BUILT_IN_OTHER_CELL[0], next_state=BUILT_IN_OTHER_CELL[1])
+    transferred = _transferred(instance if instance.action is None else clear_action(instance), transfer, request_id)
+    return replace(transferred, state=BUILT_IN_OTHER_CELL[0], next_state=BUILT_IN_OTHER_CELL[1])
 
 
 def accept_transfer(instance: Instance, event: InstanceTransferredIn, context: StepContext) -> Step:
@@ -206,33 +215,33 @@ def accept_transfer(instance: Instance, event: InstanceTransferredIn, context: S
     perhaps a machine in quarantine, about which this record proves no more than that one (`proves_from`).
     """
     request = event.request
-    departure, desire = request.transfer, desired_state_of(instance)
-    assert departure is not None
-    if departure.attempt < instance.last_attempt:  # it is late: it begins nothing, and refuses nothing either
-        if instance.state is State.TOMBSTONE:  # the delete was here first: its end is announced
+    transfer, desired = request.transfer, desired_state_of(instance)
+    assert transfer is not None
+    if transfer.attempt < instance.last_attempt:  # it is late: it begins nothing, and refuses nothing either
+        if instance.state is State.TOMBSTONE:  # the delete was here first: its end is published
             deleted = steps.enter_releasing(_with_transfer(instance, event), State.DELETED, event.at, context)
             return refuse_request(deleted, event, context, DELETED)
-        return (refer_to_next_cell if desire.in_other_cell else answer_query)(instance, event, context)
+        return (refer_to_next_cell if desired.in_other_cell else answer_query)(instance, event, context)
     here = _with_transfer(instance, event)
-    begun = enter_action(here, event, source=None, selections=(here.current, *request.selections))
-    comes_home = request.to_cell is None and departure.code
-    failure = Refusal(code=departure.code, reason=departure.reason) if comes_home else None
+    started = enter_action(here, event, source=None, selections=(here.current, *request.selections))
+    comes_home = request.to_cell is None and transfer.code
+    failure = Refusal(code=transfer.code, reason=transfer.reason) if comes_home else None
     answered = has_ended(here, request.request_id)
-    begun = replace(
-        begun, action=replace(action_of(begun), started_at=departure.at, answered=answered, failure=failure)
+    started = replace(
+        started, action=replace(action_of(started), started_at=transfer.at, answered=answered, failure=failure)
     )
-    if action_of(begun).answered or event.is_query:
-        return roll_back(begun, event.at, context, ACTION_LOST, "its next cell has no record of the request")
+    if action_of(started).answered or event.is_query:
+        return roll_back(started, event.at, context, ACTION_LOST, "its next cell has no record of the request")
     if event.dead_letter_reason is not None:
-        return roll_back(begun, event.at, context, event.dead_letter_reason.code, event.dead_letter_reason.reason)
+        return roll_back(started, event.at, context, event.dead_letter_reason.code, event.dead_letter_reason.reason)
     if not request.selections:
-        rests = replace(begun, power=Power.SHELVED)
+        rests = replace(started, power=Power.SHELVED)
         return close(rests, ActionEnd(ActionState.FAILED, NO_HOST, "no host was named for it"), event.at, context)
-    return claim(begun, event.at, context)
+    return claim(started, event.at, context)
 
 
 def answer_not_started(instance: Instance, event: ActionQueried, context: StepContext) -> Step:
-    """The answer to a query, and to a request that its queue has given up."""
+    """The answer to a query, and to a request that its queue has dead-lettered."""
     answers = answer_query if event.is_query else refuse_dead_lettered
     return answers(instance, event, context)
 
@@ -240,25 +249,25 @@ def answer_not_started(instance: Instance, event: ActionQueried, context: StepCo
 def refer_to_next_cell(
     instance: Instance, event: ActionRequested | DeleteRequested | BuildRequested, context: StepContext
 ) -> Step:
-    """It has left: the scheduler that commands this cell has not received the departure, which is published again."""
-    left = emit_transfer(instance, event.at, context)
+    """It has left: the scheduler that commands this cell has not received the transfer, which is published again."""
+    transfer_event = emit_transfer(instance, event.at, context)
     if not isinstance(event, ActionRequested):
-        return Step(instance, (left,))
+        return Step(instance, (transfer_event,))
     request = event.request
     known = next((one for one in instance.ended if one.request_id == request.request_id), None)
     is_ended = known is not None and known.state in ENDS_OF_ACTIONS
     if request.request_id == instance.transferred_by or (known is not None and not is_ended):
-        return Step(instance, (left,))  # it has left by this one, now or before
+        return Step(instance, (transfer_event,))  # it has left by this one, now or before
     ended = known or EndedAction(request.request_id, request.kind, ActionState.REFUSED, ENDED_IN_OTHER_CELL)
     if event.is_query and known is None:
         ended = replace(ended, state=ActionState.FAILED, code=ACTION_LOST)
-    # The departure is announced by its own request, which the schedulers carry on, and with the higher number.
+    # The transfer is published by its own request, which the schedulers carry on, and with the higher number.
     answer = replace(
-        left,
+        transfer_event,
         request_id=request.request_id,
         kind=request.kind,
         state=ended.state,
-        sequence=left.sequence - 1,
+        sequence=transfer_event.sequence - 1,
         terminal=True,
         condition=Condition.MOVING,
         code=ended.code,
@@ -267,11 +276,11 @@ def refer_to_next_cell(
     )
     # Kept, so that a query of it has the same end.
     recorded = instance if known else replace(instance, ended=(*instance.ended, ended)[-MAX_ENDED:])
-    return Step(recorded, (left, answer))
+    return Step(recorded, (transfer_event, answer))
 
 
 def refuse_other(instance: Instance, event: ActionRequested, context: StepContext) -> Step:
-    """A request that cannot be begun now: another one is under way, or the instance is not active."""
+    """A request that cannot be started now: another one is under way, or the instance is not active."""
     is_over = desired_state_of(instance).condition in {Condition.DELETED, Condition.FAILED}
     refuses = refuse if is_over or instance.action is None else refuse_busy
     return refuses(instance, event, context)
@@ -279,25 +288,25 @@ def refuse_other(instance: Instance, event: ActionRequested, context: StepContex
 
 def _with_transfer(instance: Instance, event: InstanceTransferredIn) -> Instance:
     request, kept = event.request, next_attempt_record(instance)
-    departure, ended = request.transfer, kept.ended
-    assert departure is not None
+    transfer, ended = request.transfer, kept.ended
+    assert transfer is not None
     if instance.transfer is not None and instance.transferred_by != request.request_id:
         # A late copy of the request that it left by is not carried out again.
-        left = EndedAction(instance.transferred_by, instance.transfer.kind, ActionState.SCHEDULED)
-        ended = (*ended, left)[-MAX_ENDED:]
+        ended_transfer = EndedAction(instance.transferred_by, instance.transfer.kind, ActionState.SCHEDULED)
+        ended = (*ended, ended_transfer)[-MAX_ENDED:]
     return replace(
         kept,
         state=State.OFFLOADED,
-        spec=departure.spec,
-        selections=(*request.selections, *instance.selections[:1], departure.last)[:1],
-        attempt=departure.attempt,
-        sequence=max(departure.sequence, kept.sequence) + 1,
+        spec=transfer.spec,
+        selections=(*request.selections, *instance.selections[:1], transfer.last)[:1],
+        attempt=transfer.attempt,
+        sequence=max(transfer.sequence, kept.sequence) + 1,
         requested_at=event.at,
         since=event.at,
         answered=True,
         cause=event.cause,
-        highest_attempt=departure.attempt + 1,
-        power=Power.STOPPED if departure.is_stopped else Power.SHELVED,
-        image=departure.image,
+        highest_attempt=transfer.attempt + 1,
+        power=Power.STOPPED if transfer.is_stopped else Power.SHELVED,
+        image=transfer.image,
         ended=ended,
     )

@@ -1,4 +1,4 @@
-"""The desire of each state: what every machine of the instance is to be, and what is asked of placement.
+"""The desired state of each phase: what every machine of the instance is to be, and what is asked of placement.
 
 One row a state, and one for each state that may follow where an answer is waited for; nothing else in the cell lists
 states. What a record proves to be over and a report has to show (`report`), what is commanded (`orders`),
@@ -26,7 +26,7 @@ class MachineTarget(StrEnum):
     BUILT = "built"  # its host was commanded to build it; it may not be there yet
     RUNNING = "running"  # it is there for its client: a report that leaves it out ends what no client has ended
     PRESENT = "present"  # it is there, as it is or being changed
-    NOT_COMMANDED = "not_commanded"  # claimed, and nothing that makes a machine was commanded: one there is unexplained
+    NOT_COMMANDED = "not_commanded"  # claimed, and nothing that makes a machine was commanded: one there is unknown
     DESTROYED = "destroyed"  # over: its host is commanded until it answers, or a report leaves it out
     ABSENT_AFTER_DESTROY = "absent_after_destroy"  # over, and may be there still
     ABSENT = "absent"  # over, and by the record there is none
@@ -50,7 +50,7 @@ class Work(StrEnum):
 
 class DesiredState(Struct, frozen=True, kw_only=True):
     """One row. current: the machine of the current attempt. source: that of the move's source, on another host or,
-    before a destination is claimed and when the move is undone in place, the same.
+    before a destination is claimed and when the move is rolled back in place, the same.
 
     condition: for clients (None: by its power). progress: of the request under way. change: of one machine,
     commanded and awaited; in `changing` by the request, and a resize only in place.
@@ -81,8 +81,8 @@ DESIRED_STATES: Mapping[Phase, DesiredState] = {
     (State.ACTIVE, None): DesiredState(current=MachineTarget.RUNNING, condition=None, ends=True, may_adopt=True),
     (State.FAILED, None): DesiredState(current=MachineTarget.ABSENT, condition=_FAILED, ends=True, may_adopt=True),
     (State.DELETED, None): DesiredState(current=MachineTarget.ABSENT, condition=_DELETED, ends=True),
-    # Of placement: an alternate, or one that is not wanted any more; a destination (before it is claimed `here` is the
-    # source).
+    # Of placement: an alternate, or one that is not wanted any more; a destination (before it is claimed `current` is
+    # the source).
     (State.CLAIMING, State.BUILDING): DesiredState(
         current=MachineTarget.ABSENT_AFTER_DESTROY, placement_call=PlacementCall.CLAIM, work=Work.BUILD
     ),
@@ -96,8 +96,8 @@ DESIRED_STATES: Mapping[Phase, DesiredState] = {
         progress=ActionState.CLAIMING,
         work=Work.ACTION,
     ),
-    # Of hosts: all machines of it, the source of a move that has arrived, the destination of one that is undone, and
-    # the machine of one that is shelved.
+    # Of hosts: all machines of it, the source of a move that has arrived, the destination of one that is rolled back,
+    # and the machine of one that is shelved.
     (State.DESTROYING, State.DELETED): DesiredState(
         current=MachineTarget.DESTROYED, source=MachineTarget.DESTROYED, condition=_DELETED
     ),
@@ -178,7 +178,7 @@ DESIRED_STATES: Mapping[Phase, DesiredState] = {
 
 
 class Phased(Protocol):
-    """What a desire is read of."""
+    """What a desired state is read of."""
 
     @property
     def phase(self) -> Phase:
@@ -192,27 +192,27 @@ def desired_state_of(record: Phased) -> DesiredState:
 
 DESIRED = frozenset({MachineTarget.BUILT, MachineTarget.RUNNING, MachineTarget.PRESENT})
 ENDED = frozenset({MachineTarget.DESTROYED, MachineTarget.ABSENT_AFTER_DESTROY, MachineTarget.ABSENT})
-# It is there, or its host was commanded to destroy it: its orders follow it to another service.
+# It is there, or its host was commanded to destroy it: its commands follow it to another service.
 COMMANDED = frozenset({MachineTarget.PRESENT, MachineTarget.RUNNING, MachineTarget.BUILT, MachineTarget.DESTROYED})
-# Its host carries it, or may still: one that a report leaves out is a finding.
+# Its host carries it, or may still: one that a report leaves out is a difference.
 EXPECTED = frozenset({MachineTarget.RUNNING, MachineTarget.DESTROYED})
 # Its host was commanded to make it, and it may be there.
 MAY_HAVE_MACHINE = DESIRED | EXPECTED
 
 
-def phases_matching(holds: Callable[[DesiredState], bool]) -> frozenset[Phase]:
+def phases_matching(matches: Callable[[DesiredState], bool]) -> frozenset[Phase]:
     """The states whose row is so."""
-    return frozenset(phase for phase, row in DESIRED_STATES.items() if holds(row))
+    return frozenset(phase for phase, row in DESIRED_STATES.items() if matches(row))
 
 
 # A client has requested the delete, and nothing revokes that: no attempt is wanted, whatever its number.
 DELETE_REQUESTED = phases_matching(lambda row: row.condition is Condition.DELETED)
-# The build is given up, or its client has deleted it since.
+# The build has failed, or its client has deleted it since.
 REFUSED = phases_matching(lambda row: row.condition in (Condition.DELETED, Condition.FAILED))
 # Nothing is awaited, and by the record there is no machine and no allocation.
 AT_REST = phases_matching(lambda row: row.current is MachineTarget.ABSENT and row.placement_call is None)
-# These may be forgotten after a time; one that has failed, after a longer one, and one that has left and is built
-# elsewhere by now: schedulers that are set back to before that command this cell.
+# These may be deleted after a time; one that has failed, after a longer one, and one that has left and is built
+# elsewhere by now: schedulers that are restored to before that command this cell.
 PURGED = AT_REST & phases_matching(lambda row: row.condition is Condition.DELETED)
 PURGED_FAILED = AT_REST & phases_matching(lambda row: row.condition in (Condition.FAILED, Condition.UNKNOWN))
 IN_OTHER_CELL = phases_matching(lambda row: row.in_other_cell)
@@ -237,8 +237,8 @@ def phase_to_text(phase: Phase) -> str:
 
 def phase_from_text(text: str) -> Phase:
     """What `phase_to_text` has written."""
-    state, _, then = text.partition("/")
-    return State(state), State(then) if then else None
+    state, _, next_state = text.partition("/")
+    return State(state), State(next_state) if next_state else None
 
 
 def phases_as_sql(phases: frozenset[Phase]) -> str:

@@ -81,7 +81,7 @@ class TimedOut(Event, frozen=True, kw_only=True):
 
 
 class Answer(Event, frozen=True, kw_only=True):
-    """Placement's answer to a question, which is named by consumer ("": the instance) and attempt (0: it has none)."""
+    """Placement's answer to a request, which is named by consumer ("": the instance) and attempt (0: it has none)."""
 
     consumer: str = ""
     attempt: int = 0
@@ -96,7 +96,7 @@ class Claimed(Answer, frozen=True, kw_only=True):
 
 
 class ClaimRefused(Answer, frozen=True, kw_only=True):
-    """Placement claimed nothing for `attempt`, and holds no allocation of ours any more.
+    """Placement claimed nothing for `attempt`, and holds no allocation of the instance any more.
 
     consumer_conflict: another client owns the consumer now; this build must stop. consumer_generation, allocations:
     what that consumer is in placement then (None: it holds nothing).
@@ -176,8 +176,8 @@ def action_event(
     request: CellAction, at: float, cause: str, *, dead_letter_reason: Refusal | None = None, is_query: bool = False
 ) -> ActionRequested:
     """The event of a command to the cell, or of a query about one."""
-    is_begun = dead_letter_reason is None and not is_query
-    kind = ActionRequested if is_begun else ActionQueried
+    is_started = dead_letter_reason is None and not is_query
+    kind = ActionRequested if is_started else ActionQueried
     if request.transfer is not None:
         kind = InstanceTransferredIn
     return kind(at=at, request=request, cause=cause, dead_letter_reason=dead_letter_reason, is_query=is_query)
@@ -186,8 +186,8 @@ def action_event(
 class ChangeEnded(Event, frozen=True, kw_only=True):
     """A host reports how a change of a machine ended. runs: whether it runs now (None: not known).
 
-    refused: its check before a hand-over refused it, and nothing was begun. elsewhere: a hand-over to another host may
-    pass.
+    refused: its check before a hand-over refused it, and nothing was started. retry_other_host: a hand-over to another
+    host may pass.
     """
 
     attempt: int
@@ -243,7 +243,7 @@ class MachineDecided(Event, frozen=True, kw_only=True):
 
 
 class SourceQuery(Struct, frozen=True):
-    """The query for the source of a move, before the move is undone. change_number: of this query in the record; a
+    """The query for the source of a move, before the move is rolled back. change_number: of this query in the record; a
     later one has a higher number. service: that manages its host, by the record.
     """
 
@@ -266,7 +266,7 @@ class SourceAnswered(Event, frozen=True, kw_only=True):
 
 
 class HostFenced(Event, frozen=True, kw_only=True):
-    """A host is fenced: it is off, and receives the list of its losses before it is used again (see `fences`)."""
+    """A host is fenced: it is off, and receives its stale machines before it is used again (see `fences`)."""
 
     host_uuid: str
 

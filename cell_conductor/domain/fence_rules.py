@@ -2,8 +2,8 @@
 applies.
 
 A fence proves what a host's own answer proves: no machine of the instance runs there, and none will before the host has
-received its losses. So a step that waits for the host's answer goes on without it. An instance that is active there
-stays so: only its policy, or an operator, decides whether it is rebuilt elsewhere.
+received its stale machines. So a step that waits for the host's answer goes on without it. An instance that is active
+there stays so: only its policy, or an operator, decides whether it is rebuilt elsewhere.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def end_destroyed(instance: Instance, event: HostFenced, context: StepContext) -
     ended = delete_rules.release_destroyed(instance, gone, context)
     if ended.instance is instance or desired_state_of(instance).condition is not Condition.DELETED:
         return ended
-    reason = "the delete did not wait for this host's word"
+    reason = "the delete did not wait for this host's answer"
     tried = steps.attempt_record(instance, instance.attempt, "fenced", event.at, code=FENCED, reason=reason)
     record = replace(tried, host=where.host)
     return Step(replace(ended.instance, history=(*ended.instance.history, record)), ended.commands)
@@ -63,7 +63,7 @@ def skip_checked_destination(instance: Instance, event: HostFenced, context: Ste
 
 
 def stay_at_source(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """The source was commanded to hand over, and cannot: the move is undone."""
+    """The source was commanded to hand over, and cannot: the move is rolled back."""
     if event.host_uuid != instance.source_host_uuid:
         return Step(instance)
     return roll_back(instance, event.at, context, FENCED, "the source was fenced before it had handed over")
@@ -73,7 +73,7 @@ def abandon_destination(instance: Instance, event: HostFenced, context: StepCont
     """The destination is off: the source, which is stopped and whole, goes on, or the next destination is tried.
 
     Of a move that had arrived the destination's machine is the newest, and is destroyed when its host is back: the
-    source is seen first. It is not given up when the fence is being lifted.
+    source is seen first. It is not abandoned when the fence is being ended.
     """
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
@@ -85,21 +85,21 @@ def abandon_destination(instance: Instance, event: HostFenced, context: StepCont
 
 
 def revert(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """The conductor does not wait for the remains of an undone move there."""
+    """The conductor does not wait for the remains of a move that was rolled back there."""
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
     return Step(revert_allocations(instance, event.at, context))
 
 
 def end_unstarted(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """The source of an undone move cannot be started: it is on record on its old host, as any
+    """The source of a move that was rolled back cannot be started: it is on record on its old host, as any
     instance of a dead host.
     """
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
     action = action_of(instance)
-    why = steps.truncate(f"{action.rollback_reason}; its host was fenced before it was started again".strip("; "))
-    return end_rolled_back(replace(instance, action=replace(action, rollback_reason=why)), event.at, context)
+    reason = steps.truncate(f"{action.rollback_reason}; its host was fenced before it was started again".strip("; "))
+    return end_rolled_back(replace(instance, action=replace(action, rollback_reason=reason)), event.at, context)
 
 
 def end_change(instance: Instance, event: HostFenced, context: StepContext) -> Step:

@@ -1,5 +1,5 @@
-"""Fences of hosts, and the losses of a fenced host: machines that it still lists, and that their records prove over.
-And the hosts on which nothing is begun now: fenced ones, and those of a compute service that is down.
+"""Fences of hosts, and the stale machines of a fenced host: those that it still lists, and that their records prove
+over. And the hosts on which nothing is started now: fenced ones, and those of a compute service that is down.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RunningAfterFence(Struct, frozen=True):
 
 
 class AbandonedMachines(Struct, frozen=True):
-    """How many machines of a service records have given up on a fenced host, without its answer, since it last showed
+    """How many machines of a service records have abandoned on a fenced host, without its answer, since it last showed
     that it has none of them. at: the last time, seconds since the epoch.
     """
 
@@ -40,10 +40,10 @@ class AbandonedMachines(Struct, frozen=True):
 
 
 class Fence(Struct, frozen=True, kw_only=True):
-    """An operator's statement that a host is off. version: of the decision. at: when it was made, or the fence lifted;
-    seconds since the epoch. A lifted one is no fence any more: its record refuses older decisions that are delivered
+    """An operator's statement that a host is off. version: of the decision. at: when it was made, or the fence ended;
+    seconds since the epoch. An ended one is no fence any more: its record refuses older decisions that are delivered
     late, and goes when none can be under way. running: by service, the machines that its last scan from after the fence
-    has found to run there. since: when this cell had the first of its decisions without a lift in between. abandoned:
+    has found to run there. since: when this cell had the first of its decisions without an end in between. abandoned:
     by the service that managed the host by the records.
     """
 
@@ -65,7 +65,7 @@ class Fence(Struct, frozen=True, kw_only=True):
 
     @property
     def unfencing(self) -> bool:
-        """Whether the host may be used again, once it has destroyed its losses."""
+        """Whether the host may be used again, once it has destroyed its stale machines."""
         return self.state is FenceState.UNFENCING
 
     def with_running(self, service: str, attempts: dict[str, int], passed: Collection[str]) -> Fence:
@@ -82,7 +82,7 @@ class Fence(Struct, frozen=True, kw_only=True):
         return rescan_of("fence", self.host_uuid, self.version)
 
     def rescan_for(self, service: str) -> str:
-        """Of the rescan that shows whether the host still has what was given up there as this service's."""
+        """Of the rescan that shows whether the host still has what was abandoned there as this service's."""
         one = self.abandoned[service]
         return rescan_of("loss", self.host_uuid, service, one.count, one.at)
 
@@ -94,7 +94,7 @@ class Fence(Struct, frozen=True, kw_only=True):
 
 
 def fence_of(decision: CellFence, now: float) -> Fence:
-    """By a decision. A lift has a time in any case, by which its record goes; a fence without one proves less."""
+    """By a decision. An end has a time in any case, by which its record goes; a fence without one proves less."""
     state = FenceState.UNFENCING if decision.unfence else FenceState.FENCED
     at = decision.at or (now if decision.unfence else 0.0)
     fence: Fence = convert(decision, Fence, from_attributes=True)
@@ -103,22 +103,22 @@ def fence_of(decision: CellFence, now: float) -> Fence:
 
 def abandoned_services(before: Instance, after: Instance, host_uuid: str) -> tuple[str, ...]:
     """The services of the machines of an instance that this host may have by the previous record, and that the new
-    record gave up.
+    record abandoned.
 
-    Whatever their numbers: the fence answers for its host. Nothing is given up twice: of what was over its host has
+    Whatever their numbers: the fence answers for its host. Nothing is abandoned twice: of what was over its host has
     answered by now.
     """
     proof = replace(after, proves_from=0)
-    machines, desire, is_answered = [], desired_state_of(before), before.phase in DESTROY_ANSWERED
-    if before.host_uuid == host_uuid and (not is_answered or desire.current in DESIRED):
+    machines, desired, is_answered = [], desired_state_of(before), before.phase in DESTROY_ANSWERED
+    if before.host_uuid == host_uuid and (not is_answered or desired.current in DESIRED):
         machines.append((before.attempt, before.current.service))
-    if before.source_host_uuid == host_uuid and (not is_answered or desire.source in DESIRED):
+    if before.source_host_uuid == host_uuid and (not is_answered or desired.source in DESIRED):
         machines.append((before.source_attempt, before.source_service))
     return tuple(service for attempt, service in machines if is_provably_ended(proof, attempt, host_uuid))
 
 
 def prevents_unfencing(record: InstanceSummary | None, one: Running, host_uuid: str) -> bool:
-    """Whether the fence stays for it: it may be one that was given up there, also where an operator decides about it,
+    """Whether the fence stays for it: it may be one that was abandoned there, also where an operator decides about it,
     because its number may have been given out twice, or is not known, or its record cannot be read.
     """
     if record is None or host_uuid in record.protected_hosts:
@@ -150,7 +150,7 @@ class ClosedHosts(Struct, frozen=True):
     fences: Mapping[str, Fence] = {}
 
     def closure_of(self, selection: Selection) -> Closure | None:
-        """Why nothing is begun on this host now; None: it may be tried."""
+        """Why nothing is started on this host now; None: it may be tried."""
         if (fence := self.fences.get(selection.host_uuid)) is not None:
             return Closure(FENCED, f"host {fence.host} is fenced")
         down = self.down.get(selection.service)

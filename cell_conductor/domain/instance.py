@@ -22,7 +22,7 @@ from .events import ClaimRefused
 
 
 class State(StrEnum):
-    """The state of an instance. With what comes `then` it determines what is allocated for it
+    """The state of an instance. With its next state it determines what is allocated for it
     (docs/reference/states.md).
     """
 
@@ -65,7 +65,7 @@ class Power(StrEnum):
     RESCUED = "rescued"  # its rescue system runs, and not its own
 
 
-# The announcements of one instance are numbered from here; the numbers below belong to the scheduler.
+# The events of one instance are numbered from here; the numbers below belong to the scheduler.
 FIRST_SEQUENCE = 10
 
 
@@ -81,18 +81,18 @@ NOT_COMMANDED = "not_commanded"
 
 # This many ended requests of one instance are kept: a copy of one is answered as the first was.
 MAX_ENDED = 16
-# Of moves that are over: as many attempts as two of them can have.
+# Of actions that are over: as many attempts as two of them can have.
 MAX_ENDED_ATTEMPTS = 32
 
 
 class BlockedReason(StrEnum):
-    """Why nothing is begun with an instance."""
+    """Why nothing is started with an instance."""
 
     TOP_SILENT = "top_silent"  # the top has said nothing, or is old: what would be released or ended is not
     BUSY = "busy"  # a machine is being changed or destroyed
     HOST_ABSENT = "host_absent"  # a host that may have its machine has not listed
-    INCOMPLETE = "incomplete"  # a machine was ordered away unless it is complete: which it is is awaited
-    CONFLICT = "conflict"  # two words contradict each other
+    INCOMPLETE = "incomplete"  # a machine is destroyed unless it is complete: the answer is awaited
+    CONFLICT = "conflict"  # two decisions contradict each other
 
 
 class EndedAction(Struct, frozen=True, omit_defaults=True):
@@ -110,15 +110,15 @@ class ActionInProgress(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     request_id: also the migration's uuid in placement. source, source_attempt: the machine that it had (None: none, it
     was offloaded). allocation_attempt: the attempt that placement had it under. spec, power, image: as they were.
-    order: of the change that was last commanded and is awaited. handed_over: the source was commanded to hand over, so
-    it is started when the move is undone. finishing: the current destination was commanded to build. refreshed:
-    placement had the source under a newer generation than the record, which has it by now. restoring_size: a resize in
-    place has failed, and its host was commanded to restore the old size. rollback_code, rollback_reason: why the move
-    is being undone ("": it is not). answered: the request has had its terminal event. ending_request_id, ending_kind:
-    the request that ends it
+    change_number: of the change that was last commanded and is awaited. handed_over: the source was commanded to hand
+    over, so it is started when the move is rolled back. finishing: the current destination was commanded to build.
+    refreshed: placement had the source under a newer generation than the record, which has it by now. restoring_size: a
+    resize in place has failed, and its host was commanded to restore the old size. rollback_code, rollback_reason: why
+    the move is being rolled back ("": it is not). answered: the request has had its terminal event. ending_request_id,
+    ending_kind: the request that ends it
     (confirm, revert, abort), to be answered at its end. history: hosts tried. claimed: the
     migration holds the source
-    in the book. delete: the instance was deleted while a request to placement was under way.
+    in placement. delete: the instance was deleted while a request to placement was under way.
     source_destroyed, current_destroyed, instance_released: of an instance that is being deleted, or whose release is
     under way. failure: of one that has come home: why no host of the other cell has taken it, which is its end.
     to_cell: that it leaves for once it holds nothing here (None: it rests offloaded). fenced, force, fenced_hosts: as
@@ -166,20 +166,20 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     next_state: of claiming, releasing and destroying, the state that it comes to. selection_index: the selection of the
     current attempt. attempt: the fencing number last commanded (or claimed). consumer_generation: the consumer's
-    generation in placement as last received. sequence: the number of the next announcement. build_sequence: that of the
-    last announcement of its build (0: none); those of moves are numbered on from there. deadline: when the sweep looks
+    generation in placement as last received. sequence: the number of the next event. build_sequence: that of the
+    last event of its build (0: none); those of actions are numbered on from there. deadline: when the sweep looks
     at it again (None: never). since: when the current state was entered. answered: the build request got its terminal
     event. cause: the last request about it. queried: the attempt's deadline has passed, and its host was queried.
     stage_times: when each stage of the build ended, until it is answered. server_group: the group whose rule its
     alternates obey; limits: its project's quota, which they obey as well. highest_attempt: the highest attempt number
-    that was ever given out, if that is not `attempt`: an undone move has used numbers under which nothing runs. power:
-    whether it is meant to run. image: of a shelved one, its snapshot. change_number: the highest number given to a
-    change of its machine. action: the request under way. ended: requests that have ended, the newest last. traceparent:
-    the trace of the last request about it ("": not sampled), for the steps that a deadline leads to. transfer: the
-    record with which it left for another cell; transferred_by: the request by which it left. ended_attempts: the
-    attempts whose machines its moves have ended, the newest last. blocked_reason: why nothing is begun with it since a
-    recovery ("": nothing prevents that); see BlockedReason. proves_from: the first attempt number of the incarnation in
-    which that was; a lower one proves only what the record names.
+    that was ever given out, if that is not `attempt`: a move that was rolled back has used numbers under which nothing
+    runs. power: whether it is meant to run. image: of a shelved one, its snapshot. change_number: the highest number
+    given to a change of its machine. action: the request under way. ended: requests that have ended, the newest last.
+    traceparent: the trace of the last request about it ("": not sampled), for the steps that a deadline leads to.
+    transfer: the record with which it left for another cell; transferred_by: the request by which it left.
+    ended_attempts: the attempts whose machines its actions have ended, the newest last. blocked_reason: why nothing is
+    started with it since a recovery ("": nothing prevents that); see BlockedReason. proves_from: the first attempt
+    number of the incarnation in which that was; a lower one proves only what the record names.
     """
 
     uuid: str
@@ -329,9 +329,9 @@ class InstanceSummary(Struct, frozen=True):
         return max(self.attempt, self.highest_attempt)
 
 
-def unreadable_summary(uuid: str, kept: Sequence[str]) -> InstanceSummary:
+def unreadable_summary(uuid: str, protected: Sequence[str]) -> InstanceSummary:
     """Of an instance whose record cannot be read: it expects no machine, explains none, and none is over by it."""
-    return InstanceSummary(uuid, State.ABSENT, None, "", 0, 0.0, protected_hosts=kept)
+    return InstanceSummary(uuid, State.ABSENT, None, "", 0, 0.0, protected_hosts=protected)
 
 
 NO_HOST = "max_retries_exceeded"

@@ -37,24 +37,24 @@ class PageContents(Struct, frozen=True):
     marks: tuple[DatabaseMark, ...] = ()
 
 
-def contents_of(question: CellRecovering, page: CellKnown) -> PageContents | None:
-    """What a page says; None: it answers another question, or does not say what was asked. What it has beside is not
+def contents_of(query: CellRecovering, page: CellKnown) -> PageContents | None:
+    """What a page says; None: it answers another query, or does not say what was asked. What it has besides is not
     taken.
     """
     names = (page.cell, page.process, page.database_incarnation, page.query_id)
-    if names != (question.cell, question.process, question.database_incarnation, question.query_id):
+    if names != (query.cell, query.process, query.database_incarnation, query.query_id):
         return None
-    asked, last = set(question.asked), page.last
+    asked, last = set(query.asked), page.last
     if asked:
         found = {one.instance_uuid: one for one in page.instances if one.instance_uuid in asked}
         if any(uuid not in found for uuid in asked if not last or uuid <= last) or not found:
             return None
         return PageContents({uuid: known_instance(one, page) for uuid, one in found.items()}, last=last)
-    if last and last <= question.after:
+    if last and last <= query.after:
         return None
 
     def is_within(uuid: str) -> bool:
-        return question.after < uuid and (not last or uuid <= last)
+        return query.after < uuid and (not last or uuid <= last)
 
     return PageContents(
         {one.instance_uuid: known_instance(one, page) for one in page.instances if is_within(one.instance_uuid)},
@@ -65,8 +65,8 @@ def contents_of(question: CellRecovering, page: CellKnown) -> PageContents | Non
 
 
 def known_instance(record: KnownRecord, page: CellKnown) -> KnownInstance:
-    """The top's word on one instance, for the cell that a page is for. A build that no cell has, or that has failed, is
-    nowhere by the map.
+    """The top's record of one instance, for the cell that a page is for. A build that no cell has, or that has failed,
+    is nowhere by the map.
     """
     state = record.state
     is_mapped = record.cell is not None and state in _MAPPED

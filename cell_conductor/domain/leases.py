@@ -1,6 +1,6 @@
 """Which compute services of a cell are up: the cell's failure detector. It suspects; it never declares a service dead.
 
-A service holds a lease, and each heartbeat or host announcement renews it. Time is counted only while the bus delivers:
+A service holds a lease, and each heartbeat or host report renews it. Time is counted only while the bus delivers:
 each delivery advances the clock by the time since the previous one, by `STEP_S` at most. So a conductor that was
 paused, disconnected, or whose broker stood still suspects no service because of that, and one or two missing heartbeats
 mean nothing. The effects of a suspicion can be taken back: new builds go elsewhere, and so do builds under way that
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import Heartbeat
 
-# The most that a pause between two deliveries counts. The keeper's digests arrive more often than that.
+# The most that a pause between two deliveries counts. The leader's service states arrive more often than that.
 STEP_S = 2.0
 # The interval of a service that does not state how often it sends a heartbeat.
 DEFAULT_HEARTBEAT_S = 10.0
@@ -41,7 +41,7 @@ class LeaseState(StrEnum):
 
     UP = "up"
     SILENT = "silent"  # suspected: the heartbeats did not come
-    STOPPED = "stopped"  # it announced that it stops
+    STOPPED = "stopped"  # it stated that it stops
 
 
 StatePeriod: TypeAlias = tuple[int, LeaseState, float]
@@ -73,8 +73,8 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Leader(Struct, frozen=True):
-    """The conductor that records and publishes the leases, and until when. Its term rises with each change of keeper:
-    the digests of a former one that has not noticed yet are ignored, and its writes are refused.
+    """The conductor that records and publishes the leases, and until when. Its term rises with each change of leader:
+    the service states of a former one that has not noticed yet are ignored, and its writes are refused.
     """
 
     process: str = ""
@@ -83,11 +83,11 @@ class Leader(Struct, frozen=True):
 
 
 def next_leader(before: Leader, process: str, term: int | None, now: float, for_s: float) -> Leader | None:
-    """The record by which this process becomes or remains the keeper; None: another one is. term: its own (None: it is
-    not the keeper). now: by the database's clock, as `before` was read.
+    """The record by which this process becomes or remains the leader; None: another one is. term: its own (None: it is
+    not the leader). now: by the database's clock, as `before` was read.
 
     Its term goes on only if it is on record and not over: an earlier term is of a former process of this name, or of a
-    database that was set back; while it was over another one may have been the keeper, whose record is lost.
+    database that was restored; while it was over another one may have been the leader, whose record is lost.
     """
     is_held = before.until >= now
     if is_held and before.process != process:
@@ -101,7 +101,7 @@ class _TrackedLease(Struct):
     """A lease as this conductor holds it.
 
     sequence: of the last message of its epoch (_NONE: none was received here); heartbeat_at: the clock's value then.
-    ring: with whom it shares its free nodes. stated: by the newest digest that had it (None: none had it).
+    ring: with whom it shares its free nodes. stated: by the newest service states that had it (None: none had it).
     """
 
     lease: Lease
@@ -124,7 +124,7 @@ class LeaseTable:
         self._service_states = (0, 0)  # the newest one's term and number
         self._deleted: dict[
             str, StatePeriod | None
-        ] = {}  # services that are gone for good, as the keeper had them then
+        ] = {}  # services that are gone for good, as the leader had them then
         self._unheard = set[str]()
 
     def __len__(self) -> int:
@@ -133,12 +133,16 @@ class LeaseTable:
     @property
     def leases(self) -> Mapping[str, Lease]:
         """All of them, by service."""
-        return {service: held.lease for service, held in self._tracked.items()}
+        return {service: tracked.lease for service, tracked in self._tracked.items()}
 
     @property
     def down(self) -> dict[str, Lease]:
         """Services that take no builds now."""
-        return {service: held.lease for service, held in self._tracked.items() if held.lease.state is not LeaseState.UP}
+        return {
+            service: tracked.lease
+            for service, tracked in self._tracked.items()
+            if tracked.lease.state is not LeaseState.UP
+        }
 
     @property
     def up(self) -> tuple[str, ...] | None:
@@ -147,14 +151,14 @@ class LeaseTable:
         """
         if self._listening_since is None or self._clock - self._listening_since < self.listening_s:
             return None
-        return tuple(service for service, held in self._tracked.items() if held.lease.state is LeaseState.UP)
+        return tuple(service for service, tracked in self._tracked.items() if tracked.lease.state is LeaseState.UP)
 
     @property
     def listening_s(self) -> float:
         """How long until a heartbeat of each would have come. A service whose interval is unknown is assumed to send
         its heartbeats about as often as the others.
         """
-        intervals = [held.lease.interval_s for held in self._tracked.values() if held.sequence >= 0]
+        intervals = [tracked.lease.interval_s for tracked in self._tracked.values() if tracked.sequence >= 0]
         return LISTEN_HEARTBEATS * max(intervals, default=DEFAULT_HEARTBEAT_S)
 
     @property
@@ -177,8 +181,8 @@ class LeaseTable:
     @property
     def alive_services(self) -> frozenset[str]:
         """Services that are certainly up: they have sent something here, and are not down since."""
-        held = self._tracked.items()
-        return frozenset(name for name, one in held if one.sequence >= 0 and one.lease.state is LeaseState.UP)
+        tracked = self._tracked.items()
+        return frozenset(name for name, one in tracked if one.sequence >= 0 and one.lease.state is LeaseState.UP)
 
     @property
     def is_listening(self) -> bool:
@@ -206,10 +210,10 @@ class LeaseTable:
         """
         if self.up is None:
             return False
-        held = self._tracked.get(service)
-        if held is None or held.lease.state is LeaseState.STOPPED:
-            return held is None or self._is_overdue(held)
-        return held.lease.state is LeaseState.SILENT and at - held.lease.since >= takeover_s
+        tracked = self._tracked.get(service)
+        if tracked is None or tracked.lease.state is LeaseState.STOPPED:
+            return tracked is None or self._is_overdue(tracked)
+        return tracked.lease.state is LeaseState.SILENT and at - tracked.lease.since >= takeover_s
 
     def load_record(self, recorded: Iterable[Lease]) -> None:
         """Adopt all the leases on record, and listen from then on: a service that was down before sends nothing."""
@@ -225,40 +229,40 @@ class LeaseTable:
         records of instances, count its messages as older than those of the recorded epoch.
         """
         for lease in recorded:
-            held = self._tracked.get(lease.service)
-            if held is not None and held.lease.epoch < lease.epoch:
+            tracked = self._tracked.get(lease.service)
+            if tracked is not None and tracked.lease.epoch < lease.epoch:
                 self.record_superseded(lease.service, lease.epoch)
-            is_forgotten = self._deleted.get(lease.service) == lease.state_period
-            if held is None and not is_forgotten and len(self._tracked) < MAX_SERVICES:
-                # After its departure no message of that epoch counts: it is a copy, or was overtaken.
+            is_deleted = self._deleted.get(lease.service) == lease.state_period
+            if tracked is None and not is_deleted and len(self._tracked) < MAX_SERVICES:
+                # After it was deleted no message of that epoch counts: it is a copy, or was overtaken.
                 sequence = _LAST if lease.state is LeaseState.STOPPED else _NONE
                 self._tracked[lease.service] = _TrackedLease(lease, sequence, self._clock)
                 self._unheard.add(lease.service)
                 self._deleted.pop(lease.service, None)  # it was back
 
-    def apply_service_states(self, digest: tuple[int, int], down: Sequence[Lease]) -> None:
-        """Adopt what a page of the keeper's digest states, unless a newer digest came. digest: its term and number."""
-        if digest < self._service_states:
+    def apply_service_states(self, version: tuple[int, int], down: Sequence[Lease]) -> None:
+        """Apply a page of the leader's service states, unless newer ones came. version: their term and number."""
+        if version < self._service_states:
             return
-        self._service_states = digest
+        self._service_states = version
         self.load(down)
         for lease in down:
-            if (held := self._tracked.get(lease.service)) is not None:
-                held.stated = lease.state_period
+            if (tracked := self._tracked.get(lease.service)) is not None:
+                tracked.stated = lease.state_period
 
     def delete(self, service: str) -> None:
         """Drop a service that an operator has stated to be gone.
 
-        A digest from before that may come later, which states of it what the last one did: that is not adopted. One
-        that is up is kept: it sends heartbeats.
+        Service states from before that may come later, which have of it what the last ones had: that is not applied.
+        One that is up is kept: it sends heartbeats.
         """
-        held = self._tracked.get(service)
+        tracked = self._tracked.get(service)
         self.remove([service])
-        if held is None:
+        if tracked is None:
             if len(self._deleted) < MAX_SERVICES:
                 self._deleted.setdefault(service, None)
         elif service not in self._tracked and len(self._deleted) < MAX_SERVICES:
-            self._deleted[service] = held.stated or held.lease.state_period
+            self._deleted[service] = tracked.stated or tracked.lease.state_period
 
     def advance_clock(self, now_s: float) -> None:
         """Record that the bus has delivered a message; now_s: monotonic."""
@@ -273,40 +277,40 @@ class LeaseTable:
         A conductor that has just started would leave that service out of its ring, and its nodes would move needlessly.
         """
         members: dict[str, list[str]] = {}
-        for service, held in sorted(self._tracked.items()):
-            if held.lease.state is not LeaseState.UP:
+        for service, tracked in sorted(self._tracked.items()):
+            if tracked.lease.state is not LeaseState.UP:
                 continue
-            if held.sequence < 0:
+            if tracked.sequence < 0:
                 return None
-            if held.ring and self._clock - held.heartbeat_at <= RING_MISSED * held.lease.interval_s:
-                members.setdefault(held.ring, []).append(service)
+            if tracked.ring and self._clock - tracked.heartbeat_at <= RING_MISSED * tracked.lease.interval_s:
+                members.setdefault(tracked.ring, []).append(service)
         return {ring: tuple(services) for ring, services in members.items()}
 
-    def renew(self, beat: Heartbeat, at: float) -> bool:
+    def renew(self, heartbeat: Heartbeat, at: float) -> bool:
         """Apply one message of a service; at: seconds since the epoch. True: its state or its epoch has changed."""
-        service, epoch, sequence = beat.service, beat.epoch, beat.sequence
+        service, epoch, sequence = heartbeat.service, heartbeat.epoch, heartbeat.sequence
         self._unheard.discard(service)
-        held = self._tracked.get(service)
-        if held is None:
+        tracked = self._tracked.get(service)
+        if tracked is None:
             if len(self._tracked) >= MAX_SERVICES:
                 return False
-            held = self._tracked[service] = _TrackedLease(Lease(service=service, epoch=_NONE), _NONE, self._clock)
+            tracked = self._tracked[service] = _TrackedLease(Lease(service=service, epoch=_NONE), _NONE, self._clock)
             self._deleted.pop(service, None)
-        before = held.lease
+        before = tracked.lease
         if epoch < before.epoch:
             self.record_superseded(service, before.epoch)
-        if (epoch, sequence) <= (before.epoch, held.sequence):
+        if (epoch, sequence) <= (before.epoch, tracked.sequence):
             return False
-        interval_s = beat.interval_s if beat.interval_s > 0 else before.interval_s
-        held.sequence, held.heartbeat_at, held.ring = sequence, self._clock, beat.ring
-        if beat.stopping:
-            held.sequence = _LAST
-            held.lease = replace(
+        interval_s = heartbeat.interval_s if heartbeat.interval_s > 0 else before.interval_s
+        tracked.sequence, tracked.heartbeat_at, tracked.ring = sequence, self._clock, heartbeat.ring
+        if heartbeat.stopping:
+            tracked.sequence = _LAST
+            tracked.lease = replace(
                 before, epoch=epoch, interval_s=interval_s, state=LeaseState.STOPPED, since=at, reason="it was stopped"
             )
         elif (before.state, before.epoch, before.interval_s) != (LeaseState.UP, epoch, interval_s):
-            held.lease = Lease(service=service, epoch=epoch, interval_s=interval_s, since=at)
-        return held.lease is not before
+            tracked.lease = Lease(service=service, epoch=epoch, interval_s=interval_s, since=at)
+        return tracked.lease is not before
 
     def record_superseded(self, service: str, epoch: int) -> None:
         """A message of this service came with an epoch below this one."""
@@ -315,20 +319,20 @@ class LeaseTable:
 
     def superseded(self) -> dict[str, int]:
         """{service: epoch} of those recorded since the last call."""
-        outdated, self._superseded = self._superseded, {}
-        return outdated
+        superseded, self._superseded = self._superseded, {}
+        return superseded
 
     def assess(self, at: float) -> list[Lease]:
         """Services that have fallen silent by now, in order of their names."""
         silent: list[Lease] = []
-        for _, held in sorted(self._tracked.items()):
-            if held.lease.state is LeaseState.UP and self._is_overdue(held):
+        for _, tracked in sorted(self._tracked.items()):
+            if tracked.lease.state is LeaseState.UP and self._is_overdue(tracked):
                 reason = (
-                    f"nothing came from it for {self._clock - held.heartbeat_at:.1f} s while others were;"
-                    f" it sends a heartbeat every {held.lease.interval_s:g} s"
+                    f"nothing came from it for {self._clock - tracked.heartbeat_at:.1f} s while others were;"
+                    f" it sends a heartbeat every {tracked.lease.interval_s:g} s"
                 )
-                held.lease = replace(held.lease, state=LeaseState.SILENT, since=at, reason=reason)
-                silent.append(held.lease)
+                tracked.lease = replace(tracked.lease, state=LeaseState.SILENT, since=at, reason=reason)
+                silent.append(tracked.lease)
         return silent
 
     def down_before(self, at: float, limit: int) -> list[str]:
@@ -339,12 +343,12 @@ class LeaseTable:
     def remove(self, services: Iterable[str]) -> None:
         """Drop these: they are not on record any more. A service that is up is kept: it will be recorded again."""
         for service in services:
-            held = self._tracked.get(service)
-            if held is not None and held.lease.state is not LeaseState.UP:
+            tracked = self._tracked.get(service)
+            if tracked is not None and tracked.lease.state is not LeaseState.UP:
                 del self._tracked[service]
 
-    def _is_overdue(self, held: _TrackedLease) -> bool:
-        return self._clock - held.heartbeat_at > self._missed_heartbeats * held.lease.interval_s
+    def _is_overdue(self, tracked: _TrackedLease) -> bool:
+        return self._clock - tracked.heartbeat_at > self._missed_heartbeats * tracked.lease.interval_s
 
 
 _LAST = 2**63 - 1

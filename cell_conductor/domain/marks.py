@@ -1,7 +1,7 @@
 """Marks: whether the cell's database lacks commits whose messages have left it. Pure.
 
 Each commit that waits for the disk raises one of the counters on record; what leaves afterwards states it. Whoever
-receives that keeps the highest of each. A database that has less on record was set back.
+receives that keeps the highest of each. A database that has less on record was restored.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NOTHING = Stated()
 
 
 def is_behind(recorded: RecordedMarks, stated: DatabaseMark) -> bool:
-    """Whether a mark that is stated outside is above what the database has of that incarnation: it was set back.
+    """Whether a mark that is stated outside is above what the database has of that incarnation: it was restored.
 
     Of incarnation 0 is who was never commanded.
     """

@@ -36,7 +36,7 @@ class ActionEnd(Struct, frozen=True):
 
 
 DONE = ActionEnd(ActionState.DONE)
-DELETED = "instance.deleted"  # the code of a move that ended because its instance was deleted
+DELETED = "instance.deleted"  # the code of an action that ended because its instance was deleted
 
 
 def condition_of(instance: Instance) -> Condition:
@@ -45,7 +45,7 @@ def condition_of(instance: Instance) -> Condition:
 
 
 def action_of(instance: Instance) -> ActionInProgress:
-    """The move that is under way."""
+    """The action that is under way."""
     assert instance.action is not None, instance
     return instance.action
 
@@ -76,7 +76,7 @@ def report_progress(instance: Instance, state: ActionState, at: float, context: 
 
 
 def report_waiting(instance: Instance, code: str, reason: str, at: float, context: StepContext) -> Step:
-    """Progress of the request that ends the move (confirm, revert, abort), if there is one, with why it has no end."""
+    """Progress of the request that ends the action (confirm, revert, abort), if any, with why it has no end."""
     action = action_of(instance)
     if action.ending_kind is None:
         return Step(instance)
@@ -89,8 +89,8 @@ def report_waiting(instance: Instance, code: str, reason: str, at: float, contex
 def report_silent(instance: Instance, code: str, silent: Selection, at: float, context: StepContext) -> Step:
     """The same, where a host does not answer that its machine is destroyed."""
     down = context.down.get(silent.service)
-    why = "" if down is None else f" ({down.code}: {down.reason})"
-    reason = f"host {silent.host} has not answered that its machine is destroyed{why}; it is commanded again"
+    fault = "" if down is None else f" ({down.code}: {down.reason})"
+    reason = f"host {silent.host} has not answered that its machine is destroyed{fault}; it is commanded again"
     return report_waiting(instance, code, reason, at, context)
 
 
@@ -116,7 +116,7 @@ def answer_early(instance: Instance, ending: ActionEnd, at: float, context: Step
 
 
 def answer_other(instance: Instance, ending: ActionEnd, at: float, context: StepContext) -> Step:
-    """The end of the request that has ended the move (confirm, revert, abort), if there is one."""
+    """The end of the request that has ended the action (confirm, revert, abort), if there is one."""
     action = action_of(instance)
     if action.ending_kind is None:
         return Step(instance)
@@ -128,10 +128,10 @@ def answer_other(instance: Instance, ending: ActionEnd, at: float, context: Step
 
 
 def close(instance: Instance, ending: ActionEnd, at: float, context: StepContext) -> Step:
-    """The move is over: every request that has not had its end gets it, and nothing is under way any more.
+    """The action is over: every request that has not had its end gets it, and nothing is under way any more.
 
     If each has had its end (a finished resize whose destination was lost; a change that came late), the instance's
-    state is announced all the same.
+    state is published all the same.
     """
     ends = answer if action_of(instance).ending_kind is not None else answer_or_notify
     earlier = ends(instance, ending, at, context)
@@ -150,7 +150,7 @@ def end_action_with_instance(instance: Instance, ending: ActionEnd, at: float, c
 
 
 def answer_or_notify(instance: Instance, ending: ActionEnd, at: float, context: StepContext) -> Step:
-    """The end of the request that is under way. If it has had one, the instance's state is announced all the same:
+    """The end of the request that is under way. If it has had one, the instance's state is published all the same:
     schedulers have another host, or another flavor, on record.
     """
     action, earlier = action_of(instance), answer(instance, ending, at, context)
@@ -162,7 +162,7 @@ def answer_or_notify(instance: Instance, ending: ActionEnd, at: float, context: 
 
 
 def clear_action(instance: Instance) -> Instance:
-    """No move is under way any more; the attempts whose machines it has ended stay on record."""
+    """No action is under way any more; the attempts whose machines it has ended stay on record."""
     action = action_of(instance)
     given_out = (
         *instance.ended_attempts,
@@ -202,20 +202,24 @@ def refuse_unknown(instance: Instance, event: ActionRequested, context: StepCont
 
 
 def refuse_dead_lettered(instance: Instance, event: ActionRequested, context: StepContext) -> Step:
-    """Its message was given up, so it is not begun; if it has been begun, its progress or its end is published."""
-    why, action = event.dead_letter_reason, instance.action
-    assert why is not None
+    """Its message was dead-lettered, so it is not started; if it has been started, its progress or its end is
+    published.
+    """
+    refusal, action = event.dead_letter_reason, instance.action
+    assert refusal is not None
     if instance.spec is None:
         return refuse_unknown(instance, event, context)
     if action is not None and event.request.request_id in (action.request_id, action.ending_request_id):
         return Step(instance)
-    return repeat_end(instance, event, context) or refuse_request(instance, event, context, why.code, why.reason)
+    return repeat_end(instance, event, context) or refuse_request(
+        instance, event, context, refusal.code, refusal.reason
+    )
 
 
 def answer_query(instance: Instance, event: ActionRequested, context: StepContext) -> Step:
     """The state of a request: its progress, or its end once more. A request without a record ends here.
 
-    It is `failed` and not `refused`: a record that was set back may have had it. A delete under way ends it by itself.
+    It is `failed` and not `refused`: a record that was restored may have had it. A delete under way ends it by itself.
     """
     request, action = event.request, instance.action
     if instance.spec is None:
@@ -227,7 +231,7 @@ def answer_query(instance: Instance, event: ActionRequested, context: StepContex
         state = desired_state_of(instance).progress
         progress = EndedAction(request.request_id, request.kind, state)
         return _event(instance, progress, event.at, context, condition=Condition.MOVING)
-    reason = "its cell has no record of it: it never came there, or the cell's database was set back"
+    reason = "its cell has no record of it: it never came there, or the cell's database was restored"
     return _end(
         instance,
         EndedAction(request.request_id, request.kind, ActionState.FAILED, ACTION_LOST, reason),
@@ -269,7 +273,7 @@ def repeat_end(instance: Instance, event: ActionRequested, context: StepContext)
     """The end of a request that has ended, once more; None: it is a new one.
 
     One by which the instance has left, before it came back, has ended in another cell. Only schedulers whose database
-    was set back to before request it here again, and they would wait for its end for ever.
+    was restored to before request it here again, and they would wait for its end for ever.
     """
     known = next((one for one in instance.ended if one.request_id == event.request.request_id), None)
     if known is not None and known.state not in ENDS_OF_ACTIONS:
@@ -277,9 +281,9 @@ def repeat_end(instance: Instance, event: ActionRequested, context: StepContext)
     return None if known is None else _event(instance, known, event.at, context, condition=condition_of(instance))
 
 
-def after(first: Step, then: Step) -> Step:
+def after(first: Step, following: Step) -> Step:
     """Apply both, one after the other: the second was made of the first's instance."""
-    return Step(then.instance, (*first.commands, *then.commands), resend=first.resend or then.resend)
+    return Step(following.instance, (*first.commands, *following.commands), resend=first.resend or following.resend)
 
 
 def _end(

@@ -1,9 +1,9 @@
 """The rule of each transition of a action: `rule(instance, event, context) -> Step`. The table selects the one that
 applies.
 
-An instance that moves has two machines, of which at most one runs. `here` is the source until a destination has been
-claimed, and the destination from then on. A move that succeeds advances; every state also goes back: `undo` gives the
-destination up, has placement reverted, and starts the source again if it was commanded to stop.
+An instance that moves has two machines, of which at most one runs. `current` is the source until a destination has been
+claimed, and the destination from then on. A move that succeeds advances; every state also goes back: `roll_back` gives
+the destination up, has placement reverted, and starts the source again if it was commanded to stop.
 
 Changes of a machine in place (stop, start, rebuild, rescue, shelve), and how an instance leaves its host, are the last.
 """
@@ -97,8 +97,8 @@ def start_action(instance: Instance, event: ActionRequested, context: StepContex
         return again
     if isinstance(event, TransferRequested) and event.attempt != instance.last_attempt:
         return departure_rules.report_attempt(instance, event, context)
-    if (why := _action_blocker(instance, event.request.kind)) is not None:
-        return refuse_request(instance, event, context, *why)
+    if (refusal := _action_blocker(instance, event.request.kind)) is not None:
+        return refuse_request(instance, event, context, *refusal)
     if (refused := _refuse_other_flavor(instance, event, context)) is not None:
         return refused
     if (refused := _refuse_transfer(instance, event, context)) is not None:
@@ -108,9 +108,9 @@ def start_action(instance: Instance, event: ActionRequested, context: StepContex
     if instance.state is State.OFFLOADED:
         if not event.request.selections:
             return refuse_request(instance, event, context, "action.no_host")
-        # `here` is the host that it had; no machine is there.
-        begun = enter_action(instance, event, source=None, selections=(instance.current, *event.request.selections))
-        return claim(begun, event.at, context)
+        # `current` is the host that it had; no machine is there.
+        started = enter_action(instance, event, source=None, selections=(instance.current, *event.request.selections))
+        return claim(started, event.at, context)
     if event.request.kind in CLAIMS:
         return start_with_claim(instance, event, context)
     return start_in_place(instance, event, context)
@@ -143,7 +143,7 @@ def _refuse_transfer(instance: Instance, event: ActionRequested, context: StepCo
 
 def _refuse_other_flavor(instance: Instance, event: ActionRequested, context: StepContext) -> Step | None:
     """Hosts that were chosen for another flavor than the instance has here would claim that one's amounts for it. The
-    sender's record is behind (a database was set back); it takes the present flavor from the refusal. For a stop, and
+    sender's record is behind (a database was restored); it takes the present flavor from the refusal. For a stop, and
     other changes on the instance's own host, no hosts were chosen.
     """
     request, expected = event.request, event.request.expected_flavor
@@ -180,8 +180,9 @@ def end_resized(instance: Instance, event: ActionRequested, context: StepContext
 
 
 def abort(instance: Instance, event: ActionRequested, context: StepContext) -> Step:
-    """No destination has been commanded: the move is undone. While a request to placement is under way, the move is
-    undone once it has answered. An abort that ended before this move, and is delivered again, was not meant for it.
+    """No destination has been commanded: the move is rolled back. While a request to placement is under way, the move
+    is rolled back once it has answered. An abort that ended before this move, and is delivered again, was not meant for
+    it.
     """
     action, request = action_of(instance), event.request
     is_meant = request.migration in (None, action.request_id) and not has_ended(instance, request.request_id)
@@ -248,7 +249,7 @@ def no_destination_left(instance: Instance, event: ClaimRefused, context: StepCo
 def _with_current_generation(instance: Instance, event: ClaimRefused) -> Instance | None:
     """The claim once more, with the generation that placement has; None: it was refused for another reason.
 
-    Placement holds just the source: an audit has claimed it again, or released the allocation beside it. Once a move,
+    Placement holds just the source: an audit has claimed it again, or released the other allocation. Once a move,
     because another client may keep changing it.
     """
     action = action_of(instance)
@@ -313,7 +314,7 @@ def destination_ready(instance: Instance, event: ChangeEnded, context: StepConte
 
 
 def abandon_hand_over(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The source does not answer: the move is undone.
+    """The source does not answer: the move is rolled back.
 
     It is started again, which cancels the hand-over that it may have begun.
     """
@@ -324,7 +325,7 @@ def abandon_hand_over(instance: Instance, event: TimedOut, context: StepContext)
 
 
 def on_destination_active(instance: Instance, event: Spawned | MachineRunning, context: StepContext) -> Step:
-    """The destination has the machine. Only now may the source be given up: at once, or when the move is confirmed."""
+    """The destination has the machine. Only now may the source be abandoned: at once, or when the move is confirmed."""
     if not steps.is_current_attempt(instance, event):
         return rules.destroy_superseded(instance, event, context)
     here = steps.with_current_service(instance, event)
@@ -344,7 +345,9 @@ def on_resized_in_place(instance: Instance, event: ChangeEnded, context: StepCon
     action, is_absent = action_of(instance), event.code == MACHINE_ABSENT
     if action.restoring_size:
         if not event.done and not is_absent:
-            return Step(instance)  # its deadline undoes the move, and then the command is repeated until it confirms
+            return Step(
+                instance
+            )  # its deadline rolls the move back, and then the command is repeated until it confirms
         return try_next(replace(instance, action=replace(action, restoring_size=False)), event.at, context)
     if not event.done:
         failed = add_history(instance, "failed", event.at, event.code, event.reason)
@@ -363,7 +366,7 @@ def abandon_in_place(instance: Instance, event: TimedOut, context: StepContext) 
 
 
 def fail_destination(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
-    """The destination could not: its remains are destroyed, and the next one is tried, or the move is undone."""
+    """The destination could not: its remains are destroyed, and the next one is tried, or the move is rolled back."""
     if not steps.is_current(instance, event.attempt, event.host_uuid):
         return rules.destroy_failed_attempt(instance, event, context)
     failed = add_history(instance, "failed", event.at, event.code, event.reason)
@@ -373,7 +376,7 @@ def fail_destination(instance: Instance, event: SpawnFailed, context: StepContex
 
 
 def fail_lost_destination(instance: Instance, event: Destroyed, context: StepContext) -> Step:
-    """The destination has ended the attempt: the next one is tried, or the move is undone."""
+    """The destination has ended the attempt: the next one is tried, or the move is rolled back."""
     if not steps.current_destroyed(instance, event):
         return Step(instance)
     gone = add_history(
@@ -398,7 +401,7 @@ def revert_lost(instance: Instance, event: MachineMissing, context: StepContext)
 def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """No client has confirmed or reverted in the time that the request allowed: the move is confirmed.
 
-    Only while its destination is known to be usable: the source, which is whole, would be given up for it by the time
+    Only while its destination is known to be usable: the source, which is whole, would be abandoned for it by the time
     alone. And not while the services are queried for the source, in order to go back.
     """
     if way_back.is_waiting(instance):

@@ -1,4 +1,4 @@
-"""The parts that several rules of a move share: the steps of the way there and back, the commands, and the proofs."""
+"""What several rules of an action share: the steps forward and of the rollback, the commands, and the proofs."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def delete_during_action(instance: Instance, at: float, context: StepContext) ->
     """The instance is deleted in the middle of a action: have both hosts destroy their machines of it. The claims are
     held until they have.
     """
-    desire = desired_state_of(instance)
-    here_gone = not (desire.current in MAY_HAVE_MACHINE or is_at_source(instance))
-    source_gone = instance.source_host_uuid is None or desire.source is MachineTarget.ABSENT_AFTER_DESTROY
+    desired = desired_state_of(instance)
+    current_destroyed = not (desired.current in MAY_HAVE_MACHINE or is_at_source(instance))
+    source_destroyed = instance.source_host_uuid is None or desired.source is MachineTarget.ABSENT_AFTER_DESTROY
     # A revert that is under way has used the next number: the release comes after it.
-    newest = instance.next_attempt if desire.placement_call is PlacementCall.REVERT else instance.highest_attempt
-    gone = replace(action_of(instance), current_destroyed=here_gone, source_destroyed=source_gone)
-    enters = steps.enter_releasing if here_gone and source_gone else steps.enter_destroying
-    return Step(enters(replace(instance, highest_attempt=newest, action=gone), State.DELETED, at, context))
+    highest = instance.next_attempt if desired.placement_call is PlacementCall.REVERT else instance.highest_attempt
+    gone = replace(action_of(instance), current_destroyed=current_destroyed, source_destroyed=source_destroyed)
+    enters = steps.enter_releasing if current_destroyed and source_destroyed else steps.enter_destroying
+    return Step(enters(replace(instance, highest_attempt=highest, action=gone), State.DELETED, at, context))
 
 
 def is_at_source(instance: Instance) -> bool:
-    """Whether `here` is the source's own host: no destination on another one has been claimed."""
+    """Whether `current` is the source's own host: no destination on another one has been claimed."""
     return instance.source_host_uuid is None and action_of(instance).source is not None
 
 
@@ -71,8 +71,8 @@ def start_with_claim(instance: Instance, event: ActionRequested, context: StepCo
 def start_in_place(instance: Instance, event: ActionRequested, context: StepContext) -> Step:
     """A request about the machine on its present host."""
     kind = event.request.kind
-    begun = enter_action(instance, event, source=None, selections=(instance.current,))
-    is_there = {
+    started = enter_action(instance, event, source=None, selections=(instance.current,))
+    has_machine = {
         ActionKind.START: instance.power is Power.RUNNING,
         ActionKind.STOP: instance.power is Power.STOPPED,
         ActionKind.UNSHELVE: instance.power is not Power.SHELVED,
@@ -81,13 +81,13 @@ def start_in_place(instance: Instance, event: ActionRequested, context: StepCont
     }
     if kind is ActionKind.UNRESCUE and instance.power is Power.STOPPED:
         return refuse_request(instance, event, context, "instance.not_rescued")
-    if is_there.get(kind):
+    if has_machine.get(kind):
         if kind is ActionKind.UNSHELVE:
             return refuse_request(instance, event, context, "instance.not_shelved")
-        return close(replace(begun, spec=instance.spec), DONE, event.at, context)
+        return close(replace(started, spec=instance.spec), DONE, event.at, context)
     if kind is ActionKind.OFFLOAD or (instance.power is Power.SHELVED and kind is ActionKind.SHELVE):
-        return offload(begun, event.at, context)
-    return change(begun, State.CHANGING, event.at, context)
+        return offload(started, event.at, context)
+    return change(started, State.CHANGING, event.at, context)
 
 
 def enter_action(
@@ -95,7 +95,7 @@ def enter_action(
 ) -> Instance:
     """The request is under way, and the previous state of the instance is kept.
 
-    Announcements are numbered above all that the schedulers have had: its own record may be set back.
+    Events are numbered above all that the schedulers have had: its own record may be restored.
     """
     request = event.request
     assert instance.spec is not None
@@ -217,7 +217,7 @@ def finish(instance: Instance, at: float, context: StepContext) -> Step:
 def complete_at_destination(instance: Instance, at: float, context: StepContext) -> Step:
     """The destination is on record as active.
 
-    The request has its end; the source waits for a confirm, or is given up.
+    The request has its end; the source waits for a confirm, or is abandoned.
     """
     action = action_of(instance)
     up = replace(
@@ -242,7 +242,7 @@ def complete_at_destination(instance: Instance, at: float, context: StepContext)
 
 
 def confirm(instance: Instance, at: float, context: StepContext) -> Step:
-    """The source is given up: destroyed on its host, then released. In place there is no other machine."""
+    """The source is abandoned: destroyed on its host, then released. In place there is no other machine."""
     enters = steps.enter_releasing if instance.is_in_place else steps.enter_destroying
     return Step(enters(instance, State.ACTIVE, at, context))
 
@@ -293,7 +293,7 @@ def end_rolled_back(instance: Instance, at: float, context: StepContext) -> Step
 
 
 def ending_of(action: ActionInProgress) -> ActionEnd:
-    """The end of a move that was undone."""
+    """The end of a move that was rolled back."""
     return ActionEnd(ActionState.FAILED, action.rollback_code, action.rollback_reason)
 
 
@@ -320,7 +320,7 @@ def is_awaited(instance: Instance, event: ChangeEnded, where: Selection, attempt
 
 def checked_answer(instance: Instance, event: ChangeEnded) -> ChangeEnded:
     """The host's answer to the change that was last commanded. A snapshot that names no image is not done: a machine is
-    given up for an image that is kept. One that boots from a volume has none.
+    abandoned for an image that is kept. One that boots from a volume has none.
     """
     if not event.done or event.image or change_of(instance) is not ChangeKind.SNAPSHOT:
         return event
@@ -335,7 +335,7 @@ def after_failed_change(instance: Instance, event: ChangeEnded) -> Instance:
     half-way leaves nothing that runs, and a shelved machine that runs is not shelved any more.
     """
     left = replace(instance, spec=action_of(instance).spec)
-    if event.runs is None:  # nothing was begun
+    if event.runs is None:  # nothing was started
         return left
     if instance.power is Power.RESCUED or event.code == RESCUE_FAILED:
         return replace(left, power=Power.RESCUED)
@@ -369,9 +369,9 @@ def summary_of_hosts(instance: Instance) -> str:
 
 # --- The proof that an evacuation needs: the instance's host is off, so no machine of the instance runs there.
 #
-# A fence on this cell's own record is the proof, until it is to be lifted. Without one, the request's statement and a
+# A fence on this cell's own record is the proof, until it is to be ended. Without one, the request's statement and a
 # silent service are. The proof is required when the evacuation begins, and once more when a destination is commanded to
-# build: the operator may have decided to lift the fence, or the service come back, meanwhile.
+# build: the operator may have decided to end the fence, or the service come back, meanwhile.
 
 NOT_FENCED, SERVICE_UP, STILL_RUNNING = "evacuate.not_fenced", "evacuate.service_up", "evacuate.still_running"
 _UNPROVED = frozenset({NOT_FENCED, SERVICE_UP, STILL_RUNNING})  # for want of a fence, or of a newer one
@@ -429,13 +429,13 @@ def _still_runs(
 
 
 def lacks_proof(before: Instance, after: Instance) -> bool:
-    """Whether this step has undone an evacuation because its host is not proved to be off."""
+    """Whether this step has rolled an evacuation back because its host is not proved to be off."""
     return before.state is State.PREPARING and after.action is not None and after.action.rollback_code in _UNPROVED
 
 
 def may_run_after_evacuation(instance: Instance, host_uuid: str) -> bool:
     """Whether an evacuation from this host has commanded a destination, which may run the instance by now: the fence
-    stays until the record gives up the source, or the destination has answered that nothing of it is left there.
+    stays until the record abandons the source, or the destination has answered that nothing of it is left there.
     """
     action = instance.action
     is_going = action is not None and action.kind is ActionKind.EVACUATE and instance.phase in EVACUATED
@@ -458,4 +458,4 @@ def fences_relied_on(before: Instance, after: Instance, context: StepContext) ->
         hosts = (after.source_host_uuid or after.host_uuid,)
     elif stays or (fails and after.code == FENCED):
         hosts = (after.host_uuid, after.source_host_uuid)
-    return [host for host in hosts if host and context.is_off(host)]  # else the client's word is the proof
+    return [host for host in hosts if host and context.is_off(host)]  # else the client's statement is the proof

@@ -1,4 +1,4 @@
-"""The orders of a record: what its hosts are commanded for as long as it is as it is, and until they have answered.
+"""The commands of a record: what its hosts are commanded for as long as it is as it is, and until they have answered.
 
 They follow from the record alone. `table.step` sends all of them when a state is entered, and within a state those that
 have changed: the machine is under another service, or its host is queried now. A deadline sends all once more
@@ -31,46 +31,46 @@ MAX_STEP_S = 86_400.0  # as bus.contracts.moves bounds the time of one step
 
 
 def commands_of(instance: Instance, context: StepContext) -> tuple[Destroy | ChangeMachine, ...]:
-    """The orders, in which a host that was queried is to end its attempt unless it is complete."""
+    """The commands, by which a host that was queried is to end its attempt unless it is complete."""
     if (kind := change_of(instance)) is not None:
         return (change_command(instance, kind, context),)
-    desire, action = desired_state_of(instance), instance.action
-    is_queried = instance.queried and desire.current is MachineTarget.BUILT
-    orders: list[Destroy] = []
-    if (is_queried or desire.current is MachineTarget.DESTROYED) and not (
+    desired, action = desired_state_of(instance), instance.action
+    is_queried = instance.queried and desired.current is MachineTarget.BUILT
+    commands: list[Destroy] = []
+    if (is_queried or desired.current is MachineTarget.DESTROYED) and not (
         action is not None and action.current_destroyed
     ):
-        orders.append(destroy_at(instance, instance.current, instance.attempt, context, keep_if_complete=is_queried))
+        commands.append(destroy_at(instance, instance.current, instance.attempt, context, keep_if_complete=is_queried))
     if action is None or instance.source_host_uuid is None:
-        return tuple(orders)
+        return tuple(commands)
     assert action.source is not None
-    if not action.source_destroyed and desire.source is MachineTarget.DESTROYED:
-        orders.append(destroy_at(instance, action.source, action.source_attempt, context))
-    return tuple(orders)
+    if not action.source_destroyed and desired.source is MachineTarget.DESTROYED:
+        commands.append(destroy_at(instance, action.source, action.source_attempt, context))
+    return tuple(commands)
 
 
 def with_commands(before: Instance, stepped: Step, context: StepContext) -> Step:
-    """The step with the orders that follow from it, before its other messages."""
+    """The step with the commands that follow from it, before its other messages."""
     after = stepped.instance
-    orders = commands_of(after, context)
+    commands = commands_of(after, context)
     if after.phase == before.phase and not stepped.resend:
         known = commands_of(before, context)
-        orders = tuple(one for one in orders if one not in known)
-    return replace(stepped, commands=(*orders, *stepped.commands))
+        commands = tuple(one for one in commands if one not in known)
+    return replace(stepped, commands=(*commands, *stepped.commands))
 
 
 def resend_all(instance: Instance, at: float, context: StepContext) -> Step:
-    """No answer: every order is sent again, without a limit, a change under a new number.
+    """No answer: every command is sent again, without a limit, a change under a new number.
 
     A new number ends what its host has begun. So the host is given twice the time for a change of a machine that stays,
-    and no other order before that is over: what takes longer than its step comes to its end.
+    and no other command before that is over: what takes longer than its step comes to its end.
     """
-    desire, action = desired_state_of(instance), instance.action
-    is_queried = instance.queried or desire.current is MachineTarget.BUILT
+    desired, action = desired_state_of(instance), instance.action
+    is_queried = instance.queried or desired.current is MachineTarget.BUILT
     again = replace(instance, queried=is_queried, deadline=next_resend_at(instance, at, context))
     if action is None or change_of(again) is None:
         return Step(again, resend=True)
-    if desire.current is MachineTarget.PRESENT:
+    if desired.current is MachineTarget.PRESENT:
         longer_s = min(2 * action.step_timeout_s, MAX_STEP_S)
         again = replace(again, action=replace(action, step_timeout_s=longer_s), deadline=at + longer_s)
     return Step(with_change_number(again, at), resend=True)
@@ -87,7 +87,7 @@ def resend_sooner(instance: Instance, at: float, context: StepContext) -> Instan
 def next_resend_at(instance: Instance, at: float, context: StepContext) -> float:
     """When what has not been answered is sent once more.
 
-    Less and less often: the orders wait in the service's queue while it is down, so their number has to stay small.
+    Less and less often: the commands wait in the service's queue while it is down, so their number has to stay small.
     """
     return at + min(max(context.destroy_retry_s, at - instance.since), context.destroy_retry_max_s)
 
@@ -111,7 +111,7 @@ def change_of(instance: Instance) -> ChangeKind | None:
 
 def with_change_number(instance: Instance, at: float) -> Instance:
     """Number the change that is commanded next above all before: also above those that a restored database has
-    forgotten.
+    lost.
     """
     assert instance.action is not None
     number = max(instance.change_number + 1, int(at * 1000))
@@ -129,7 +129,7 @@ def change_command(instance: Instance, kind: ChangeKind, context: StepContext) -
     is_of_source = desired_state_of(instance).change is ChangeKind.HAND_OVER
     if is_of_source or is_back:
         assert action.source is not None
-        # In place, as `here`: under the service that has the host now.
+        # In place, as `current`: under the service that has the host now.
         where = replace(action.source, service=where.service) if is_back else action.source
         attempt, spec = action.source_attempt, action.spec
     return ChangeMachine(

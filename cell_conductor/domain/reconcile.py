@@ -1,5 +1,5 @@
-"""What is true of one instance once its cell's database was set back: from its record, from the machines that the
-compute services list of it, and from the top's word. Pure, and idempotent: with its own result it comes to the same.
+"""What is true of one instance once its cell's database was restored: from its record, from the machines that the
+compute services list of it, and from the top's record. Pure, and idempotent: with its own result it comes to the same.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ATTEMPTS_PER_INCARNATION = 1000
 
 
 class InstanceFacts:
-    """All that is known of the instance. known: the top's word, if that counts. own: the machines with the cell's tag
+    """All that is known of the instance. known: the top's record, if that counts. own: the machines with the cell's tag
     about which no operator has decided, the newest last. record: on record. base: that, or what the top knows newer.
     """
 
@@ -71,7 +71,8 @@ class InstanceFacts:
         self.decided = [one for one in own if one.host_uuid == destroyed and one not in self.protected]
         self.own = [one for one in own if one not in self.protected and one not in self.decided]
         self.decision, self.off = decision, off
-        # A machine without our tag is not proved to be another's: the mark may have been removed from the instance's.
+        # A machine without this database's tag is not proved to be another's: the tag may have been removed from the
+        # instance's.
         self.unseen = {*absent, *(one.host_uuid for one in machines if one.foreign)}
         self.record = None if record is None or desired_state_of(record).current is MachineTarget.UNKNOWN else record
         self.base = _base(self.record, known)
@@ -115,7 +116,7 @@ class InstanceFacts:
 
     @property
     def may_be_absent(self) -> bool:
-        """Whether a host that has not listed may have a machine of it: its places; any, without the top's word."""
+        """Whether a host that has not listed may have a machine of it: its places; any, without the top's record."""
         return bool(self.unseen if self.known is None else self.unseen & self.places)
 
     @cached_property
@@ -145,9 +146,9 @@ class InstanceFacts:
             if one not in wanted
         )
 
-    def blocked(self, reason: BlockedReason, orders: tuple[RecoveryCommand, ...] = ()) -> Reconciled:
+    def blocked(self, reason: BlockedReason, commands: tuple[RecoveryCommand, ...] = ()) -> Reconciled:
         """Nothing changes."""
-        return Reconciled(self.base, orders, blocked_reason=reason)
+        return Reconciled(self.base, commands, blocked_reason=reason)
 
 
 def newest_of(machines: Sequence[ListedMachine], base: Instance) -> ListedMachine | None:
@@ -198,10 +199,10 @@ def await_command(facts: InstanceFacts) -> Reconciled | None:
     if record is None:
         is_first = not known.is_active and known.attempt <= 1
         return Reconciled(None) if known.is_transferred_in or is_first else None
-    is_begun = record.action is not None and record.action.request_id == known.request_id
+    is_started = record.action is not None and record.action.request_id == known.request_id
     if (
         not known.is_transferred_in
-        or is_begun
+        or is_started
         or known.attempt <= record.last_attempt
         or record.phase in DELETE_REQUESTED
     ):
@@ -225,12 +226,12 @@ def delete(facts: InstanceFacts) -> Reconciled | None:
         (numbers if is_by_top else others).append(known.attempt)
     if max(others, default=0) > max(numbers):
         return facts.blocked(BlockedReason.CONFLICT)
-    orders = tuple(RecoveryCommand(RecoveryCommandKind.DESTROY, one) for one in facts.own)
+    commands = tuple(RecoveryCommand(RecoveryCommandKind.DESTROY, one) for one in facts.own)
     if base is None:
-        return Reconciled(None, orders)
+        return Reconciled(None, commands)
     ended, may_be_absent = _ends_of(facts), bool(facts.unseen & facts.places)
     if may_be_absent and base.selections and base.current.service == NO_SERVICE:
-        return facts.blocked(BlockedReason.HOST_ABSENT, orders)  # nobody could be commanded
+        return facts.blocked(BlockedReason.HOST_ABSENT, commands)  # nobody could be commanded
     if base.phase not in AT_REST or facts.own or not is_by_record:
         is_gone = not facts.own and not may_be_absent
         base = _in(base, RELEASING_DELETED if is_gone else DESTROYING_DELETED)
@@ -238,7 +239,7 @@ def delete(facts: InstanceFacts) -> Reconciled | None:
         base = replace(base, action=base.action and replace(base.action, delete=True))
     else:
         base = replace(base, action=None, **(_place(facts.own[-1], base) if facts.own else {}))
-    return _ended(Reconciled(base, orders, ended))
+    return _ended(Reconciled(base, commands, ended))
 
 
 def keep(facts: InstanceFacts) -> Reconciled | None:
@@ -290,7 +291,7 @@ def activate(facts: InstanceFacts) -> Reconciled | None:
 
 
 def build_on(facts: InstanceFacts) -> Reconciled | None:
-    """8: a build goes on where its newest machine is. Of anything else, what is incomplete is ordered away first: it
+    """8: a build goes on where its newest machine is. Of anything else, what is incomplete is destroyed first: it
     may have become complete by then.
     """
     base, incomplete = facts.base, [one for one in facts.own if not one.complete]
@@ -305,24 +306,24 @@ def build_on(facts: InstanceFacts) -> Reconciled | None:
 
 def end_without_machine(facts: InstanceFacts) -> Reconciled | None:
     """9, 10, 11: no machine is left of it. By a request under way it may have an image under a name that is
-    forgotten.
+    lost.
     """
     base, known = facts.base, facts.known
     if base is None:
         return None
     is_build = facts.desired_state.work is Work.BUILD
     image = base.image or (base.action.image if base.action is not None else "") or (known.snapshot if known else "")
-    ended, orders = _ends_of(facts), facts.commands()
+    ended, commands = _ends_of(facts), facts.commands()
     if not is_build and (image or (known is not None and known.is_offloaded)):
         offloaded = replace(base, state=State.OFFLOADED, next_state=None, power=Power.SHELVED, image=image, action=None)
-        return _ended(Reconciled(offloaded, orders, ended))
+        return _ended(Reconciled(offloaded, commands, ended))
     if not is_build and any(kind in LEAVES_AN_IMAGE for _, kind in _requests(facts)):
-        return facts.blocked(BlockedReason.TOP_SILENT if known is None else BlockedReason.CONFLICT, orders)
-    if any(one.complete for one in facts.protected):  # it may have been given to it since, and that word is lost
-        return facts.blocked(BlockedReason.CONFLICT, orders)
+        return facts.blocked(BlockedReason.TOP_SILENT if known is None else BlockedReason.CONFLICT, commands)
+    if any(one.complete for one in facts.protected):  # it may have been given to it since, and that decision is lost
+        return facts.blocked(BlockedReason.CONFLICT, commands)
     code = BUILD_LOST if is_build else LOST
     lost = replace(_in(base, RELEASING_FAILED), code=code, action=None)
-    return _ended(Reconciled(lost, orders, ended))
+    return _ended(Reconciled(lost, commands, ended))
 
 
 def take_up_unrecorded(facts: InstanceFacts) -> Reconciled:
@@ -430,14 +431,16 @@ def _to_destroy(known: KnownInstance, own: Sequence[ListedMachine], unseen: Coll
     spec = (own[-1].spec if own else None) or known.spec
     if spec is None or not (own or known.selections):  # it may hold those under a later attempt than its delete names
         return None
-    state, then = DESTROYING_DELETED
-    made = Instance(uuid=spec.instance_uuid, state=state, next_state=then, spec=spec, attempt=known.attempt)
+    state, next_state = DESTROYING_DELETED
+    made = Instance(uuid=spec.instance_uuid, state=state, next_state=next_state, spec=spec, attempt=known.attempt)
     places = absent or known.selections
     return replace(made, **_place(own[-1], made)) if own and not absent else replace(made, selections=places[:1])
 
 
 def _active(facts: InstanceFacts, base: Instance, chosen: ListedMachine) -> Reconciled:
-    """On this machine. What is incomplete and newer comes first: it may be complete by the time it is ordered away."""
+    """On this machine. What is incomplete and newer comes first: it may be complete by the time of the command to
+    destroy it.
+    """
     known = facts.known
     others = facts.commands(chosen)
     if any(not one.complete and one.attempt > chosen.attempt for one in facts.own):

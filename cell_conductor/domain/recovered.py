@@ -1,4 +1,4 @@
-"""What a recovery makes of one instance, as a step: its record with the times and numbers that follow, the orders to
+"""What a recovery makes of one instance, as a step: its record with the times and numbers that follow, the commands to
 its hosts, and what its client and the schedulers are told. Pure.
 """
 
@@ -104,8 +104,8 @@ def recovered(
     """
     record = result.record
     if record is None:
-        ordered = [one.machine.instance_uuid for one in result.commands]
-        return _with_commands(Instance(uuid=ordered[0]), result.commands, at, context) if ordered else None
+        commanded = [one.machine.instance_uuid for one in result.commands]
+        return _with_commands(Instance(uuid=commanded[0]), result.commands, at, context) if commanded else None
     floor = incarnation * ATTEMPTS_PER_INCARNATION
     if result.blocked_reason is not None:
         since = before.since if before is not None and before.blocked_reason else at
@@ -164,13 +164,15 @@ def _unreported_state(record: Instance, known: KnownInstance | None) -> BuildSta
     return BuildState.DELETED if row.condition is Condition.DELETED else None
 
 
-def _with_commands(record: Instance, orders: Sequence[RecoveryCommand], at: float, context: StepContext) -> Step:
-    """A quarantine is no order: what the record does not name stays, and is reported."""
+def _with_commands(
+    record: Instance, recovery_commands: Sequence[RecoveryCommand], at: float, context: StepContext
+) -> Step:
+    """A quarantine is no command: what the record does not name stays, and is reported."""
     commands: list[Message] = []
-    for order in orders:
-        machine = order.machine
+    for command in recovery_commands:
+        machine = command.machine
         if (
-            order.kind in (RecoveryCommandKind.DESTROY, RecoveryCommandKind.DESTROY_IF_INCOMPLETE)
+            command.kind in (RecoveryCommandKind.DESTROY, RecoveryCommandKind.DESTROY_IF_INCOMPLETE)
             and machine.attempt > UNKNOWN_ATTEMPT
         ):
             commands.append(
@@ -180,10 +182,10 @@ def _with_commands(record: Instance, orders: Sequence[RecoveryCommand], at: floa
                     host_uuid=machine.host_uuid,
                     service=machine.service,
                     database_id=context.database_id,
-                    keep_if_complete=order.kind is RecoveryCommandKind.DESTROY_IF_INCOMPLETE,
+                    keep_if_complete=command.kind is RecoveryCommandKind.DESTROY_IF_INCOMPLETE,
                 )
             )
-        elif order.kind is RecoveryCommandKind.START:
+        elif command.kind is RecoveryCommandKind.START:
             record, spec = replace(record, change_number=max(record.change_number + 1, int(at * 1000))), record.spec
             assert spec is not None
             commands.append(

@@ -14,10 +14,10 @@ from .instance import BlockedReason, EndedAction, Instance, Power
 
 
 class KnownInstance(Struct, frozen=True, kw_only=True):
-    """The top's word on one instance. is_old: of a top that is set back itself. exists: the map has it.
+    """The top's record of one instance. is_old: of a top that was restored itself. exists: the map has it.
 
     cell: that has it in the map. attempt: the highest that map and placement have. sequence: of its newest event there.
-    selections: where it has allocations, its own before those of its migration; project_id is theirs. power: in the
+    selections: where it has allocations, its own before those of its migration; project_id: of these. power: in the
     map (None: not known). snapshot: the image that is kept of a shelved one. request_id, kind: of the request under
     way; is_transferred_in: by that another cell has given it up for this one. own_count: how many of the selections the
     instance holds itself; migrations: that hold the others.
@@ -68,7 +68,7 @@ class OperatorDecision(Struct, frozen=True):
 
 
 class RecoveryCommandKind(StrEnum):
-    """What becomes of a machine. A start is ordered, and a quarantine is only recorded."""
+    """What becomes of a machine. A start is commanded, and a quarantine is only recorded."""
 
     DESTROY = "destroy"
     DESTROY_IF_INCOMPLETE = "destroy_if_incomplete"
@@ -84,7 +84,7 @@ class RecoveryCommand(Struct, frozen=True):
 
 
 class Reconciled(Struct, frozen=True):
-    """ended: the requests under way have these ends. blocked_reason: nothing is begun (None: it goes on as usual)."""
+    """ended: the requests under way have these ends. blocked_reason: nothing is started (None: it goes on as usual)."""
 
     record: Instance | None
     commands: tuple[RecoveryCommand, ...] = ()

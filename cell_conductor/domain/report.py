@@ -43,8 +43,8 @@ def is_provably_ended(record: ProofInput, attempt: int, host_uuid: str) -> bool:
     if record.source_host_uuid is not None and attempt == record.source_attempt:
         return host_uuid == record.source_host_uuid and desired_state_of(record).source in ENDED
     if attempt == record.attempt:
-        is_kept = is_desired_here(record) or desired_state_of(record).current is MachineTarget.NOT_COMMANDED
-        return host_uuid == record.host_uuid and not is_kept
+        is_protected = is_desired_here(record) or desired_state_of(record).current is MachineTarget.NOT_COMMANDED
+        return host_uuid == record.host_uuid and not is_protected
     return record.proves_from <= attempt <= record.last_attempt
 
 
@@ -66,9 +66,9 @@ def next_attempt_record(record: Instance) -> Instance:
 
 def is_desired_here(record: ProofInput) -> bool:
     """Whether the current attempt is wanted on its host."""
-    desire = desired_state_of(record)
+    desired = desired_state_of(record)
     is_source = bool(record.source_attempt) and record.source_host_uuid is None
-    return desire.current in DESIRED or (is_source and desire.source is MachineTarget.PRESENT)
+    return desired.current in DESIRED or (is_source and desired.source is MachineTarget.PRESENT)
 
 
 def rescan_id(record: ProofInput) -> str:
@@ -84,7 +84,7 @@ def rescan_of(*facts: object) -> str:
 def is_newer_scan(event: MachineMissing | MachineRunning, record: ProofInput) -> bool:
     """Whether the scan of this report began after the record became what it is.
 
-    No clock shows that, nor the number of a scan: a host's may be minutes from ours, or be set, and scans of two
+    No clock shows that, nor the number of a scan: a host's may be minutes from the cell's, or be set, and scans of two
     services have no common order. A scan that names the record's rescan began after the conductor had requested it.
     """
     return rescan_id(record) in event.rescans
@@ -98,7 +98,7 @@ def changed_recently(since: float, *, now: float, grace_s: float) -> bool:
     return 0.0 <= now - since <= grace_s
 
 
-# How an attempt ended that the record has left, with an order to destroy it there.
+# How an attempt ended that the record has left, with a command to destroy it there.
 ENDED_BY_COMMAND = frozenset({"failed", "timed_out"})
 
 
@@ -106,9 +106,9 @@ def is_commanded(instance: Instance, event: Event) -> bool:
     """Whether the record has commanded that destruction itself: of an attempt that failed or was out of time, or of a
     machine that a move has left.
 
-    The order waits in the queue of a service that is silent. When the service is back its first report may list the
-    machines before it has taken the orders. And a scan that began before an order was carried out lists what is gone
-    by now. Their destruction is then no finding of the report: a drain may end more machines at once than a breaker
+    The command waits in the queue of a service that is silent. When the service is back its first report may list the
+    machines before it has taken the commands. And a scan that began before a command was carried out lists what is gone
+    by now. Their destruction is then no difference of the report: a drain may end more machines at once than a breaker
     allows.
     """
     if not isinstance(event, MachineRunning) or not is_provably_ended(instance, event.attempt, event.host_uuid):
@@ -122,7 +122,7 @@ def is_commanded(instance: Instance, event: Event) -> bool:
 
 
 def has_machine_at(instance: Instance, service: str, fenced: Container[str]) -> bool:
-    """Whether it is on this service's hosts, or moves from one. Not on fenced ones: a machine there is a loss."""
+    """Whether it is on this service's hosts, or moves from one. Not on fenced ones: a machine there is stale."""
     places = (
         [] if desired_state_of(instance).current is MachineTarget.ABSENT else [(instance.service, instance.host_uuid)]
     )
@@ -135,7 +135,9 @@ class UnknownMachineKind(StrEnum):
     """Why no record explains a machine."""
 
     FOREIGN = "foreign"  # it has no tag of this database: it is another database's, and never touched
-    QUARANTINED = "quarantined"  # it has our tag, and the record does not prove it over: kept until an operator decides
+    QUARANTINED = (
+        "quarantined"  # with this database's tag, not proved over by the record: kept until an operator decides
+    )
 
 
 class UnknownMachine(Struct, frozen=True):
@@ -155,7 +157,7 @@ PROTECTED = "an operator keeps it"
 NEWER = "newer than its record"
 UNNUMBERED = "its compute service does not know its attempt"
 ON_OTHER_HOST = "its record has this attempt on another host"
-REUSED_ATTEMPT = "it is from before the cell's database was set back"
+REUSED_ATTEMPT = "it is from before the cell's database was restored"
 CONTRADICTED = "what is known of its instance contradicts itself"
 
 
@@ -168,7 +170,7 @@ class Differences(Struct, frozen=True):
     destructive: the events that end or destroy a machine although no client requested it; see `breaker`. rescans: by
     (host, instance), of machines that are missing by a scan that may be older than the record: to be scanned again.
     destructive_rescans: the same of machines that are missing, or over, and whose event would be destructive: while a
-    breaker holds those, no scan ends the demand.
+    breaker blocks those, no scan ends the demand.
     """
 
     events: tuple[tuple[str, Event], ...] = ()
@@ -192,17 +194,17 @@ def differences(
 
     may_have(service, host): whether that service may have the host still, which has not passed to another one. Then the
     report of another service shows nothing about the machines there: they may have two hosts of one uuid.
-    fenced: hosts whose machines that are over are losses: their end is no finding of the report.
+    fenced: hosts whose machines that are over are stale: their end is no difference of the report.
     grace_s: a record that is younger causes no scan, because most of what such a report lacks is under way.
     This reading takes no locks: the record may change meanwhile, so the state machine checks every event again.
     """
     by_uuid = {record.uuid: record for record in recorded}
     running_on = {host.uuid: host.running for host in report.hosts if host.running is not None}
     events: list[tuple[str, Event]] = []
-    harmful: list[tuple[str, Event]] = []
-    unexplained: list[UnknownMachine] = []
+    destructive: list[tuple[str, Event]] = []
+    unknown: list[UnknownMachine] = []
     rescans: dict[tuple[str, str], str] = {}
-    harmful_rescans: dict[tuple[str, str], str] = {}
+    destructive_rescans: dict[tuple[str, str], str] = {}
 
     def is_proof(record: InstanceSummary, host_uuid: str, demands: dict[tuple[str, str], str]) -> bool:
         rescan = rescan_id(record)
@@ -214,14 +216,14 @@ def differences(
         for one in running:
             record = by_uuid.get(one.instance_uuid)
             if record is not None and record.blocked_reason:  # a reconciliation judges it
-                if record.blocked_reason == BlockedReason.CONFLICT and one.database_id == database_id:  # by a word
-                    unexplained.append(_unknown_machine(one, host_uuid, UnknownMachineKind.QUARANTINED, CONTRADICTED))
+                if record.blocked_reason == BlockedReason.CONFLICT and one.database_id == database_id:  # by a decision
+                    unknown.append(_unknown_machine(one, host_uuid, UnknownMachineKind.QUARANTINED, CONTRADICTED))
                 continue
             if one.database_id != database_id:
                 if not _is_recorded_at(record, host_uuid):
-                    unexplained.append(_unknown_machine(one, host_uuid, UnknownMachineKind.FOREIGN, NO_OWNER_TAG))
-            elif not one.destroying and (why := _unknown_reason(record, one, host_uuid)):
-                unexplained.append(_unknown_machine(one, host_uuid, UnknownMachineKind.QUARANTINED, why))
+                    unknown.append(_unknown_machine(one, host_uuid, UnknownMachineKind.FOREIGN, NO_OWNER_TAG))
+            elif not one.destroying and (reason := _unknown_reason(record, one, host_uuid)):
+                unknown.append(_unknown_machine(one, host_uuid, UnknownMachineKind.QUARANTINED, reason))
             elif (
                 record is not None
                 and not one.destroying
@@ -230,18 +232,18 @@ def differences(
                 event = (one.instance_uuid, _running_event(report, one, host_uuid, now))
                 if record.phase in DELETE_REQUESTED or not is_provably_ended(record, one.attempt, host_uuid):
                     events.append(event)
-                elif is_proof(record, host_uuid, rescans if host_uuid in fenced else harmful_rescans):
-                    (events if host_uuid in fenced else harmful).append(event)
+                elif is_proof(record, host_uuid, rescans if host_uuid in fenced else destructive_rescans):
+                    (events if host_uuid in fenced else destructive).append(event)
     for place, record in _missing_machines(report.service, by_uuid.values(), running_on, may_have):
-        is_harmful = desired_state_of(record).current is MachineTarget.RUNNING
-        if is_proof(record, place, harmful_rescans if is_harmful else rescans):
-            into = harmful if is_harmful else events
+        is_destructive = desired_state_of(record).current is MachineTarget.RUNNING
+        if is_proof(record, place, destructive_rescans if is_destructive else rescans):
+            into = destructive if is_destructive else events
             into.append((record.uuid, _missing_event(report, place, now)))
-    return Differences(tuple(events), tuple(harmful), tuple(unexplained), rescans, harmful_rescans)
+    return Differences(tuple(events), tuple(destructive), tuple(unknown), rescans, destructive_rescans)
 
 
-def _unknown_machine(machine: Running, host_uuid: str, kind: UnknownMachineKind, why: str) -> UnknownMachine:
-    return UnknownMachine(machine.instance_uuid, machine.attempt, host_uuid, kind, why)
+def _unknown_machine(machine: Running, host_uuid: str, kind: UnknownMachineKind, reason: str) -> UnknownMachine:
+    return UnknownMachine(machine.instance_uuid, machine.attempt, host_uuid, kind, reason)
 
 
 def _missing_machines(
@@ -255,21 +257,22 @@ def _missing_machines(
     for record in records:
         if record.blocked_reason:
             continue
-        desire = desired_state_of(record)
-        for place, owner, wish in (
-            (record.host_uuid, record.service, desire.current),
-            (record.source_host_uuid, record.source_service, desire.source),
+        desired = desired_state_of(record)
+        for place, owner, target in (
+            (record.host_uuid, record.service, desired.current),
+            (record.source_host_uuid, record.source_service, desired.source),
         ):
-            if place is None or wish not in EXPECTED or place not in running_on or (place, record.uuid) in listed:
+            if place is None or target not in EXPECTED or place not in running_on or (place, record.uuid) in listed:
                 continue
             if owner == service or not may_have(owner, place):
                 yield place, record
 
 
 def _is_recorded_at(record: InstanceSummary | None, host_uuid: str) -> bool:
-    """Whether a machine without our tag is the one on record here: an operator may have removed its tag.
+    """Whether a machine without this database's tag is the one on record here: an operator may have removed its tag.
 
-    It is neither lost nor proved ours: it is left as it is, and a destroy of it is refused by its host.
+    It is neither lost nor proved to be this database's: it is left as it is, and a destroy of it is refused by its
+    host.
     """
     if record is None:
         return False
@@ -280,7 +283,7 @@ def _is_recorded_at(record: InstanceSummary | None, host_uuid: str) -> bool:
 
 
 def _is_deleting(record: InstanceSummary) -> bool:
-    """Whether its host was commanded to destroy it by a client's word, and may list it until it has."""
+    """Whether its host was commanded to destroy it by a client's request, and may list it until it has."""
     return desired_state_of(record).current is MachineTarget.DESTROYED and record.phase in DELETE_REQUESTED
 
 
@@ -317,7 +320,7 @@ def _matches_record(
         return False
     owner = record.source_service if is_source else record.service
     if owner != service:
-        # Followed at each report, the orders would go to one and to the other by turns.
+        # Followed at each report, the commands would go to one and to the other by turns.
         return may_have(owner, host_uuid)
     if is_source:
         return desired_state_of(record).source is MachineTarget.PRESENT

@@ -65,11 +65,11 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     In a record that has had attempts nothing is: what the build was decided by may be one's claim, which was released.
     """
     adopted = with_request(instance, event)
-    why = event.dead_letter_reason
+    refusal = event.dead_letter_reason
     if instance.uuid in context.quarantined:
-        why = Refusal(code=MACHINE_EXISTS, reason="a host has a machine of it that no record explains")
-    if why is not None:
-        return _end_without_machine(adopted, event, why, context)
+        refusal = Refusal(code=MACHINE_EXISTS, reason="a host has a machine of it that no record explains")
+    if refusal is not None:
+        return _end_without_machine(adopted, event, refusal, context)
     if instance.last_attempt:
         return _reclaim(adopted, event.at, context)
     closed = closure_reason(adopted, context)
@@ -85,11 +85,11 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
 
 def _reclaim(instance: Instance, at: float, context: StepContext) -> Step:
     """Its hosts are claimed above every number that was given out, the first one too, and what it may hold is released
-    with that. Nothing is commanded before: `here` has no number, and no machine.
+    with that. Nothing is commanded before: `current` has no number, and no machine.
     """
     unnumbered = replace(instance, selections=(instance.current, *instance.selections), attempt=UNKNOWN_ATTEMPT)
-    anew = _with_attempt(unnumbered, NOT_COMMANDED, at=at, reason="it is claimed anew")
-    return Step(steps.enter_claiming(anew, State.BUILDING, at, context))
+    reclaimed = _with_attempt(unnumbered, NOT_COMMANDED, at=at, reason="it is claimed anew")
+    return Step(steps.enter_claiming(reclaimed, State.BUILDING, at, context))
 
 
 def _without_host(instance: Instance, at: float, context: StepContext) -> Step:
@@ -97,22 +97,24 @@ def _without_host(instance: Instance, at: float, context: StepContext) -> Step:
     return Step(steps.enter_releasing(over, State.FAILED, at, context))
 
 
-def _end_without_machine(instance: Instance, event: BuildRequested, why: Refusal, context: StepContext) -> Step:
-    """Its message was given up: nothing is commanded, its claim is released, and it ends as failed.
+def _end_without_machine(instance: Instance, event: BuildRequested, refusal: Refusal, context: StepContext) -> Step:
+    """Its message was dead-lettered: nothing is commanded, its claim is released, and it ends as failed.
 
     Of a query whose instance has a machine that no record explains: its claim may be for that one, and is not released.
     """
-    if event.is_query and why.code == MACHINE_EXISTS:
-        return _end_failed(replace(instance, code=why.code, reason=steps.truncate(why.reason)), event.at, context)
-    passed = _with_attempt(instance, NOT_COMMANDED, at=event.at, code=why.code, reason=why.reason)
-    over = replace(passed, code=why.code, reason=steps.truncate(why.reason))
+    if event.is_query and refusal.code == MACHINE_EXISTS:
+        return _end_failed(
+            replace(instance, code=refusal.code, reason=steps.truncate(refusal.reason)), event.at, context
+        )
+    passed = _with_attempt(instance, NOT_COMMANDED, at=event.at, code=refusal.code, reason=refusal.reason)
+    over = replace(passed, code=refusal.code, reason=steps.truncate(refusal.reason))
     return Step(steps.enter_releasing(over, State.FAILED, event.at, context))
 
 
 def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """The delete came first: it is recorded, so that the build never starts."""
-    newest = max(instance.highest_attempt, event.attempt)
-    return Step(replace(instance, state=State.TOMBSTONE, highest_attempt=newest, since=event.at, cause=event.cause))
+    highest = max(instance.highest_attempt, event.attempt)
+    return Step(replace(instance, state=State.TOMBSTONE, highest_attempt=highest, since=event.at, cause=event.cause))
 
 
 def on_active(instance: Instance, event: Spawned | MachineRunning, context: StepContext) -> Step:
@@ -138,14 +140,16 @@ def on_active(instance: Instance, event: Spawned | MachineRunning, context: Step
         answered=True,
         queried=False,
     )
-    return steps.emit_event(up, BuildState.ACTIVE, event.at, context, terminal=True, why=("", steps.truncate(warning)))
+    return steps.emit_event(
+        up, BuildState.ACTIVE, event.at, context, terminal=True, detail=("", steps.truncate(warning))
+    )
 
 
 def destroy_failed_attempt(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """An attempt that is over has failed once more, and may have left a machine again.
 
-    Its order was delivered again after the answer that no machine is left, perhaps to another process of its service,
-    which has no record of that answer. A host that refuses to destroy is not sent the order again because of its
+    Its command was delivered again after the answer that no machine is left, perhaps to another process of its service,
+    which has no record of that answer. A host that refuses to destroy is not sent the command again because of its
     refusal.
     """
     return Step(instance) if event.code.startswith(DESTROY_CODES) else destroy_superseded(instance, event, context)
@@ -175,18 +179,18 @@ def destroy_superseded(instance: Instance, event: Spawned | SpawnFailed | Machin
 
 
 def confirm_running(instance: Instance, event: Spawned | MachineRunning, context: StepContext) -> Step:
-    """A machine is where the record has it, perhaps under another service now, which gets its orders. One that is over,
-    and that its host was not commanded to destroy, is destroyed.
+    """A machine is where the record has it, perhaps under another service now, which gets its commands. One that is
+    over, and that its host was not commanded to destroy, is destroyed.
     """
-    desire = desired_state_of(instance)
-    is_here = steps.is_current_attempt(instance, event) and desire.current in COMMANDED
-    if is_here or (steps.is_source(instance, event) and desire.source in COMMANDED):
+    desired = desired_state_of(instance)
+    is_here = steps.is_current_attempt(instance, event) and desired.current in COMMANDED
+    if is_here or (steps.is_source(instance, event) and desired.source in COMMANDED):
         return Step(steps.with_current_service(instance, event))
     return destroy_superseded(instance, event, context)
 
 
 def fail_over(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
-    """The current attempt failed: clean up there, then claim the next alternate, or give up."""
+    """The current attempt failed: clean up there, then claim the next alternate, or fail."""
     if not steps.is_current(instance, event.attempt, event.host_uuid):
         return destroy_failed_attempt(instance, event, context)
     failed = _with_attempt(instance, "failed", at=event.at, code=event.code, reason=event.reason)
@@ -198,7 +202,7 @@ def fail_over(instance: Instance, event: SpawnFailed, context: StepContext) -> S
 
 def time_out(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """No answer in time: command the host to end the attempt unless it is complete. Then claim the next alternate, or
-    give up.
+    fail.
 
     A deadline alone proves nothing: the answer may be on its way, or in the part that a restored database has lost. The
     conductor does not wait for a host that stays silent, and fences its attempt.
@@ -229,7 +233,7 @@ def claim_next_or_fail(instance: Instance, event: Event, context: StepContext, *
 
 def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepContext) -> Step:
     """The host has ended the attempt that was being built: it was out of time, or it has failed without a query. It is
-    not ordered to once more: a second service of the same name answers for machines that it has not.
+    not commanded to once more: a second service of the same name answers for machines that it has not.
     """
     if event.attempt != instance.attempt or not steps.current_destroyed(instance, event):
         return Step(instance)
@@ -263,7 +267,7 @@ def release_alternate(instance: Instance, event: Claimed, context: StepContext) 
 def no_alternate_left(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
     """No alternate could be claimed: release, so that a late copy of the claim is fenced, and end as failed.
 
-    If another client holds the consumer, there is nothing of ours to release.
+    If another client holds the consumer, there is nothing of the instance to release.
     """
     skipped = steps.unclaimed_records(instance, event.outcomes, event.at)
     tried = replace(instance, history=instance.history + skipped)
@@ -295,7 +299,7 @@ def destroy(instance: Instance, event: DeleteRequested, context: StepContext) ->
 def mark_lost(instance: Instance, event: Destroyed | MachineMissing, context: StepContext) -> Step:
     """An active instance is gone from its host: fence possible remains, release, and end as failed.
 
-    Its host answers so as well, if the deadline of its build ordered the end of what was not built: it ends this
+    Its host answers so as well, if the deadline of its build commanded the end of what was not built: it ends this
     attempt wherever it comes up again.
     """
     if not steps.current_destroyed(instance, event):
@@ -396,8 +400,8 @@ def _claim_next(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def closure_reason(instance: Instance, context: StepContext) -> Closure | None:
-    """Why nothing is begun on its host now that it would be; None: it is. One whose service is only down is passed over
-    while another is not closed.
+    """Why nothing is started on its host now that it would be; None: it is. One whose service is only down is passed
+    over while another is not closed.
     """
     closed = context.closed(instance).closure_of(instance.current)
     is_to_try = closed is not None and closed.code != FENCED and not _has_open_alternate(instance, context)
@@ -467,7 +471,7 @@ def _with_attempt(instance: Instance, outcome: str, *, at: float, code: str = ""
 def _stamped(instance: Instance, event: Event) -> StageTimes | None:
     """The stages, now that an attempt has ended: `dispatched` by the first attempt, `built` by the last.
 
-    If a host never answered, or has forgotten when the build began, the time of the command counts.
+    If a host never answered, or no longer knows when the build began, the time of the command counts.
     """
     if instance.stage_times is None:
         return None

@@ -1,7 +1,7 @@
 """The parts that all rules share: a step, the limits and times that it depends on, and its smallest functions.
 
 `Step` is the instance after an event, and the messages to send. The functions check what is current, enter a state that
-waits for placement, order a destroy, and announce a state.
+waits for placement, command a destroy, and publish a state.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .report import is_newer_scan
 
 
 class StepContext(Struct, frozen=True, kw_only=True):
-    """The inputs of a step beside its instance and its event: time limits, and the state of the cell's hosts.
+    """The inputs of a step besides its instance and its event: time limits, and the state of the cell's hosts.
 
-    cell: its name, for announcements. database_id: the identity of the cell's database, with which every machine is
-    marked. up: compute services that are certainly up. down: those that take no builds now, so that none is begun
+    cell: its name, for events. database_id: the identity of the cell's database, with which every machine is
+    tagged. up: compute services that are certainly up. down: those that take no builds now, so that none is started
     there while another host can be tried; one that nothing is known of yet is neither. fences: hosts on which nothing
-    is begun at all, by uuid. quarantined: instances of
+    is started at all, by uuid. quarantined: instances of
     which a host has a machine that no record explains. protected: {(host, instance): attempt} of those machines that an
     operator keeps: no command of a step (`table.step`) destroys them, or begins another one in their place.
     """
@@ -49,7 +49,7 @@ class StepContext(Struct, frozen=True, kw_only=True):
     live_copy_mb_s: float = 0.0
 
     def closed(self, instance: Instance) -> ClosedHosts:
-        """The hosts on which nothing is begun now."""
+        """The hosts on which nothing is started now."""
         return ClosedHosts(self.down, self.fences)
 
     def is_usable(self, where: Selection) -> bool:
@@ -57,7 +57,7 @@ class StepContext(Struct, frozen=True, kw_only=True):
         return where.service in self.up and where.host_uuid not in self.fences
 
     def is_off(self, host_uuid: str | None) -> bool:
-        """Whether an operator has stated that the host is off. One whose fence is being lifted is on, to destroy its
+        """Whether an operator has stated that the host is off. One whose fence is being ended is on, to destroy its
         losses.
         """
         fence = self.fences.get(host_uuid or "")
@@ -98,7 +98,7 @@ def release_after_destroy(instance: Instance, at: float, context: StepContext) -
 
 
 def enter_destroying(instance: Instance, next_state: State, at: float, context: StepContext) -> Instance:
-    """Its hosts are to destroy what the desire of that row says (`orders`)."""
+    """Its hosts are to destroy what the desired state of that row says (`orders`)."""
     return replace(
         instance, state=State.DESTROYING, next_state=next_state, deadline=at + context.destroy_retry_s, since=at
     )
@@ -112,12 +112,12 @@ def emit_event(
     *,
     terminal: bool = False,
     first: tuple[Message, ...] = (),
-    why: tuple[str, str] = ("", ""),
+    detail: tuple[str, str] = ("", ""),
 ) -> Step:
-    """Take the next number and publish the state; the history only with a terminal state. why: code and reason."""
+    """Take the next number and publish the state; the history only with a terminal state. detail: code and reason."""
     assert instance.spec is not None
-    code, reason = (instance.code, instance.reason) if state is BuildState.FAILED else why
-    announcement = BuildEvent(
+    code, reason = (instance.code, instance.reason) if state is BuildState.FAILED else detail
+    build_event = BuildEvent(
         instance_uuid=instance.uuid,
         project_id=instance.spec.project_id,
         state=state,
@@ -135,24 +135,24 @@ def emit_event(
         zone=instance.current.zone if instance.selections else "",
     )
     stage_times = None if terminal else instance.stage_times  # published once, and of no further use
-    announced = replace(
+    emitted = replace(
         instance, sequence=instance.sequence + 1, build_sequence=instance.sequence, stage_times=stage_times
     )
-    return Step(announced, (*first, announcement))
+    return Step(emitted, (*first, build_event))
 
 
 _ENDS = (BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED)
 
 
 def destroy_current(instance: Instance, context: StepContext) -> Destroy:
-    """The order to destroy the current attempt."""
+    """The command to destroy the current attempt."""
     return destroy_at(instance, instance.current, instance.attempt, context)
 
 
 def destroy_at(
     instance: Instance, where: Selection, attempt: int, context: StepContext, *, keep_if_complete: bool = False
 ) -> Destroy:
-    """The order to destroy an attempt there. keep_if_complete: a complete machine stays, and is reported."""
+    """The command to destroy an attempt there. keep_if_complete: a complete machine stays, and is reported."""
     return Destroy(
         instance_uuid=instance.uuid,
         attempt=attempt,
@@ -164,8 +164,8 @@ def destroy_at(
 
 
 def with_service(instance: Instance, service: str) -> Instance:
-    """The current host is this service's: a host outlives its service, and its next service takes no orders sent to the
-    previous one.
+    """The current host is this service's: a host outlives its service, and its next service takes no commands sent to
+    the previous one.
     """
     if instance.current.service == service:
         return instance
@@ -229,7 +229,7 @@ def is_destroyed(instance: Instance, event: Destroyed | MachineMissing, where: S
 def attempt_record(
     instance: Instance, attempt: int, outcome: str, at: float, *, code: str = "", reason: str = ""
 ) -> AttemptRecord:
-    """How an attempt on the current host has ended, for the history of a build or a move."""
+    """How an attempt on the current host has ended, for the history of a build or an action."""
     return AttemptRecord(
         attempt=attempt, host=instance.current.host, outcome=outcome, code=code, reason=truncate(reason), at=at
     )

@@ -1,8 +1,8 @@
 """The instance state machine: one table, total over states and events. It also draws docs/reference/states.md.
 
 Every row has the usual effects of `USUAL`, unless it says otherwise: most events are late, doubled or of no concern
-to a state, and its desire (`desires`) is what a machine that is found and a request of a client are judged by. Where an
-answer is waited for, what follows is taken up here and nowhere else (`ByNextState`).
+to a state, and its desired state (`desires`) is what a machine that is found and a request of a client are judged by.
+Where an answer is waited for, what follows is taken up here and nowhere else (`ByNextState`).
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         MachineMissing: ByNextState(
             {State.REVERTING: Rule(way_back.revert_destroyed, (State.REVERTING, State.RELEASING))}, RELEASE_DESTROYED
         ),
-        ServiceLost: IGNORE,  # the order waits in its queue, and the allocation with it
+        ServiceLost: IGNORE,  # the command waits in its queue, and the allocation with it
         ChangeEnded: Rule(way_back.roll_back_in_place, (State.REVERTING,)),
         HostFenced: ByNextState(
             {State.REVERTING: Rule(fence_rules.revert, (State.REVERTING, State.RELEASING))},
@@ -225,7 +225,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         Spawned: CONFIRM_RUNNING,
         Destroyed: Rule(
             rules.mark_lost, (State.RELEASING,)
-        ),  # its build was ended just before the late word that it runs
+        ),  # its build was ended just before the late report that it runs
         Released: IGNORE,  # of a migration, once more
         MachineRunning: CONFIRM_RUNNING,
         MachineMissing: Rule(rules.mark_lost, (State.RELEASING,)),
@@ -353,7 +353,8 @@ def _without_protected(stepped: Step, at: float, context: StepContext) -> Step:
     """No host is commanded to destroy what an operator keeps there, nor to build another attempt in its place.
 
     A record does not wait for it, either: it goes on as if the host had answered. But one that wants a machine which
-    its host is to end unless it is complete waits for the host's report, which ends the word (`Guard.forget`).
+    its host is to end unless it is complete waits for the host's report, which ends the decision
+    (`Guard.delete_resolved`).
     """
     after, commands = stepped.instance, stepped.commands
     for order in [one for one in commands if _is_protected(one, after, context)]:
@@ -367,8 +368,8 @@ def _without_protected(stepped: Step, at: float, context: StepContext) -> Step:
             answer = Destroyed(at=at, **about)
         else:
             continue
-        then = step(after, answer, context)
-        after, commands = then.instance, (*commands, *then.commands)
+        following = step(after, answer, context)
+        after, commands = following.instance, (*commands, *following.commands)
     return replace(stepped, instance=after, commands=commands)
 
 
@@ -413,10 +414,10 @@ def awaited_request_of(instance: Instance) -> AwaitedRequest | None:
         return None
     if (query := way_back.source_query_of(instance)) is not None:
         return query
-    asks, action = desired_state_of(instance).placement_call, instance.action
-    if asks is PlacementCall.CLAIM:
+    call, action = desired_state_of(instance).placement_call, instance.action
+    if call is PlacementCall.CLAIM:
         return _claim(instance)
-    if asks is PlacementCall.REVERT:
+    if call is PlacementCall.REVERT:
         assert action is not None
         return Revert(
             consumer=instance.uuid,
@@ -425,10 +426,10 @@ def awaited_request_of(instance: Instance) -> AwaitedRequest | None:
             attempt=instance.next_attempt,
         )
     is_instance_over = action is not None and action.instance_released
-    if asks is PlacementCall.RELEASE_MIGRATION or (asks is PlacementCall.RELEASE and is_instance_over):
+    if call is PlacementCall.RELEASE_MIGRATION or (call is PlacementCall.RELEASE and is_instance_over):
         assert action is not None and instance.spec is not None
         return Release(consumer=action.request_id, project_id=instance.spec.project_id, of_migration=True)
-    if asks is PlacementCall.RELEASE:
+    if call is PlacementCall.RELEASE:
         # One attempt further than the last: a claim that was requested and never answered may still be on its way (a
         # placement worker that waits for its database), and must be refused by the fence.
         return Release(consumer=instance.uuid, attempt=instance.next_attempt)
@@ -440,8 +441,8 @@ def is_answered_by(instance: Instance, answer: Answer | SourceAnswered) -> bool:
     if isinstance(answer, SourceAnswered):
         asked = way_back.source_query_of(instance)
         return asked is not None and answer.query == asked
-    question, names = awaited_request_of(instance), (answer.consumer or instance.uuid, answer.attempt)
-    return isinstance(question, Claim | Release | Revert) and names == (question.consumer, question.attempt or 0)
+    request, names = awaited_request_of(instance), (answer.consumer or instance.uuid, answer.attempt)
+    return isinstance(request, Claim | Release | Revert) and names == (request.consumer, request.attempt or 0)
 
 
 def _claim(instance: Instance) -> Claim:
@@ -476,15 +477,16 @@ def _migration(action: ActionInProgress) -> Migration:
 
 # --- The steps that the fences of an instance's hosts lead to, after each of its own steps.
 
-# How many steps in a row one fence may lead to: one for each host of the instance, and those that follow from undoing.
+# How many steps in a row one fence may lead to: one for each host of the instance, and those that follow from a
+# rollback.
 MAX_FENCE_STEPS = 4
 # A machine runs after these states, and one whose answer is awaited may run in these.
 STARTING = frozenset({ChangeKind.START, ChangeKind.REBUILD, ChangeKind.RESCUE, ChangeKind.UNRESCUE})
 
 
 class FenceSteps:
-    """The effects of fences in one transaction: the hosts, and by host the services of what was given up there. proofs:
-    those of the hosts from which an evacuation commands a destination.
+    """The effects of fences in one transaction: the hosts, and by host the services of what was abandoned there.
+    proofs: those of the hosts from which an evacuation commands a destination.
     """
 
     def __init__(self) -> None:
@@ -500,10 +502,10 @@ class FenceSteps:
             self.hosts[event.host_uuid] = None
         for _ in range(MAX_FENCE_STEPS):
             for host in fenced_hosts(after, context.fences):
-                then = step(after, HostFenced(at=at, host_uuid=host), context)
-                if then.instance is not after:
+                following = step(after, HostFenced(at=at, host_uuid=host), context)
+                if following.instance is not after:
                     self.hosts[host] = None
-                    after, commands = then.instance, (*commands, *then.commands)
+                    after, commands = following.instance, (*commands, *following.commands)
         if after is not before:
             self.proofs.update(dict.fromkeys(fences_relied_on(before, after, context)))
             self.hosts.update(self.proofs)
@@ -515,7 +517,7 @@ class FenceSteps:
 
 
 def _stop_after_fence(before: Instance, stepped: Step, event: Event, context: StepContext) -> Step:
-    """If the fence ends a change that starts a machine, the change's order may wait in the queue: a later order stops
+    """If the fence ends a change that starts a machine, the change's command may wait in the queue: a later one stops
     the machine.
     """
     is_ended = change_of(before) in STARTING and change_of(stepped.instance) not in STARTING
@@ -527,10 +529,10 @@ def _stop_after_fence(before: Instance, stepped: Step, event: Event, context: St
 
 
 def _without_starts(commands: Sequence[Message], context: StepContext) -> tuple[Message, ...]:
-    """Nothing is started on a fenced host: it may be back before the fence is lifted, and its instances may be
+    """Nothing is started on a fenced host: it may be back before the fence is ended, and its instances may be
     elsewhere.
 
-    The machine is stopped under the same order, so that a command from before the fence is not carried out either.
+    The machine is stopped under the same number, so that a command from before the fence is not carried out either.
     """
     kept: list[Message] = []
     for command in commands:

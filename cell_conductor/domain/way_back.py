@@ -1,4 +1,4 @@
-"""How a move is undone: the proof that it can go back, and the way back to the source.
+"""How a move is rolled back: the proof that it can go back, and the rollback to the source.
 
 The destination destroys its machine, placement is reverted, and the source is started again if it was commanded to
 stop.
@@ -6,9 +6,9 @@ stop.
 Of a move that has arrived the machine at the destination runs, and a revert or a fence gives it up for the source's,
 which is stopped. A record does not prove that the source is still there: its host may be dead or reinstalled, or be
 none of its service any more. So the compute services are queried for it first; meanwhile the move stays as it is, and
-states why it is to be undone (`rollback_code`). Only the answer that its host lists that very machine undoes it.
-Without that a revert is refused, and the client may confirm the move or request the revert again. After a fence of the
-destination the services are queried again, until the source is seen or the destination is used again.
+states why it is to be rolled back (`rollback_code`). Only the answer that its host lists that very machine rolls it
+back. Without that a revert is refused, and the client may confirm the move or request the revert again. After a fence
+of the destination the services are queried again, until the source is seen or the destination is used again.
 """
 
 from __future__ import annotations
@@ -94,18 +94,18 @@ def answer_about(
 
 
 def is_waiting(instance: Instance) -> bool:
-    """Whether the move has arrived, and is to be undone once its source was seen."""
+    """Whether the move has arrived, and is to be rolled back once its source was seen."""
     return instance.state is State.RESIZED and bool(action_of(instance).rollback_code)
 
 
 def revert(instance: Instance, event: ActionRequested, context: StepContext, code: str) -> Step:
-    """A client requests the way back: it is begun once the source was seen."""
+    """A client requests the way back: it is started once the source was seen."""
     action = action_of(instance)
     named = replace(action, ending_request_id=event.request.request_id, ending_kind=ActionKind.REVERT)
-    begun = replace(instance, action=named, cause=event.cause)
+    started = replace(instance, action=named, cause=event.cause)
     if (fenced := fence_reason(source_of(action), context)) is not None:
         return refuse_request(instance, event, context, fenced.code, fenced.reason)
-    return _query(begun, event.at, context, code, "")
+    return _query(started, event.at, context, code, "")
 
 
 def leave_fenced(instance: Instance, at: float, context: StepContext, code: str, reason: str) -> Step:
@@ -120,7 +120,7 @@ def leave_fenced(instance: Instance, at: float, context: StepContext, code: str,
 
 
 def roll_back_to_source(instance: Instance, event: SourceAnswered, context: StepContext) -> Step:
-    """The source was seen: the move is undone. It was not: the destination stays, and a revert is refused."""
+    """The source was seen: the move is rolled back. It was not: the destination stays, and a revert is refused."""
     action = action_of(instance)
     if event.code:
         return _keep_destination(instance, ActionEnd(ActionState.REFUSED, event.code, event.reason), event.at, context)
@@ -161,7 +161,7 @@ def alternative_ending(instance: Instance, event: ActionRequested, context: Step
 
 
 def keep_current(instance: Instance) -> Instance:
-    """The move as it is when it is not to be undone any more."""
+    """The move as it is when it is not to be rolled back any more."""
     return replace(instance, action=replace(action_of(instance), rollback_code="", rollback_reason=""))
 
 
@@ -177,7 +177,7 @@ def fence_reason(source: Selection, context: StepContext) -> ActionEnd | None:
 
 
 def _is_still_due(instance: Instance, context: StepContext) -> bool:
-    """Whether the reason for which the source was queried for still holds: the fence may have been lifted since."""
+    """Whether the reason for which the source was queried for still holds: the fence may have been ended since."""
     return action_of(instance).ending_kind is ActionKind.REVERT or context.is_off(instance.host_uuid)
 
 
@@ -221,7 +221,9 @@ def _await_confirm(instance: Instance) -> Instance:
     return replace(keep_current(instance), deadline=deadline)
 
 
-DESTINATION_SILENT = "action.destination_silent"  # of a move that is undone: it has not answered that nothing is left
+DESTINATION_SILENT = (
+    "action.destination_silent"  # of a move that is rolled back: it has not answered that nothing is left
+)
 
 
 def roll_back_in_place(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
@@ -250,7 +252,7 @@ def return_to_source(instance: Instance, event: Reverted, context: StepContext) 
     at_source = replace(instance, **source_fields(action))
     back = replace(at_source, highest_attempt=event.attempt, consumer_generation=generation, power=action.power)
     if not action.handed_over or action.power is not Power.RUNNING:
-        # Stopped before and handed over: the next start, or hand-over, has a higher order and undoes it.
+        # Stopped before and handed over: the next start, or hand-over, has a higher number and undoes it.
         return end_rolled_back(back, event.at, context)
     return change(back, State.RESTARTING, event.at, context)
 
@@ -273,7 +275,7 @@ def _end_before_return(
     instance: Instance, ending: ActionEnd, other: ActionEnd | None, at: float, context: StepContext
 ) -> Step:
     """The move, and the request that ends it (None: not yet), have their ends before the instance is back. For clients
-    it is where it will be: on its former host, as it was there, and not where it is given up.
+    it is where it will be: on its former host, as it was there, and not where it is abandoned.
     """
     back = source_fields(action_of(instance))
     ended = answer_early(replace(instance, **back), ending, at, context)
@@ -311,22 +313,22 @@ def on_restarted(instance: Instance, event: ChangeEnded, context: StepContext) -
 
 def resend_commands(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """A host has not answered: what was commanded is commanded again. A client that waits for the end of its confirm or
-    revert is informed of that; a request for a change, or a move that was undone, does not wait for it.
+    revert is informed of that; a request for a change, or a move that was rolled back, does not wait for it.
     """
     again = resend_all(instance, event.at, context)
-    desire, action = desired_state_of(instance), instance.action
+    desired, action = desired_state_of(instance), instance.action
     if action is None:
         return again
-    is_back = desire.progress is ActionState.ROLLING_BACK
-    if desire.source is MachineTarget.DESTROYED and action.source is not None:
+    is_back = desired.progress is ActionState.ROLLING_BACK
+    if desired.source is MachineTarget.DESTROYED and action.source is not None:
         waits = report_silent(again.instance, SOURCE_SILENT, action.source, event.at, context)
-    elif desire.current is MachineTarget.DESTROYED:
+    elif desired.current is MachineTarget.DESTROYED:
         ended = Step(again.instance)
         if is_back:
             ended = _end_before_return(again.instance, ending_of(action), None, event.at, context)
         silent = report_silent(ended.instance, DESTINATION_SILENT, instance.current, event.at, context)
         waits = after(ended, silent)
-    elif desire.current is MachineTarget.PRESENT:
+    elif desired.current is MachineTarget.PRESENT:
         reason = f"no answer within {action.step_timeout_s:g} s; the command is repeated"
         ending = ending_of(action) if is_back else ActionEnd(ActionState.FAILED, "change.timeout", reason)
         waits = answer_early(again.instance, ending, event.at, context)

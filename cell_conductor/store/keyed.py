@@ -101,7 +101,7 @@ class KeyedRows(Protocol):
 
 class Losses(Struct, frozen=True, omit_defaults=True):
     """The instances that a recovery would end without a client's delete. instances: the first MAX_LOSSES_NAMED.
-    builds: that would fail beside.
+    builds: that would fail meanwhile.
     """
 
     count: int = 0
@@ -120,7 +120,7 @@ class DatabaseState(StrEnum):
 
     SAME = "same"
     TAKEN_OVER = "taken over"  # by another server, which lacks nothing
-    BEHIND = "behind"  # it was set back
+    BEHIND = "behind"  # it was restored
 
 
 class DatabaseIdentity(Struct):
@@ -157,16 +157,16 @@ class DatabaseIdentity(Struct):
 
 
 class Unrecognised(Transient):
-    """The database was set back, and this process has not recognised that: a sweep will."""
+    """The database was restored, and this process has not recognised that: a sweep will."""
 
     code = "cell.database_restored"
 
     def __init__(self) -> None:
-        super().__init__("the database was set back, which has to be recognised first")
+        super().__init__("the database was restored, which has to be recognised first")
 
 
 class Recovering(Transient):
-    """The cell's database was set back, and what is true of its instances is being found out: nothing else is begun.
+    """The cell's database was restored, and what is true of its instances is being found out: nothing else is started.
 
     What comes meanwhile waits, and uses up no retry.
     """
@@ -186,19 +186,19 @@ class DatabaseOutdated(DatabaseForbidden):
     code = "database.outdated"
 
 
-def state_of(recorded: RecordedMarks, stated: Stated, own: DatabaseMark, *, is_elsewhere: bool) -> DatabaseState:
+def state_of(recorded: RecordedMarks, stated: Stated, own: DatabaseMark, *, is_on_other_server: bool) -> DatabaseState:
     """What the database is that has these marks on record. own: what this process knew before it read that.
     is_elsewhere: on another server than recorded. Raises DatabaseOutdated, and Unrecognised: it is not known yet.
 
     Where a service is up and has not stated its mark, another server counts as behind.
     """
     incarnation = recorded.own.database_incarnation
-    if not is_elsewhere and incarnation < stated.conductor:
+    if not is_on_other_server and incarnation < stated.conductor:
         raise DatabaseOutdated(
             f"it is incarnation {incarnation} of the cell's database, and incarnation {stated.conductor} commands"
         )
     is_old = any(is_behind(recorded, one) for one in (own, *stated.marks))
-    if not is_old and not is_elsewhere:
+    if not is_old and not is_on_other_server:
         return DatabaseState.SAME
     if not stated.is_known:
         raise Unrecognised
@@ -215,22 +215,22 @@ class RowsContended(Transient):
 
 
 class Keyed(Protocol):
-    """An adapter. Each write of a keeper of the leases is one statement, which is guarded by what `LeaseStore` has
-    decided on, and by the state of the database: a keeper that is paused holds no lock for which the next one waits.
+    """An adapter. Each write of a leader of the leases is one statement, which is guarded by what `LeaseStore` has
+    decided on, and by the state of the database: a leader that is paused holds no lock for which the next one waits.
     """
 
     def transaction(self) -> AbstractAsyncContextManager[KeyedRows]:
         """Commits at the end, rolls back on an exception."""
 
     async def leader(self) -> tuple[Leader, float]:
-        """The keeper on record, and the time by the database's clock."""
+        """The leader on record, and the time by the database's clock."""
 
     async def write_leader(self, before: Leader, after: Leader) -> bool:
-        """Record the next keeper. False: another one is on record meanwhile, or the database was set back, as below."""
+        """Record the next leader. False: another one is on record meanwhile, or the database was restored, as below."""
 
-    async def record(self, term: int, leases: Mapping[str, Lease], gone: Collection[str]) -> bool:
-        """Record these leases, by service, and delete those of `gone`. False: there is a newer term, or the database
-        was set back, which this process has not recognised: what it knows of the record is of another one.
+    async def record(self, term: int, leases: Mapping[str, Lease], removed: Collection[str]) -> bool:
+        """Record these leases, by service, and delete those of `removed`. False: there is a newer term, or the database
+        was restored, which this process has not recognised: what it knows of the record is of another one.
         """
 
 

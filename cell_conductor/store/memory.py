@@ -103,7 +103,7 @@ class MemoryTransaction:
     def _state(self, stated: Stated, own: DatabaseMark) -> DatabaseState:
         table = self._table
         check_identity(table.database_id, self._seen.database_id)
-        return state_of(table.marks, stated, own, is_elsewhere=table.origin != table.place)
+        return state_of(table.marks, stated, own, is_on_other_server=table.origin != table.place)
 
     def _begin(self, stated: Stated, own: DatabaseMark, *, recovers: bool) -> DatabaseChange:
         table, recorded = self._table, self._table.marks
@@ -128,7 +128,7 @@ class MemoryTransaction:
 
     async def stop_recovery(self, losses: Losses) -> None:
         """One statement."""
-        self._transaction.will(partial(_await_word, self._table, losses))
+        self._transaction.will(partial(_await_acceptance, self._table, losses))
 
     async def accept_losses(self, losses: Losses, incarnation: int) -> bool:
         """One statement."""
@@ -143,7 +143,7 @@ class MemoryTransaction:
     async def end_recovery(self, silent: Collection[str] = (), without: Collection[str] = ()) -> None:
         """One statement."""
         self._write_absent(absent_with(self._table.absent, silent, without))
-        self._transaction.will(partial(_await_word, self._table, Losses()))
+        self._transaction.will(partial(_await_acceptance, self._table, Losses()))
         self._transaction.will(partial(setattr, self._table, "recovers", False))
         self._transaction.will(partial(setattr, self._seen, "is_recovering", False))
 
@@ -155,7 +155,7 @@ class MemoryTransaction:
     async def record_listed(self, services: Collection[str]) -> None:
         """As in PostgreSQL."""
         absent = await self.absent_services()
-        self._write_absent({name: word for name, word in absent.items() if name not in services})
+        self._write_absent({name: has_nothing for name, has_nothing in absent.items() if name not in services})
 
     async def state_without(self, service: str) -> bool:
         """As in PostgreSQL."""
@@ -218,7 +218,7 @@ class MemoryTransaction:
     async def rely_on(
         self, hosts: Sequence[str], abandoned: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
     ) -> bool:
-        """Hold the fences of these hosts until the end, and count what is given up there."""
+        """Hold the fences of these hosts until the end, and count what is abandoned there."""
         return await rely_on(MemoryKeyedRows(self._table, self._transaction, self._seen), hosts, abandoned, at, proofs)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
@@ -285,7 +285,7 @@ class MemoryInstanceRows:
 def _begin(table: MemoryInstanceTable, now: RecordedMarks, recovers: bool) -> None:
     table.ended_incarnations, table.incarnation = dict(now.ended), now.own.database_incarnation
     table.origin, table.recovers = table.place, recovers
-    _await_word(table, Losses())
+    _await_acceptance(table, Losses())
     if not recovers:
         return
     table.absent = {}
@@ -294,7 +294,7 @@ def _begin(table: MemoryInstanceTable, now: RecordedMarks, recovers: bool) -> No
     drop(table.unknown_machines, [key for key, one in table.unknown_machines.items() if one.decision != PROTECT])
 
 
-def _await_word(table: MemoryInstanceTable, losses: Losses) -> None:
+def _await_acceptance(table: MemoryInstanceTable, losses: Losses) -> None:
     table.accepts, table.losses = False, losses
 
 
@@ -427,10 +427,10 @@ class MemoryInstances(SeenStore):
 
 
 def _summary(instance: Instance, table: MemoryInstanceTable) -> InstanceSummary:
-    kept = [
+    protected = [
         host
         for (host, uuid), one in table.unknown_machines.items()
         if uuid == instance.uuid and one.decision == PROTECT
     ]
-    brief = replace(convert(instance, InstanceSummary, from_attributes=True), protected_hosts=kept)
-    return brief if instance.phase in REFUSED else replace(brief, code="")
+    summary = replace(convert(instance, InstanceSummary, from_attributes=True), protected_hosts=protected)
+    return summary if instance.phase in REFUSED else replace(summary, code="")

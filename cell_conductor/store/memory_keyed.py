@@ -1,4 +1,4 @@
-"""Keyed rows of a cell in memory, and the keeper of its leases."""
+"""Keyed rows of a cell in memory, and the leader of its leases."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ class MemoryKeyed:
         write = partial(setattr, self._table, "leader", after)
         return await self._where(lambda on_record: on_record == before, write)
 
-    async def record(self, term: int, leases: Mapping[str, Lease], gone: Collection[str]) -> bool:
+    async def record(self, term: int, leases: Mapping[str, Lease], removed: Collection[str]) -> bool:
         """One transaction."""
-        writes = partial(self._table.leases.update, leases), partial(drop, self._table.leases, list(gone))
+        writes = partial(self._table.leases.update, leases), partial(drop, self._table.leases, list(removed))
         return await self._where(lambda on_record: on_record.term == term, *writes)
 
     async def _where(self, is_met: Callable[[Leader], bool], *writes: Callable[[], None]) -> bool:

@@ -22,7 +22,7 @@ from .safety import FenceStore, LeaseStore, Safety, UnknownMachineRecord
 
 
 class DatabaseChange(Struct, frozen=True):
-    """The database was set back: restored from a backup, promoted, or its disk was.
+    """The database was restored: restored from a backup, promoted, or its disk was.
 
     database_id: its identity, which a backup contains. incarnation: the one that has begun. recovers: something is
     missing, or may be; else another server took over.
@@ -62,7 +62,7 @@ class Transaction(Protocol):
         """Record handled messages; those not seen before."""
 
     async def recognise(self, stated: Stated = NOTHING) -> DatabaseChange | None:
-        """Compare the database with what others state of it; if it was set back, the cell recovers from now on, under
+        """Compare the database with what others state of it; if it was restored, the cell recovers from now on, under
         an incarnation above all that are known. What is stated goes on record with that.
 
         Raises DatabaseReplaced when it has another identity, DatabaseOutdated when it is as it was and another
@@ -88,8 +88,8 @@ class Transaction(Protocol):
     async def rely_on(
         self, hosts: Sequence[str], abandoned: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
     ) -> bool:
-        """Hold the fences of these hosts until the end, and count what is given up there: by host, its services, one a
-        machine. False: one is not fenced, or the fence of one of `proofs`, which are among the hosts, is to be lifted.
+        """Hold the fences of these hosts until the end, and count what is abandoned there: by host, its services, one a
+        machine. False: one is not fenced, or the fence of one of `proofs`, which are among the hosts, is to be ended.
 
         An optimistic transaction cannot, and raises Conflict.
         """
@@ -105,7 +105,7 @@ class LockingTransaction(Transaction, Protocol):
 
     async def begin_recovery(self, stated: Stated = NOTHING) -> int:
         """The cell recovers from now on, under an incarnation above all that are known, which is returned; what the
-        outbox, the quarantine and the breakers have is of before, and goes; but what an operator keeps is kept. One
+        outbox, the quarantine and the breakers have is of before, and goes; but what an operator protects stays. One
         that has begun on this database goes on as it is, unless a mark is above what that has. Raises as `recognise`.
         """
 
@@ -119,7 +119,7 @@ class LockingTransaction(Transaction, Protocol):
         """It goes no further until an operator accepts these. After `expect_recovering`."""
 
     async def accept_losses(self, losses: Losses, incarnation: int) -> bool:
-        """An operator accepts what this recovery waits for. False: it does not wait, or for the word on others."""
+        """An operator accepts what this recovery waits for. False: it does not wait, or for the decision on others."""
 
     async def end_recovery(self, silent: Collection[str] = (), without: Collection[str] = ()) -> None:
         """The cell is open. After `expect_recovering`. silent: services that have not listed what they have;
@@ -135,7 +135,7 @@ class LockingTransaction(Transaction, Protocol):
         """These have listed. After `absent_services`."""
 
     async def state_without(self, service: str) -> bool:
-        """An operator states that this service has nothing. False: there are too many such words."""
+        """An operator states that this service has nothing. False: there are too many such decisions."""
 
     async def lock_due(self, now: float, limit: int) -> list[Instance]:
         """Instances whose deadline has passed, oldest first, locked, except those that others hold, and those whose
@@ -196,7 +196,7 @@ class InstanceStore(Flushed, Protocol):
         """Disconnect."""
 
     async def has_due(self, now: float) -> bool:
-        """Whether a sweep would find anything: a deadline that has passed, or a database that was set back.
+        """Whether a sweep would find anything: a deadline that has passed, or a database that was restored.
 
         One round trip without locks, instead of a transaction that nearly always finds nothing.
         """

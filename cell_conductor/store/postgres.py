@@ -64,15 +64,15 @@ SELECT database_id::text = $2 AND origin = origin_of('instances') AND database_i
     AND NOT EXISTS (SELECT FROM instances WHERE deadline <= $1)
 FROM identity
 """
-NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
+RECORD_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
 # One begins at a time, and no commit of the incarnation before is under way any more: it would raise its counters.
 HOLD = "SELECT FROM identity FOR UPDATE; LOCK TABLE sent IN SHARE ROW EXCLUSIVE MODE"
 BEGIN = f"""
-{NOTE_ORIGIN}, state = $1, losses = '{{}}', database_incarnation = $2, ended_incarnations = $3::text::json,
+{RECORD_ORIGIN}, state = $1, losses = '{{}}', database_incarnation = $2, ended_incarnations = $3::text::json,
     absent = CASE $1 WHEN 'open' THEN absent ELSE '{{}}' END
 """
 # What is kept stays so: nobody else has that on record, and a machine without it may be destroyed.
-FORGET_BEFORE = f"""
+DELETE_EARLIER = f"""
 DELETE FROM outbox;
 DELETE FROM breakers;
 DELETE FROM {UNKNOWN_MACHINES.name} WHERE decision IS DISTINCT FROM '{PROTECT}'
@@ -162,9 +162,9 @@ def _marks(row: Sequence[Any]) -> RecordedMarks:
 
 
 def _summary(row: Sequence[Any]) -> InstanceSummary:
-    state, then = phase_from_text(row[1])
+    state, next_state = phase_from_text(row[1])
     # Not cast by the statement: one that is of another type would fail it for all.
-    fields = (*row[2:12], then, row[12], int(row[13]))
+    fields = (*row[2:12], next_state, row[12], int(row[13]))
     return InstanceSummary(row[0], state, *fields)
 
 
@@ -253,11 +253,11 @@ class PostgresTransaction:
     async def recognise(self, stated: Stated = NOTHING) -> DatabaseChange | None:
         """Compare the database with what others state of it. Raises Unrecognised and Recovering."""
         seen, own = self._seen, self._seen.recorded.own  # as of before the row is read
-        recorded, is_elsewhere, is_recovering = await self._identity()
-        if state_of(recorded, stated, own, is_elsewhere=is_elsewhere) is not DatabaseState.SAME:
+        recorded, is_on_other_server, is_recovering = await self._identity()
+        if state_of(recorded, stated, own, is_on_other_server=is_on_other_server) is not DatabaseState.SAME:
             await self._hold()
-            recorded, is_elsewhere, is_recovering = await self._identity()
-            history = state_of(recorded, stated, own, is_elsewhere=is_elsewhere)
+            recorded, is_on_other_server, is_recovering = await self._identity()
+            history = state_of(recorded, stated, own, is_on_other_server=is_on_other_server)
             if history is not DatabaseState.SAME:
                 recovers = is_recovering or history is DatabaseState.BEHIND
                 return await self._begin(recorded, stated, own, recovers=recovers)
@@ -271,8 +271,8 @@ class PostgresTransaction:
         """Some statements, once a recovery."""
         own = self._seen.recorded.own
         await self._hold()
-        recorded, is_elsewhere, is_recovering = await self._identity()
-        history = state_of(recorded, stated, own, is_elsewhere=is_elsewhere)
+        recorded, is_on_other_server, is_recovering = await self._identity()
+        history = state_of(recorded, stated, own, is_on_other_server=is_on_other_server)
         if is_recovering and history is DatabaseState.SAME:
             self.recognised, self.recovers = recorded, True
             return recorded.own.database_incarnation
@@ -294,7 +294,7 @@ class PostgresTransaction:
         state = "recovering" if recovers else "open"
         await self._connection.execute(BEGIN, state, incarnation, msgspec.json.encode(ended).decode())
         if recovers:
-            await self._connection.execute(FORGET_BEFORE)
+            await self._connection.execute(DELETE_EARLIER)
         self.recognised = RecordedMarks(DatabaseMark(incarnation, recorded.own.sent_sequences), ended)
         self.recovers = recovers
         return DatabaseChange(self._seen.database_id, incarnation, recovers)
@@ -333,7 +333,7 @@ class PostgresTransaction:
     async def record_listed(self, services: Collection[str]) -> None:
         """Two statements."""
         absent = await self.absent_services()
-        await self._write_absent({name: word for name, word in absent.items() if name not in services})
+        await self._write_absent({name: has_nothing for name, has_nothing in absent.items() if name not in services})
 
     async def _write_absent(self, absent: Mapping[str, bool]) -> None:
         record = msgspec.json.encode(absent).decode()
@@ -388,7 +388,7 @@ class PostgresTransaction:
     async def rely_on(
         self, hosts: Sequence[str], abandoned: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
     ) -> bool:
-        """Hold the fences of these hosts until the end, and count what is given up there."""
+        """Hold the fences of these hosts until the end, and count what is abandoned there."""
         return await rely_on(PostgresKeyedRows(self._connection, self._seen), hosts, abandoned, at, proofs)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
@@ -417,7 +417,7 @@ class PostgresInstances(SeenStore):
         """Migrate, and read the schema's identity. Waits for a database that is unavailable."""
         await self._database.open(MIGRATIONS)
         async with self._database.raw() as connection:
-            await connection.execute(f"{NOTE_ORIGIN} WHERE origin = ''")
+            await connection.execute(f"{RECORD_ORIGIN} WHERE origin = ''")
         await self.identify()
 
     async def identify(self) -> None:
@@ -469,9 +469,9 @@ class PostgresInstances(SeenStore):
             others = set(instance_uuids).difference(row[0] for row in found)
             if others:
                 found += await connection.fetch(SUMMARIES_BY_UUID, list(others))
-        briefs, unreadable = _readable(found, _summary)
-        kept = {row[0]: row[11] for row in found}
-        return [*briefs.values(), *(unreadable_summary(uuid, kept[uuid]) for uuid in sorted(unreadable))]
+        summaries, unreadable = _readable(found, _summary)
+        protected = {row[0]: row[11] for row in found}
+        return [*summaries.values(), *(unreadable_summary(uuid, protected[uuid]) for uuid in sorted(unreadable))]
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
         """The instances that these compute services were commanded to build."""
@@ -479,7 +479,7 @@ class PostgresInstances(SeenStore):
             return [(row[0], row[1]) for row in await connection.fetch(BUILDING_AT, list(services))]
 
     async def at_service(self, service: str, limit: int) -> list[str]:
-        """The instances that have a machine at this compute service; it reads the whole table, once an order."""
+        """The instances that have a machine at this compute service; it reads the whole table, once a command."""
         async with self._database.raw() as connection:
             return [row[0] for row in await connection.fetch(AT_SERVICE, service, limit)]
 

@@ -1,4 +1,4 @@
-"""Keyed rows in the cell's schema, and the keeper of its leases."""
+"""Keyed rows in the cell's schema, and the leader of its leases."""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ class PostgresKeyed:
     async def leader(self) -> tuple[Leader, float]:
         """One row, which is made with the schema: a database without it has been emptied."""
         async with self._database.single() as connection:
-            *keeper, now = await connection.fetchrow(LEADER) or ("", 0, 0.0, 0.0)
-        return Leader(*keeper), now
+            *leader, now = await connection.fetchrow(LEADER) or ("", 0, 0.0, 0.0)
+        return Leader(*leader), now
 
     async def write_leader(self, before: Leader, after: Leader) -> bool:
         """Compared with what was read."""
@@ -163,12 +163,12 @@ class PostgresKeyed:
         statement.add("kept", WRITE_LEADER, *structs.astuple(after), *structs.astuple(before), rows=1)
         return await self._is_met(statement)
 
-    async def record(self, term: int, leases: Mapping[str, Lease], gone: Collection[str]) -> bool:
+    async def record(self, term: int, leases: Mapping[str, Lease], removed: Collection[str]) -> bool:
         """Each is written over what is on record."""
         statement = self._guarded()
         statement.add("mine", OF_TERM, term, rows=1)
         statement.add("recorded", RECORD_LEASES, list(leases), [*map(tables.encode, leases.values())])
-        statement.add("gone", DELETE_LEASES, gone)
+        statement.add("gone", DELETE_LEASES, removed)
         return await self._is_met(statement)
 
     def _guarded(self) -> GuardedStatement:

@@ -2,11 +2,12 @@
 compute services.
 
 Machines are recorded with each report that has them, and deleted when their host is seen without them. An operator's
-decision on a quarantined machine (`destroy`, `keep` or `adopt`, by whom and when) stands beside it.
+decision on a quarantined machine (`destroy`, `protect` or `adopt`, by whom and when) stands beside it.
 
-One conductor of a cell is the keeper: it records the state of services, and publishes it. It holds one row for a few
-seconds at a time, by the database's clock. Each change of keeper has a higher term, also after a backup was restored or
-commits were lost: the digests of a former keeper that has not noticed yet are ignored, and its writes are refused.
+One conductor of a cell is the leader: it records the state of services, and publishes it. It holds one row for a few
+seconds at a time, by the database's clock. Each change of leader has a higher term, also after a backup was restored or
+commits were lost: the service states of a former leader that has not noticed yet are ignored, and its writes are
+refused.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ UNKNOWN_MACHINES: KeyedTable[MachineKey, UnknownMachineRecord] = KeyedTable(
 BREAKERS: KeyedTable[str, Breaker] = KeyedTable(
     "breakers", ("service",), Breaker, attrgetter("service"), lambda service: Breaker(service=service, tripped_at=0.0)
 )
-# Of hosts that an operator has fenced. Who gives a machine up there holds the fence and counts it; it is lifted when a
+# Of hosts that an operator has fenced. Who abandons a machine there holds the fence and counts it; it is ended when a
 # later scan shows none of those, and stays on record for a while: the message of an older decision would fence a host
 # in use.
 # One that cannot be read proves nothing: the host is to be fenced again, and may have a machine to destroy.
@@ -112,9 +113,9 @@ KEYED: tuple[KeyedTable[Any, Any], ...] = (UNKNOWN_MACHINES, BREAKERS, FENCES, L
 def with_report(
     before: UnknownMachineRecord | None, machine: UnknownMachine, service: str, now: float, incarnation: int
 ) -> UnknownMachineRecord:
-    """The record of a machine that is listed. A decision holds for one attempt only, and until the database is set
-    back: another one may have come since, which is lost. But that a machine is kept holds: no attempt and no mark shows
-    that it is gone.
+    """The record of a machine that is listed. A decision holds for one attempt only, and until the database is
+    restored: another one may have come since, which is lost. But that a machine is kept holds: no attempt and no tag
+    shows that it is gone.
     """
     if before is None:
         return UnknownMachineRecord(machine=machine, service=service, first_seen=now, last_seen=now)
@@ -228,7 +229,7 @@ class FenceStore(KeyedStore):
     @in_transaction
     async def put(self, rows: KeyedRows, fence: Fence) -> Fence:
         """Record a decision, unless one at least as new is on record; returns the decision that stands then. One to
-        lift what is no fence has ended no step here: it is lifted. What was found to run there stays with a fence, as
+        end what is no fence has ended no step here: it is ended. What was found to run there stays with a fence, as
         long as the service that found it is on record: one that is gone for good never reports anything else.
         """
         known = await rows.find(FENCES, [fence.host_uuid], Lock.UPDATE)
@@ -260,7 +261,7 @@ class FenceStore(KeyedStore):
 
     @in_transaction
     async def record_empty(self, rows: KeyedRows, host_uuid: str, shown: Mapping[str, AbandonedMachines]) -> None:
-        """A scan from after these were given up, by service, shows that the host has none of them."""
+        """A scan from after these were abandoned, by service, shows that the host has none of them."""
         known = await rows.find(FENCES, [host_uuid], Lock.UPDATE)
         for one in known.values():
             left = {service: given for service, given in one.abandoned.items() if shown.get(service) != given}
@@ -269,8 +270,8 @@ class FenceStore(KeyedStore):
 
     @in_transaction
     async def unfence(self, rows: KeyedRows, host_uuid: str, version: int, now: float) -> bool:
-        """Lift a fence that is to be lifted by this decision, once its host has shown that it has nothing of what was
-        given up there, and no evacuation from it has commanded a destination. False: it stays.
+        """End a fence that is to be ended by this decision, once its host has shown that it has nothing of what was
+        abandoned there, and no evacuation from it has commanded a destination. False: it stays.
         """
         known = await rows.find(FENCES, [host_uuid], Lock.UPDATE)  # before the evacuations are read: see `rely_on`
         meant = [one for one in known.values() if one.unfencing and one.version == version and not one.abandoned]
@@ -281,8 +282,8 @@ class FenceStore(KeyedStore):
 
     @in_transaction
     async def purge_ended(self, rows: KeyedRows, before: float, limit: int) -> int:
-        """Delete fences that were lifted before this time, up to a bound; returns how many. A message of an older
-        decision is not under way for so long; a scheduler that still publishes one was set back, and means it. One that
+        """Delete fences that were ended before this time, up to a bound; returns how many. A message of an older
+        decision is not under way for so long; a scheduler that still publishes one was restored, and means it. One that
         cannot be read stays until its host is decided on again.
         """
 
@@ -291,9 +292,9 @@ class FenceStore(KeyedStore):
 
         hosts = [one.host_uuid for one in await rows.read(FENCES) if is_over(one)][:limit]
         known = await rows.find(FENCES, hosts, Lock.UPDATE)
-        gone = [host for host, one in known.items() if is_over(one)]
-        await rows.delete(FENCES, gone)
-        return len(gone)
+        removed = [host for host, one in known.items() if is_over(one)]
+        await rows.delete(FENCES, removed)
+        return len(removed)
 
     @in_transaction
     async def touching(self, rows: KeyedRows, host_uuid: str, after: str, limit: int) -> list[str]:
@@ -316,11 +317,11 @@ async def rely_on(
 
 
 class LeaseStore(KeyedStore):
-    """The leases on record, and their keeper."""
+    """The leases on record, and their leader."""
 
     async def hold_leadership(self, process: str, for_s: float, term: int | None) -> int | None:
-        """Become or remain the keeper for this long from now on (`next_leader`); returns the term, or None: another
-        conductor is the keeper, or was first.
+        """Become or remain the leader for this long from now on (`next_leader`); returns the term, or None: another
+        conductor is the leader, or was first.
         """
         before, now = await self.keyed.leader()
         after = next_leader(before, process, term, now, for_s)
@@ -332,11 +333,13 @@ class LeaseStore(KeyedStore):
         await rows.expect_same_database()
         return await rows.read(LEASES)
 
-    async def record(self, term: int, leases: Iterable[Lease], gone: Collection[str] = ()) -> bool:
+    async def record(self, term: int, leases: Iterable[Lease], removed: Collection[str] = ()) -> bool:
         """Record these, and delete those of services that are gone. False: there is a newer term, or the database was
-        set back, and nothing was written.
+        restored, and nothing was written.
         """
-        return await self.keyed.record(term, {one.service: one for one in sorted(leases, key=LEASES.key)}, sorted(gone))
+        return await self.keyed.record(
+            term, {one.service: one for one in sorted(leases, key=LEASES.key)}, sorted(removed)
+        )
 
     @in_transaction
     async def delete(self, rows: KeyedRows, service: str) -> bool:

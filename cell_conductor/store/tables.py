@@ -49,13 +49,13 @@ instances = Table(
     postgresql_with={"fillfactor": 80},
 )
 
-# The identity of this cell's database marks every machine that the cell orders: an empty or another database never
+# The identity of this cell's database tags every machine that the cell commands: an empty or another database never
 # takes this one's machines for its own. origin: origin_of('instances') when the database was last looked at ('':
 # never); one that was restored or promoted since has another. database_incarnation: the number of this history, which
-# every order and request of the cell carries. state: `open`, or `recovering`: no step is recorded; `accepted`: and an
+# every command and request of the cell carries. state: `open`, or `recovering`: no step is recorded; `accepted`: and an
 # operator has accepted `losses`, which are more than a recovery makes by itself.
 # ended_incarnations: {number: what `sent` had when this database left it}. absent: {compute service: whether it has
-# nothing by an operator's word}, of those that had not listed when the last recovery ended.
+# nothing by an operator's decision}, of those that had not listed when the last recovery ended.
 identity = identity_table(
     METADATA,
     needed("origin", Text, default=""),
@@ -87,7 +87,7 @@ Index("unknown_machines_instance", unknown_machines.c.instance_uuid)
 # Every report reads all of them.
 unknown_machines.append_column(Column("decision", Text, Computed("record ->> 'decision'", persisted=True)))
 
-# The conductor that records and publishes the leases, until when; its term rises with each change of keeper.
+# The conductor that records and publishes the leases, until when; its term rises with each change of leader.
 leader = Table(
     "leader",
     METADATA,
@@ -172,7 +172,7 @@ def with_parameters(statement: str) -> str:
 
 
 def encode(value: Struct) -> str:
-    """A record as JSON, without U+0000: PostgreSQL could not read it, nor the records beside it.
+    """A record as JSON, without U+0000: PostgreSQL could not read it, nor the other records.
 
     A compute service's text may hold one; clients' are refused with it.
     """

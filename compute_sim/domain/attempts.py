@@ -97,7 +97,7 @@ def on_spawn(
     if attempt < entry.attempt:
         return SpawnAction.SUPERSEDED, entry
     if attempt > entry.attempt:
-        # The conductor has given up the older attempt, or it would not have commanded a newer one. Its own Destroy
+        # The conductor has abandoned the older attempt, or it would not have commanded a newer one. Its own Destroy
         # may still be on the way; the fence makes sure that no late copy of the older Spawn undoes this.
         fresh = HostAttempt(
             attempt,
@@ -150,8 +150,8 @@ def on_destroy(
     if entry.phase is AttemptPhase.DESTROYING:
         return DestroyAction.JOIN, fenced
     if entry.phase is AttemptPhase.GONE:
-        # Ordered again, as a report has named it: a request to a driver whose answer was given up can come true after
-        # its undoing.
+        # Commanded again, as a report has named it: a request to a driver whose answer was not awaited can come true
+        # after its undoing.
         return DestroyAction.DESTROY, replace(
             fenced, phase=AttemptPhase.DESTROYING, database_id=database_id or entry.database_id
         )
@@ -170,7 +170,7 @@ def _is_foreign(entry: HostAttempt, database_id: str | None) -> bool:
 
 
 def is_leaving(entry: HostAttempt | None, attempt: int) -> bool:
-    """Whether this attempt's machine is being cleared away by an order on record."""
+    """Whether this attempt's machine is being cleared away by a command on record."""
     if entry is None or attempt > entry.max_ended_attempt:
         return False
     return entry.phase in (
@@ -180,7 +180,7 @@ def is_leaving(entry: HostAttempt | None, attempt: int) -> bool:
 
 
 def has_machine(entry: HostAttempt, database_id: str) -> bool:
-    """Whether a machine of this database is there, or is being built, and no order has ended it."""
+    """Whether a machine of this database is there, or is being built, and no command has ended it."""
     is_kept = entry.phase in LIVE and entry.attempt > entry.max_ended_attempt
     return is_kept and not _is_foreign(entry, database_id)
 
@@ -242,7 +242,7 @@ def lost(entry: HostAttempt) -> HostAttempt:
 
 
 def is_lost(entry: HostAttempt) -> bool:
-    """Whether its host was seen without it, and no order has ended it since: the cell may not have received that."""
+    """Whether its host was seen without it, and no command has ended it since: the cell may not have received that."""
     return entry.phase is AttemptPhase.FAILED and entry.code == LOST and entry.attempt > entry.max_ended_attempt
 
 

@@ -144,21 +144,21 @@ def plan_source_check(faults: Faults, seed: int, host: str, instance_uuid: str, 
     """Decide whether a source lets a machine go to a host: always the same, and apart from all other plans."""
     if not faults.source_refuse_rate and not faults.source_refuse_host_rate:
         return PlannedSourceAnswer.PASSES
-    for rate, about, verdict in (
+    for rate, about, answer in (
         (faults.source_refuse_rate, "", PlannedSourceAnswer.REFUSED),
         (faults.source_refuse_host_rate, to_host, PlannedSourceAnswer.REFUSED_HERE),
     ):
         digest = blake2b(f"{seed}/{host}/{instance_uuid}/source check {about}".encode(), digest_size=32).digest()
         if _ROLLS.unpack(digest)[0] / _FULL < rate:
-            return verdict
+            return answer
     return PlannedSourceAnswer.PASSES
 
 
-def plan_change(faults: Faults, seed: int, host: str, instance_uuid: str, order: int) -> PlannedChange:
-    """Decide how one change ends: by its order, so that a repeated command may turn out otherwise."""
+def plan_change(faults: Faults, seed: int, host: str, instance_uuid: str, change_number: int) -> PlannedChange:
+    """Decide how one change ends: by its change number, so that a repeated command may turn out otherwise."""
     if faults == NO_FAULTS:
         return PlannedChange()
-    digest = blake2b(f"{seed}/{host}/{instance_uuid}/change {order}".encode(), digest_size=32).digest()
+    digest = blake2b(f"{seed}/{host}/{instance_uuid}/change {change_number}".encode(), digest_size=32).digest()
     ends, waits, *_ = (roll / _FULL for roll in _ROLLS.unpack(digest))
     fail, broken = faults.change_fail_rate, faults.change_fail_rate + faults.change_break_rate
     return PlannedChange(

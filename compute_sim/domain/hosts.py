@@ -155,7 +155,7 @@ def _disk(size: HostSize) -> dict[str, Inventory]:
 
 
 def _compute(size: HostSize, parts: int) -> dict[str, Inventory]:
-    """Processors and memory, or one NUMA cell's part of them. One guest may take at most the physical amount."""
+    """Processors and memory, or one NUMA cell's part of them. One machine may take at most the physical amount."""
     vcpus, memory = max(1, size.vcpus // parts), max(1, size.memory_mb // parts)
     return {
         "VCPU": Inventory(total=vcpus, max_unit=vcpus, allocation_ratio=size.cpu_ratio),

@@ -135,12 +135,14 @@ class SimulatedDriver:
         assert host is not None
         if not machine.runs:
             return  # it was handed over before, and this command has come twice
-        verdict = plan_source_check(
+        answer = plan_source_check(
             self._faults, self._seed, host.plan.name, machine.instance_uuid, change.to_host or ""
         )
-        if verdict is not PlannedSourceAnswer.PASSES:
-            elsewhere = verdict is PlannedSourceAnswer.REFUSED_HERE
-            raise HandOverRefused("sim.source_refused", "planned: the source refuses", retry_other_host=elsewhere)
+        if answer is not PlannedSourceAnswer.PASSES:
+            retry_other_host = answer is PlannedSourceAnswer.REFUSED_HERE
+            raise HandOverRefused(
+                "sim.source_refused", "planned: the source refuses", retry_other_host=retry_other_host
+            )
 
     async def change(self, change: ChangeOrder) -> ChangeResult:
         """Change a machine as the plan of this change has it. Raises ChangeFault, where planned, or NotOwned."""

@@ -19,8 +19,8 @@ from ironic_sync.domain.node import ShortText
 from ironic_sync.domain.sensors import SENSOR_EVENT, parse_sensors
 
 MAX_BODY_BYTES: Final = 1024 * 1024  # the largest recorded one has 5 kB; driver_info and instance_info are free-form
-# Values of sensor data, whose words are each hardware type's own, so that all of them are built: 13 ms for so many. The
-# 2,000 sensors that are read of one node have 20,000.
+# Values of sensor data, whose values are each hardware type's own, so that all of them are built: 13 ms for so many.
+# The 2,000 sensors that are read of one node have 20,000.
 MAX_SENSOR_VALUES: Final = 65_536
 MAX_REQUEST_ID: Final = 64
 
@@ -184,7 +184,7 @@ def _of(inner: _Inner) -> Notification | Rejected:
     )
 
 
-# Strict, because the words become labels and log fields.
+# Strict, because the values become labels and log fields.
 _EVENT: Final = re.compile(r"baremetal\.[a-z_]{1,40}\.[a-z_]{1,40}\.(start|end|success|error)")
 
 

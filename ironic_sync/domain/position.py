@@ -120,8 +120,8 @@ def apply_removed(position: Position, *, seq: int, now: float, config: IronicSyn
     """Ironic answered that the node does not exist (a 404 to a read of it; absence from a list proves nothing).
 
     Ironic also answers so while it hides nodes, as from a user who has lost a role. A removal takes along what was
-    given to the provider, so the node is held back until it is seen again, or Ironic's word of the deletion or a long
-    time proves that it is gone.
+    given to the provider, so the node is held back until it is seen again, or Ironic's notification of the deletion or
+    a long time proves that it is gone.
     """
     if seq < position.read_seq:
         return position
@@ -167,7 +167,7 @@ def has_free_inventory(position: Position) -> bool:
 
 
 def with_new_version(position: Position, *, now: float) -> Position:
-    """The same report under a new version, for a book that may have lost or changed it."""
+    """The same report under a new version, for a placement service that may have lost or changed it."""
     return replace(position, version=next_version(position.version, now))
 
 

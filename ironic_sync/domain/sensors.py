@@ -1,6 +1,6 @@
 """Ironic's sensor data (`hardware.<type>.metrics`), parsed from hostile bytes into a few numbers about a node.
 
-Each hardware type has its own words. Known are those of `redfish` and of `ipmi`; of another type what looks like them.
+Each hardware type has its own values. Known are those of `redfish` and of `ipmi`; of another type what looks like them.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def metrics_of(groups: Mapping[str, Any]) -> dict[str, float]:
     supplied = 0.0
     has_supplies = False
     drawn: list[float] = []
-    verdicts = {"Warning": 0, "Critical": 0}
+    counts = {"Warning": 0, "Critical": 0}
     judged = False
     for sensor in _sensors(groups):
         if (health := sensor.get("health")) is not None:
             judged = True
-            if isinstance(health, str) and health in verdicts:
-                verdicts[health] += 1
+            if isinstance(health, str) and health in counts:
+                counts[health] += 1
         if (celsius := _number(sensor.get("reading_celsius"), MAX_CELSIUS)) is not None:
             hottest.append(celsius)
         if (watts := _number(sensor.get("last_power_output_watts"), MAX_WATTS)) is not None:
@@ -93,7 +93,7 @@ def metrics_of(groups: Mapping[str, Any]) -> dict[str, float]:
     elif drawn:
         found[POWER_WATTS] = max(drawn)  # a machine has sensors of its parts and of the whole: the whole is the most
     if judged:
-        found[SENSORS_WARNING], found[SENSORS_CRITICAL] = float(verdicts["Warning"]), float(verdicts["Critical"])
+        found[SENSORS_WARNING], found[SENSORS_CRITICAL] = float(counts["Warning"]), float(counts["Critical"])
     return found
 
 

@@ -231,7 +231,7 @@ async def checked(
     refused = {boots.instance_uuid[row] for row in range(len(boots)) if boots.outcome_of(row) == "backpressure"}
     accepted = [uuid for uuid in boots.instance_uuid if uuid not in refused]
     facts = await gather(here, accepted=accepted)
-    broken = [f"{verdict.message}: {verdict.examples[:2]}" for verdict in check_invariants(facts) if not verdict.holds]
+    broken = [f"{result.message}: {result.examples[:2]}" for result in check_invariants(facts) if not result.holds]
     measured = _phases(boots, phases)
     calm, overload, after = measured
     bound = max(RECOVERED_TIMES * calm.latency_ms["p50"], calm.latency_ms["p50"] + RECOVERED_ABOVE_MS)

@@ -104,13 +104,13 @@ class MetalBench:
         """ironic-sync reads everything; then the compute service announces it."""
         before, began = self.cpu(), time.perf_counter()
         self._processes.start(SYNC, SYNC, settings={"BERTH_IRONIC_SYNC__URL": str(self._ironic.base_url)})
-        book = self._here.environment("bench").database("placement", pool_size=1)
+        placement = self._here.environment("bench").database("placement", pool_size=1)
         try:
-            async with asyncio.timeout(TIMEOUT_S), book.raw() as connection:
+            async with asyncio.timeout(TIMEOUT_S), placement.raw() as connection:
                 while await connection.fetchval(OFFERED, CLASS) != figures.nodes:  # noqa: ASYNC110  (another process)
                     await asyncio.sleep(POLL_S)
         finally:
-            await book.close()
+            await placement.close()
         figures.resync_s = round(time.perf_counter() - began, 2)
         figures.resync_cpu_s = self.used(before)
 

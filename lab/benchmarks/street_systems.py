@@ -125,9 +125,9 @@ class Street:
         progress("judging the invariants")
         at_rest = await rest(self._here, timeout_s=REST_TIMEOUT_S)
         facts = await gather(self._here, accepted=list(self._client.watches), events=self._client.events)
-        broken = [verdict for verdict in check_invariants(facts) if not verdict.holds]
-        for verdict in broken:
-            print(f"BROKEN: {verdict.message}: {verdict.examples}")
+        broken = [result for result in check_invariants(facts) if not result.holds]
+        for result in broken:
+            print(f"BROKEN: {result.message}: {result.examples}")
         return at_rest and not broken
 
 

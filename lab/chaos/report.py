@@ -25,9 +25,9 @@ COUNTED_BY = {
 }
 
 
-def breaches(verdicts: Sequence[InvariantResult]) -> dict[str, int]:
+def breaches(results: Sequence[InvariantResult]) -> dict[str, int]:
     """How many breaches of these invariants there are. Raises KeyError: one of them was not judged."""
-    found = {verdict.name: verdict.breaches for verdict in verdicts}
+    found = {result.name: result.breaches for result in results}
     return {word: found[name] for word, name in COUNTED_BY.items()}
 
 
@@ -145,7 +145,7 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
         """
         nothing = not (self.lost or self.doubled or self.leaked or self.overcommitted)
         whole = self.requests == self.wanted and self.moves >= self.moves_wanted and self.faults_total > 0
-        return nothing and whole and self.at_rest and all(verdict.holds for verdict in self.verdicts) and not self.bugs
+        return nothing and whole and self.at_rest and all(result.holds for result in self.verdicts) and not self.bugs
 
     @property
     def bugs(self) -> tuple[Death, ...]:

@@ -191,8 +191,8 @@ class Run:
         """The whole report of the run."""
         facts, faults, events, ended = ending.facts, self.injector.injected, self.client.events, self.churn.ended
         states = Counter(facts.requests.get(uuid, "unknown") for uuid in self.churn.accepted)
-        verdicts = check_invariants(facts)
-        found = breaches(verdicts)
+        results = check_invariants(facts)
+        found = breaches(results)
 
         distinct = {(event.instance_uuid, event.sequence, event.state) for event in events}
         moves_lost, moves_doubled = lost_moves(facts, self.moving.requested), doubled_moves(self.moving.ends)
@@ -230,7 +230,7 @@ class Run:
             recovery_by_kind={name: (round(median(ts), 2), max(ts)) for name, ts in recoveries(ended, faults).items()},
             at_rest=ending.at_rest,
             dead_letters=ending.dead_letters,
-            verdicts=verdicts,
+            verdicts=results,
             examples={name: uuids[:EXAMPLES] for name, uuids in examples.items()},
             moves=len(self.moving.requested),
             moves_wanted=self.plan.moves,

@@ -30,9 +30,13 @@ class DrainWatch:
     """
 
     def __init__(
-        self, book: MemoryPlacementTable, builds: MemoryBuildTable, now: Callable[[], float], exempt: Collection[str]
+        self,
+        placement: MemoryPlacementTable,
+        builds: MemoryBuildTable,
+        now: Callable[[], float],
+        exempt: Collection[str],
     ) -> None:
-        self._placement = book
+        self._placement = placement
         self._builds = builds
         self._now = now
         self._exempt = exempt

@@ -29,10 +29,10 @@ class EventLog:
         if self.keep:
             self.lines.append(f"{at:10.4f}  {what:<10} {detail}  {body[:300].decode(errors='replace')}".rstrip())
 
-    def log(self, who: str, words: str) -> None:
+    def log(self, process: str, words: str) -> None:
         """Something a worker logged."""
         if self.keep:
-            self.lines.append(f"{self.now():10.4f}  {who:<10} {words}")
+            self.lines.append(f"{self.now():10.4f}  {process:<10} {words}")
 
     @property
     def digest(self) -> str:

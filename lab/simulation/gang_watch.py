@@ -24,8 +24,8 @@ class GangWatch:
     exempt: instances of which a restored database knows an old truth.
     """
 
-    def __init__(self, book: MemoryPlacementTable, exempt: Collection[str]) -> None:
-        self._placement = book
+    def __init__(self, placement: MemoryPlacementTable, exempt: Collection[str]) -> None:
+        self._placement = placement
         self._exempt = exempt
         self._gangs: dict[str, RequestedGang] = {}
         self._started: dict[str, Sequence[str]] = {}  # by gang, the members that were the first to hold something

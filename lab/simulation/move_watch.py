@@ -49,13 +49,13 @@ class MoveWatch:
 
     def __init__(
         self,
-        book: MemoryPlacementTable,
+        placement: MemoryPlacementTable,
         cells: Mapping[str, MemoryInstanceTable],
         fleets: Mapping[str, Fleet],
         duplicates: Mapping[str, Fleet],
     ) -> None:
         """`duplicates`: machines of second services of a name: of two hosts of one uuid either may be meant."""
-        self._placement = book
+        self._placement = placement
         self._cells = cells
         self._fleets = fleets
         self._duplicates = duplicates

@@ -72,7 +72,7 @@ BODIES = (
     b'{"type":"build.request.v1"}',
     b'{"type":"build.request.v1","instance_uuid":"no","flavor":7,"project_id":null}',
     b'{"type":"placement.claim.v1","consumer":{}}',
-    b'{"type":"inventory.update.v1","source":"theirs","version":-1,"root_uuid":"x"}',
+    b'{"type":"inventory.update.v1","reporter":"theirs","version":-1,"root_uuid":"x"}',
     b'{"type":"compute.result.v1","attempt":99999999999999999999}',
     b'{"type":"no.such.v9","body":"' + b"x" * 70_000 + b'"}',
     b'[{"meta":{},"body":{"type":"build.request.v1"}},{"meta":7,"body":null}]',

@@ -37,10 +37,14 @@ class PeerWatch:
     """Looks after every commit of placement and of a cell, and at what schedulers publish."""
 
     def __init__(
-        self, plan: Plan, book: MemoryPlacementTable, cells: Mapping[str, MemoryInstanceTable], now: Callable[[], float]
+        self,
+        plan: Plan,
+        placement: MemoryPlacementTable,
+        cells: Mapping[str, MemoryInstanceTable],
+        now: Callable[[], float],
     ) -> None:
         self._plan = plan
-        self._placement = book
+        self._placement = placement
         self._cells = cells
         self._now = now
         self._orders: dict[str, Order] = {}

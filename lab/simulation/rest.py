@@ -399,19 +399,19 @@ def _reported_differs(report: ProviderReport, provider: Provider | None) -> str:
 
 def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Facts:
     """Everything `berth.audit.invariants.check_invariants` wants to know, from stores and machines; not of the lost."""
-    book, builds = world.placement, world.builds
+    placement, builds = world.placement, world.builds
     return Facts(
         inventories=[
             InventoryFact(p.uuid, name, s.total, s.reserved, s.allocation_ratio, float(s.capacity), p.used.get(name, 0))
-            for p in book.providers.values()
+            for p in placement.providers.values()
             for name, s in p.inventories.items()
         ],
         allocations={
             uuid: {provider: dict(held) for provider, held in kept.consumer.allocations.items()}
-            for uuid, kept in book.consumers.items()
+            for uuid, kept in placement.consumers.items()
             if kept.consumer.allocations and uuid not in lost and world.harm.own(uuid)
         },
-        roots={p.uuid: p.root for p in book.providers.values()},
+        roots={p.uuid: p.root for p in placement.providers.values()},
         requests={uuid: standing(world, one) for uuid, one in builds.recorded.items() if uuid not in lost},
         cells={uuid: one.cell for uuid, one in builds.recorded.items() if one.cell is not None},
         instances=[
@@ -429,11 +429,11 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
             and not _is_from_before(world, one)
             and not _is_untold_and_listed(world, one)
         ],
-        feed=(book.changes[0].sequence if book.changes else 0, book.head, len(book.changes)),
-        audit=list(_audit(book)),
+        feed=(placement.changes[0].sequence if placement.changes else 0, placement.head, len(placement.changes)),
+        audit=list(_audit(placement)),
         accepted=[uuid for uuid in accepted if uuid not in lost and uuid not in world.listener.exempt],
         events=[event for event in world.listener.events.values() if event.instance_uuid not in world.listener.exempt],
-        changes=book.changes,
+        changes=placement.changes,
         connections=[(name, bus, name.startswith(FROM_CELLS)) for name, bus in world.connections],
     )
 
@@ -539,29 +539,29 @@ def _is_active_on(world: World, uuid: str, host: str) -> bool:
     return any(instance.state is State.ACTIVE and instance.host_uuid == host for instance in found)
 
 
-def _audit(book: MemoryPlacementTable) -> Iterator[str]:
+def _audit(placement: MemoryPlacementTable) -> Iterator[str]:
     """Where what placement keeps as used is not the sum of its allocations."""
     sums: dict[tuple[str, str], int] = {}
-    for kept in book.consumers.values():
+    for kept in placement.consumers.values():
         for provider, held in kept.consumer.allocations.items():
             for name, amount in held.items():
                 sums[provider, name] = sums.get((provider, name), 0) + amount
-    used = {(p.uuid, name): amount for p in book.providers.values() for name, amount in p.used.items()}
+    used = {(p.uuid, name): amount for p in placement.providers.values() for name, amount in p.used.items()}
     for key in sorted(sums.keys() | used.keys()):
         if sums.get(key, 0) != used.get(key, 0):
             yield f"{key[0]} {key[1]}: used {used.get(key, 0)}, allocated {sums.get(key, 0)}"
 
 
-def _replica_differs(book: MemoryPlacementTable, replica: Replica) -> str:
+def _replica_differs(placement: MemoryPlacementTable, replica: Replica) -> str:
     """The differences of a scheduler's replica from placement; "" when they agree."""
-    if replica.sequence != book.head:
-        return f"the replica is at {replica.sequence}, placement at {book.head}"
-    if len(replica) != len(book.providers):
-        return f"the replica has {len(replica)} providers, placement {len(book.providers)}"
+    if replica.sequence != placement.head:
+        return f"the replica is at {replica.sequence}, placement at {placement.head}"
+    if len(replica) != len(placement.providers):
+        return f"the replica has {len(replica)} providers, placement {len(placement.providers)}"
     assumed = sorted(replica.assumptions.keys())
     if assumed:
         return f"still assumed: {assumed[:3]}"
-    for uuid, provider in book.providers.items():
+    for uuid, provider in placement.providers.items():
         row = replica.row_of(uuid)
         if row is None:
             return f"the replica has no {provider.name}"
@@ -578,5 +578,5 @@ def _breaches(facts: Facts) -> list[str]:
 
     Not of capacity: inventories shrink here, and `PlacementWatch` has seen that no usage rose past its capacity.
     """
-    verdicts = [verdict for verdict in check_invariants(facts) if not verdict.holds and verdict.name != "capacity"]
-    return [f"{verdict.name}: {example}" for verdict in verdicts for example in verdict.examples]
+    results = [result for result in check_invariants(facts) if not result.holds and result.name != "capacity"]
+    return [f"{result.name}: {example}" for result in results for example in result.examples]

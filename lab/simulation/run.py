@@ -168,10 +168,10 @@ class _Runner:
             self._deciding.append(asyncio.create_task(operator.accept_losses(), name="losses"))
         doing: list[tuple[float, Callable[[], asyncio.Task[None]]]] = []
         for order in plan.orders:
-            who: Client | OtherTenants | Operator | Mover = others if order.action in OTHERS else operator
-            who = mover if order.action is Action.MOVE else who
-            who = self._client if order.action in (Action.BUILD, Action.REPEAT, Action.DELETE) else who
-            doing.append((order.at, partial(who.order, order)))
+            doer: Client | OtherTenants | Operator | Mover = others if order.action in OTHERS else operator
+            doer = mover if order.action is Action.MOVE else doer
+            doer = self._client if order.action in (Action.BUILD, Action.REPEAT, Action.DELETE) else doer
+            doing.append((order.at, partial(doer.order, order)))
         doing += [(fault.at, partial(chaos.inject, fault)) for fault in plan.fault_events]
         tasks: list[asyncio.Task[None]] = []
         loop = asyncio.get_running_loop()

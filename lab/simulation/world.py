@@ -222,14 +222,14 @@ class World:
             return sessions[-1]
 
         stop = asyncio.Event()
-        book, hosts = (Replica(), HostTable()) if name.startswith("scheduler") else (None, None)
+        replica, hosts = (Replica(), HostTable()) if name.startswith("scheduler") else (None, None)
         # In its context, as what it makes keeps that one: else its tasks outlive a kill.
-        around = ProcessContext(process, transports, session, book, hosts)
+        around = ProcessContext(process, transports, session, replica, hosts)
         service = process.context.run(self.wiring.build, name, environment, around)
         self.event_log.record("start", f"{name} {count}")
         self.harm.down_since.pop(name.removeprefix("compute-"), None)
         task = process.spawn(service.run(stop), name)
-        life = Incarnation(process, service, stop, task, transports, sessions, clock, book, hosts)
+        life = Incarnation(process, service, stop, task, transports, sessions, clock, replica, hosts)
         self.lives[name] = life
         task.add_done_callback(partial(self._ended, name, life))
         return life

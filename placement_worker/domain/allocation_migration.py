@@ -37,17 +37,17 @@ def migrate_allocations(
     source: str,
     inventories: Inventories,
     used: Used,
-    holdings: Mapping[str, ProviderAllocations],
+    allocations: Mapping[str, ProviderAllocations],
 ) -> dict[str, ProviderAllocations]:
     """Return the new allocations of the consumers that move; unchanged consumers are left out.
 
-    inventories: of every reported provider; used: of every provider of the tree; holdings: of all consumers that hold
-    something of `source`.
+    inventories: of every reported provider; used: of every provider of the tree; allocations: of all consumers that
+    hold something of `source`.
     """
-    moving = _Migration(source, inventories, used, holdings)
+    moving = _Migration(source, inventories, used, allocations)
     known = {report.uuid: frozenset(report.known_consumers) for report in reports}
     for classes, takers in _bundles(reports, source, inventories):
-        for consumer in _in_order(holdings, source, classes, takers):
+        for consumer in _in_order(allocations, source, classes, takers):
             named = [report.uuid for report in takers if consumer in known[report.uuid]]
             moving.move(consumer, classes, named or [report.uuid for report in takers])
     return moving.moved
@@ -58,8 +58,8 @@ def usage_after(
 ) -> dict[str, int]:
     """Return the usage of one provider after its allocations are replaced; classes without usage are left out."""
     amounts = dict(used)
-    for sign, holdings in ((-1, before), (1, after)):
-        for holding in holdings:
+    for sign, allocations in ((-1, before), (1, after)):
+        for holding in allocations:
             for name, amount in holding.get(provider, {}).items():
                 amounts[name] = amounts.get(name, 0) + sign * amount
     return {name: amount for name, amount in amounts.items() if amount}
@@ -119,15 +119,18 @@ def _bundles(
             for name in report.inventories:
                 takers.setdefault(name, []).append(report)
     bundles: dict[tuple[str, ...], list[str]] = {}
-    for name, who in takers.items():
+    for name, named in takers.items():
         if name not in kept:
-            bundles.setdefault(tuple(report.uuid for report in who), []).append(name)
+            bundles.setdefault(tuple(report.uuid for report in named), []).append(name)
     for classes in bundles.values():
         yield sorted(classes), takers[classes[0]]
 
 
 def _in_order(
-    holdings: Mapping[str, ProviderAllocations], source: str, classes: Sequence[str], takers: Sequence[ProviderReport]
+    allocations: Mapping[str, ProviderAllocations],
+    source: str,
+    classes: Sequence[str],
+    takers: Sequence[ProviderReport],
 ) -> list[str]:
     """Sort the consumers: those whose destination is known come first, then the largest, which are the hardest to
     place.
@@ -135,22 +138,22 @@ def _in_order(
     known = {consumer for report in takers for consumer in report.known_consumers}
 
     def rank(consumer: str) -> tuple[bool, list[int], str]:
-        held = holdings[consumer][source]
+        held = allocations[consumer][source]
         return consumer not in known, [-held.get(name, 0) for name in classes], consumer
 
-    return sorted((consumer for consumer, held in holdings.items() if source in held), key=rank)
+    return sorted((consumer for consumer, held in allocations.items() if source in held), key=rank)
 
 
 class _Migration:
-    """The holdings and the free amounts after the moves so far."""
+    """The allocations and the free amounts after the moves so far."""
 
     def __init__(
-        self, source: str, inventories: Inventories, used: Used, holdings: Mapping[str, ProviderAllocations]
+        self, source: str, inventories: Inventories, used: Used, allocations: Mapping[str, ProviderAllocations]
     ) -> None:
         self.moved: dict[str, ProviderAllocations] = {}
         self._source = source
         self._inventories = inventories
-        self._holdings = holdings
+        self._recorded = allocations
         self._used = {uuid: dict(amounts) for uuid, amounts in used.items()}
 
     def move(self, consumer: str, classes: Sequence[str], takers: Sequence[str]) -> None:
@@ -171,7 +174,7 @@ class _Migration:
                     left -= part
 
     def _allocations(self, consumer: str) -> ProviderAllocations:
-        return self.moved.get(consumer, self._holdings[consumer])
+        return self.moved.get(consumer, self._recorded[consumer])
 
     def _takes(self, consumer: str, taker: str, name: str, amount: int) -> int:
         """Return how much of the amount fits on this taker, by its free capacity and by the inventory's unit
@@ -185,14 +188,14 @@ class _Migration:
         return max(0, total - has) if total >= inventory.min_unit else 0
 
     def _give(self, consumer: str, taker: str, name: str, amount: int) -> None:
-        holding = {uuid: dict(resources) for uuid, resources in self._allocations(consumer).items()}
+        allocations = {uuid: dict(resources) for uuid, resources in self._allocations(consumer).items()}
         for uuid, more in ((self._source, -amount), (taker, amount)):
-            resources = holding.setdefault(uuid, {})
+            resources = allocations.setdefault(uuid, {})
             resources[name] = resources.get(name, 0) + more
             if not resources[name]:
                 del resources[name]
             if not resources:
-                del holding[uuid]
+                del allocations[uuid]
         used = self._used.setdefault(taker, {})
         used[name] = used.get(name, 0) + amount
-        self.moved[consumer] = holding
+        self.moved[consumer] = allocations

@@ -17,7 +17,7 @@ from msgspec.structs import replace as changed
 
 from placement_worker.domain.claim_ledger import ClaimLedger, ConsumerWrite, Decision
 from placement_worker.domain.moves import amount_of
-from placement_worker.domain.refusal import Caused, Why, WriteRefusal, no_such_class
+from placement_worker.domain.refusal import Caused, RefusalCode, WriteRefusal, no_such_class
 from placement_worker.domain.trees import in_use
 from placement_worker.domain.values import (
     NOTHING,
@@ -115,7 +115,7 @@ def remove(ledger: ClaimLedger, item: Remove) -> AllocationOutcome:
     """Remove all allocations of one consumer."""
     known = ledger.consumer(item.consumer)
     if known is None or not known.allocations:
-        return WriteRefusal(Why.NO_ALLOCATIONS, f"No allocations for consumer '{item.consumer}'", item.consumer)
+        return WriteRefusal(RefusalCode.NO_ALLOCATIONS, f"No allocations for consumer '{item.consumer}'", item.consumer)
     ledger.shift(known.allocations, NOTHING)
     ledger.empty(item.consumer, known)
     return None
@@ -125,7 +125,7 @@ def replace(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> AllocationO
     """Give each consumer exactly the allocations of its write, or return the refusal and change nothing."""
     refusal = _check_generations(ledger, writes) or _check_names(ledger, writes) or _check_capacity(ledger, writes)
     if refusal is None:
-        ledger.replace(writes, bump_left=False)
+        ledger.replace(writes, bump_previous=False)
     return refusal
 
 
@@ -135,7 +135,7 @@ def _check_generations(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> 
             known = ledger.consumer(write.consumer)
             generation = known.generation if known is not None and known.allocations else "null"
             words = f"consumer generation conflict - expected {generation} but got {write.expects}"
-            return WriteRefusal(Why.CONSUMER_GENERATION, words, write.consumer)
+            return WriteRefusal(RefusalCode.CONSUMER_GENERATION, words, write.consumer)
     return None
 
 
@@ -144,7 +144,7 @@ def _check_names(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> Alloca
         for uuid in write.allocations:
             if uuid not in ledger.providers:
                 return WriteRefusal(
-                    Why.NO_PROVIDER, f"Allocation for resource provider '{uuid}' that does not exist.", uuid
+                    RefusalCode.NO_PROVIDER, f"Allocation for resource provider '{uuid}' that does not exist.", uuid
                 )
     for write in writes:
         for resources in write.allocations.values():
@@ -166,7 +166,7 @@ def _check_capacity(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> All
                 inventory = inventories.get(name)
                 if inventory is None:
                     return WriteRefusal(
-                        Why.DOES_NOT_FIT, f"Inventory for '{name}' on resource provider '{uuid}' invalid.", uuid
+                        RefusalCode.DOES_NOT_FIT, f"Inventory for '{name}' on resource provider '{uuid}' invalid.", uuid
                     )
                 if not is_allowed_amount(amount, inventory):
                     return _does_not_fit(name, uuid, "violate inventory constraints")
@@ -177,7 +177,7 @@ def _check_capacity(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> All
 
 def _does_not_fit(name: str, uuid: str, how: str) -> WriteRefusal:
     words = f"Unable to create allocation for '{name}' on resource provider '{uuid}'. The requested amount would {how}."
-    return WriteRefusal(Why.DOES_NOT_FIT, words, uuid)
+    return WriteRefusal(RefusalCode.DOES_NOT_FIT, words, uuid)
 
 
 class Reshape(Caused, frozen=True):
@@ -244,10 +244,10 @@ def _check(item: Reshape, providers: Mapping[str, Provider], known_classes: Mapp
         provider = providers.get(uuid)
         if provider is None:
             words = f"Resource provider {uuid} in inventories not found: No resource provider with uuid {uuid} found"
-            return WriteRefusal(Why.NO_PROVIDER, words, uuid)
+            return WriteRefusal(RefusalCode.NO_PROVIDER, words, uuid)
         if provider.generation != generation:
             return WriteRefusal(
-                Why.GENERATION,
+                RefusalCode.GENERATION,
                 f"resource provider generation conflict for provider {uuid}: "
                 f"actual: {provider.generation}, given: {generation}",
             )

@@ -186,9 +186,9 @@ class ClaimGroup:
             self._together.add(key)
             self._leaves_fenced |= bool(claim.fenced_hosts)
 
-    def _name(self, holding: ProviderAllocations) -> None:
-        self.providers.update(holding)
-        self.classes.update(*holding.values())
+    def _name(self, allocations: ProviderAllocations) -> None:
+        self.providers.update(allocations)
+        self.classes.update(*allocations.values())
 
 
 def numbered(decided: Sequence[ClaimReply], sequence: int, bus: str, holders: Holders = NOBODY) -> list[ClaimReply]:

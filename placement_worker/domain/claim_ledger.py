@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from bus.contracts.placement import (
     Claim,
     ClaimAllResult,
+    ClaimOutcome,
     ClaimResult,
     Migration,
     ReleaseResult,
@@ -53,11 +54,11 @@ CHANGED = 1
 class Decision(Struct, frozen=True):
     """The reply to every item, and the rows to write. Each row occurs once and has absolute values.
 
-    replies: with CHANGED for the number in the feed, and without the holders. consumers: the new state of each changed
-    consumer; None: the row is deleted. used, generations: the new values of each changed provider. joined: the new
-    members of each server group. lost: {place among the claims: (consumer,
-    what it lacked)} of the first claims that found a provider full, at most MAX_LOST_NAMED: the holders are looked up
-    for these alone. above: the (provider, class) that may be above its capacity, as it runs there.
+    replies: with CHANGED for the number in the feed, and without the conflicting consumers. consumers: the new state of
+    each changed consumer; None: the row is deleted. used, generations: the new values of each changed provider. joined:
+    the new members of each server group. lost: {place among the claims: (consumer, what it lacked)} of the first claims
+    that found no capacity at a provider, at most MAX_LOST_NAMED: their conflicting consumers are looked up for these
+    alone. above: the (provider, class) that may be above its capacity, as it runs there.
     """
 
     replies: list[ClaimReply]
@@ -159,9 +160,9 @@ class ClaimLedger:
             return self.changed_consumers[uuid]
         return self._consumers.get(uuid)
 
-    def other_members(self, claim: Claim, besides: Collection[str] = ()) -> dict[str, int]:
+    def other_members(self, claim: Claim, gang: Collection[str] = ()) -> dict[str, int]:
         """Return how many members of the claim's server group each host has that matters to the claim, without its own
-        consumer and these. besides: the gang that is tried, because its claims are not committed.
+        consumer and these. gang: the one that is tried, because its claims are not committed.
 
         A migration is a member as long as it holds allocations on the source, so that the instance may return there.
         The claim's own migration is not counted either.
@@ -176,11 +177,11 @@ class ClaimLedger:
         for consumer in self._changes[group.seen :]:
             if consumer in group.hosts or consumer in joined:
                 # Its hosts now, by what it holds, as of every other member.
-                holding = allocations_of(self.changed_consumers[consumer])
-                group.put(consumer, hosts_of(self.providers[uuid] for uuid in holding))
+                allocations = allocations_of(self.changed_consumers[consumer])
+                group.put(consumer, hosts_of(self.providers[uuid] for uuid in allocations))
         group.seen = len(self._changes)
         own = {claim.consumer} if claim.migration is None else {claim.consumer, claim.migration.uuid}
-        return group.without(own.union(besides), decisive_hosts(claim))
+        return group.without(own.union(gang), decisive_hosts(claim))
 
     def join(self, claim: Claim) -> None:
         """Record that the claim's consumer is a member of its server group. Its row is written next."""
@@ -199,16 +200,16 @@ class ClaimLedger:
                 joined[migration] = None
 
     def source_allocations(
-        self, migration: Migration, held: ProviderAllocations, kept: ProviderAllocations
+        self, migration: Migration, of_instance: ProviderAllocations, of_migration: ProviderAllocations
     ) -> ProviderAllocations:
         """The part of a move's source that the instance and its migration still hold."""
-        named = (uuid for holding in (migration.source, held, kept) for uuid in holding)
+        named = (uuid for allocations in (migration.source, of_instance, of_migration) for uuid in allocations)
         roots = {uuid: self.providers[uuid].root for uuid in named if uuid in self.providers}
-        return allocations_at_source(migration.source, held, kept, roots)
+        return allocations_at_source(migration.source, of_instance, of_migration, roots)
 
-    def has_foreign_provider(self, holding: ProviderAllocations) -> bool:
+    def has_foreign_provider(self, allocations: ProviderAllocations) -> bool:
         """Whether one of these providers belongs to another cell."""
-        return any(uuid in self.foreign for uuid in holding)
+        return any(uuid in self.foreign for uuid in allocations)
 
     def write(self, uuid: str, consumer: ConsumerState | None) -> None:
         """Record the new state of a consumer; None: its row is deleted."""
@@ -224,14 +225,14 @@ class ClaimLedger:
             for name, amount in counted_by_class(consumer).items():
                 held[name] = held.get(name, 0) + sign * amount
 
-    def past_limit(self, claim: Claim, after: ProviderAllocations, held: ProviderAllocations) -> str:
+    def past_limit(self, claim: Claim, after: ProviderAllocations, current: ProviderAllocations) -> str:
         """Describe the first class of which the project would exceed its limit when the consumer holds `after` instead
-        of `held`; empty when there is none.
+        of `current`; empty when there is none.
 
         A claim that does not increase the consumer's amount of a class is allowed, and what a move keeps on its source
         is not compared, as for a resize in Nova. A revert has no limit: all of its source counts already.
         """
-        now, before = self.projects.get(claim.project_id, {}), usage_by_class(held)
+        now, before = self.projects.get(claim.project_id, {}), usage_by_class(current)
         wanted = usage_by_class(after)
         for name, limit in sorted(claim.limits.items()):
             total, more = now.get(name, 0), wanted.get(name, 0) - before.get(name, 0)
@@ -246,16 +247,16 @@ class ClaimLedger:
         return fit(amount, inventory, used or 0, more)
 
     def move(self, before: ProviderAllocations, after: ProviderAllocations) -> None:
-        """Change the usage from one holding of a consumer to another, and increment the generation of each provider
+        """Change the usage from some allocations of a consumer to others, and increment the generation of each provider
         once.
         """
         self.shift(before, after)
         self.bump({**after, **before})
 
     def shift(self, before: ProviderAllocations, after: ProviderAllocations) -> None:
-        """Change the usage from one holding of a consumer to another, and leave the generations as they are."""
-        for holding, sign in ((after, 1), (before, -1)):
-            for uuid, resources in holding.items():
+        """Change the usage from some allocations of a consumer to others, and leave the generations as they are."""
+        for allocations, sign in ((after, 1), (before, -1)):
+            for uuid, resources in allocations.items():
                 provider = self.providers[uuid]
                 touched = self.used.get(uuid)
                 if touched is None:
@@ -288,28 +289,28 @@ class ClaimLedger:
             write.allocations for write in writes
         )
 
-    def replace(self, writes: Sequence[ConsumerWrite], *, bump_left: bool) -> None:
+    def replace(self, writes: Sequence[ConsumerWrite], *, bump_previous: bool) -> None:
         """Record that each consumer holds what its write says from now on, under its next generation. A consumer that
         is left with nothing stays as a fence of its attempts, so that a late claim of an old one cannot create it
         again.
 
-        bump_left: increment the generations of the providers, too, that a consumer with new allocations has left.
+        bump_previous: increment the generations of the providers, too, that a consumer with new allocations has left.
         """
         written: dict[str, None] = {}  # each provider once, in a stated order
         for write in writes:
             known = self.consumer(write.consumer)
-            held, wanted = allocations_of(known), write.allocations
-            self.shift(held, wanted)
-            written.update(dict.fromkeys({**wanted, **held} if bump_left else wanted or held))
+            before, wanted = allocations_of(known), write.allocations
+            self.shift(before, wanted)
+            written.update(dict.fromkeys({**wanted, **before} if bump_previous else wanted or before))
             if wanted:
                 old = known or ConsumerState(0, 0, "", "", "")
-                # What is written over a fence is not of its type, nor the claim of its claim owner: a late release of
-                # that run would give the room away.
-                kind, run = (old.consumer_type, old.claim_owner) if old.allocations else ("", "")
+                # What is written over a fence is not of its type, nor the claim of its claim owner: a late release by
+                # that owner would give the room away.
+                kind, claim_owner = (old.consumer_type, old.claim_owner) if old.allocations else ("", "")
                 kind = kind if write.consumer_type is None else write.consumer_type
                 attempt = max(write.attempt or 0, old.attempt)
                 owner = (write.project_id, write.user_id, kind)
-                self.write(write.consumer, ConsumerState(old.generation + 1, attempt, *owner, wanted, run))
+                self.write(write.consumer, ConsumerState(old.generation + 1, attempt, *owner, wanted, claim_owner))
             elif known is not None and known.allocations:
                 self.empty(write.consumer, known)
         self.bump(written)
@@ -318,10 +319,12 @@ class ClaimLedger:
         """Record that a consumer holds nothing any more: the fence of its attempts is left, if it had any."""
         self.write(uuid, replace(known, allocations=NOTHING) if known.attempt else None)
 
-    def generations_of(self, holding: ProviderAllocations) -> dict[str, int]:
-        """Return {provider: generation} of the providers in a holding, after the decisions so far."""
+    def generations_of(self, allocations: ProviderAllocations) -> dict[str, int]:
+        """Return {provider: generation} of the providers in these allocations, after the decisions so far."""
         generations = self.generations
-        return {uuid: generations[uuid] if uuid in generations else self.providers[uuid].generation for uuid in holding}
+        return {
+            uuid: generations[uuid] if uuid in generations else self.providers[uuid].generation for uuid in allocations
+        }
 
 
 def allocations_of(known: ConsumerState | None) -> ProviderAllocations:
@@ -329,6 +332,45 @@ def allocations_of(known: ConsumerState | None) -> ProviderAllocations:
     return known.allocations if known is not None else NOTHING
 
 
-def reply_form(holding: ProviderAllocations) -> dict[str, dict[str, int]]:
+def reply_form(allocations: ProviderAllocations) -> dict[str, dict[str, int]]:
     """Allocations as replies show them."""
-    return {uuid: dict(amounts) for uuid, amounts in holding.items()}
+    return {uuid: dict(amounts) for uuid, amounts in allocations.items()}
+
+
+def fits(
+    ledger: ClaimLedger,
+    wanted: ProviderAllocations,
+    before: ProviderAllocations,
+    after: ProviderAllocations,
+    spec_generations: Mapping[str, int] = _UNTOUCHED,
+) -> ClaimOutcome:
+    """Return whether allocations fit. PROVIDER_REMOVED takes precedence over NO_CAPACITY, that over
+    CONFLICT, and CONFLICT over INVALID.
+
+    before, after: what all consumers of the item hold together, with which capacities are compared (microversion 1.13).
+    spec_generations: of the providers when they were chosen.
+    """
+    invalid = False
+    conflicting: set[str] = set()
+    for uuid, resources in wanted.items():
+        provider = ledger.providers.get(uuid)
+        if provider is None or uuid in ledger.foreign:
+            return ClaimOutcome.PROVIDER_REMOVED
+        if not resources:
+            invalid = True
+        if spec_generations.get(uuid, provider.spec_generation) != provider.spec_generation:
+            conflicting.add(uuid)
+    for uuid, resources in wanted.items():
+        held, total = before.get(uuid, _UNTOUCHED), after[uuid]
+        for name, amount in resources.items():
+            fit = ledger.fit(uuid, name, amount, total[name] - held.get(name, 0))
+            # Inventory that was removed after the host was chosen has perhaps moved to a child provider: a conflict,
+            # not too little capacity.
+            if fit is Fit.NO_CAPACITY or (
+                fit is Fit.NO_INVENTORY and name in ledger.known_classes and uuid not in conflicting
+            ):
+                return ClaimOutcome.NO_CAPACITY
+            invalid = invalid or fit is not Fit.FITS
+    if conflicting:
+        return ClaimOutcome.CONFLICT
+    return ClaimOutcome.INVALID if invalid else ClaimOutcome.CLAIMED

@@ -2,9 +2,8 @@
 
 A provider has two generations (Placement has one). Every write increments its `generation`, writes of allocations
 included. Its `spec_generation` changes only with inventory, traits, aggregates and parentage. So usage alone never
-makes a claim
-conflict: the claim is `conflict` when the provider's spec generation has changed since the host was chosen, and
-`no_capacity` when the allocations do not fit.
+makes a claim conflict: the claim is `conflict` when the provider's spec generation has changed since the host was
+chosen, and `no_capacity` when the allocations do not fit.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from placement_worker.domain.claim_ledger import (
     Decision,
     Lacking,
     allocations_of,
+    fits,
     reply_form,
 )
 from placement_worker.domain.moves import (
@@ -76,12 +76,11 @@ _HOPE = (
     ClaimOutcome.PROVIDER_REMOVED,
     ClaimOutcome.INVALID,
 )
-# The code at the head of the reason when a cell names a provider of another cell.
 # The type of a consumer whose row was trimmed, and which holds something again.
 INSTANCE_TYPE = "INSTANCE"
+# The code at the head of the reason when a cell names a provider of another cell.
 OF_ANOTHER_CELL = "claim.foreign_cell: of another cell"
-_NO_AMOUNTS: Mapping[str, int] = {}
-_CLAIMED, _FULL, _GONE = ClaimOutcome.CLAIMED, ClaimOutcome.NO_CAPACITY, ClaimOutcome.PROVIDER_REMOVED
+_CLAIMED, _FULL = ClaimOutcome.CLAIMED, ClaimOutcome.NO_CAPACITY
 _INCOMPLETE = ClaimResult(outcome=ClaimOutcome.INCOMPLETE)
 
 
@@ -130,34 +129,38 @@ def changes_of(decision: Decision) -> list[Change]:
 def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimResult:
     ledger.claims += 1
     known = ledger.consumer(claim.consumer)
-    held = allocations_of(known)
+    allocations = allocations_of(known)
     if not claim.options:
         return ClaimResult(outcome=ClaimOutcome.INVALID, reason="claim.options: it names none")
     if claim.external and (claim.release_first or claim.migration is not None):
         return ClaimResult(outcome=ClaimOutcome.INVALID, reason="claim.foreign: it releases first or moves")
-    if ledger.has_foreign_provider(held):
+    if ledger.has_foreign_provider(allocations):
         return ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT, reason=OF_ANOTHER_CELL)
     if known is not None and known.allocations and _is_repeated(claim, known):
         return _claimed_before(ledger, claim, known)
     if not _may_claim(known, claim):
         return _changed(claim, known)
-    source = kept = NOTHING
+    source = of_migration = NOTHING
     if claim.migration is not None:
-        problem = _migration_problem(ledger, claim, held)
+        problem = _migration_problem(ledger, claim, allocations)
         if problem is not None:
             return problem
-        kept = allocations_of(ledger.consumer(claim.migration.uuid))
-        source = ledger.source_allocations(claim.migration, held, kept) if claim.release_first else held
+        of_migration = allocations_of(ledger.consumer(claim.migration.uuid))
+        source = (
+            ledger.source_allocations(claim.migration, allocations, of_migration)
+            if claim.release_first
+            else allocations
+        )
     outcomes: list[ClaimOutcome] = []
     past = ""
-    before = total_of((held, kept))
+    before = total_of((allocations, of_migration))
     others = ledger.other_members(claim)
     for option in claim.options:
-        wanted = allocations_after(claim, option, held)
-        outcome = _fits(ledger, option.allocations, before, wanted, option.spec_generations)
+        wanted = allocations_after(claim, option, allocations)
+        outcome = fits(ledger, option.allocations, before, wanted, option.spec_generations)
         if outcome is _CLAIMED and claim.server_group is not None:
             outcome = permitted(claim, option, others)
-        if outcome is _CLAIMED and (past := ledger.past_limit(claim, wanted, held or source)):
+        if outcome is _CLAIMED and (past := ledger.past_limit(claim, wanted, allocations or source)):
             outcome = ClaimOutcome.OVER_QUOTA
         outcomes.append(outcome)
         if outcome is _CLAIMED:
@@ -176,7 +179,7 @@ def _refusal_result(ledger: ClaimLedger, claim: Claim, outcomes: Outcomes, past:
     exceeded.
     """
     known, overall = ledger.consumer(claim.consumer), _overall(outcomes)
-    held = allocations_of(known)
+    allocations = allocations_of(known)
     members = (
         visible_members(ledger.other_members(claim, ledger.gang)) if ClaimOutcome.POLICY_VIOLATED in outcomes else {}
     )
@@ -185,7 +188,7 @@ def _refusal_result(ledger: ClaimLedger, claim: Claim, outcomes: Outcomes, past:
         OF_ANOTHER_CELL if any(ledger.has_foreign_provider(option.allocations) for option in claim.options) else past
     )
     if overall is _FULL and len(ledger.lost) < MAX_LOST_NAMED:
-        lacking = _lacking(ledger, claim.options[outcomes.index(_FULL)], held)
+        lacking = _lacking(ledger, claim.options[outcomes.index(_FULL)], allocations)
         if lacking:
             ledger.lost[ledger.claims - 1] = claim.consumer, lacking
     return ClaimResult(
@@ -197,13 +200,13 @@ def _refusal_result(ledger: ClaimLedger, claim: Claim, outcomes: Outcomes, past:
     )
 
 
-def _lacking(ledger: ClaimLedger, option: ClaimOption, held: ProviderAllocations) -> Lacking:
+def _lacking(ledger: ClaimLedger, option: ClaimOption, allocations: ProviderAllocations) -> Lacking:
     """The (provider, class) pairs that have too little free for this option."""
     return tuple(
         (uuid, name)
         for uuid, resources in option.allocations.items()
         for name, amount in resources.items()
-        if ledger.fit(uuid, name, amount, amount - amount_of(held, uuid, name)) is Fit.NO_CAPACITY
+        if ledger.fit(uuid, name, amount, amount - amount_of(allocations, uuid, name)) is Fit.NO_CAPACITY
     )
 
 
@@ -246,15 +249,15 @@ def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
 
 
 def _fences_other_owner(known: ConsumerState, claim: Claim) -> bool:
-    """Whether the row is only a fence against another claim owner: a release by name refuses nothing of the runs after
-    it.
+    """Whether the row is only a fence against another claim owner: a release by name refuses nothing of the owners
+    after it.
 
     Nor of those before it, of records that are lost: their order does not show. What such a late claim takes starts
     nothing, because only the claim owner on record is dispatched; it is released by its scheduler, or stays for the
     audit.
     """
-    is_runs_fence = not known.allocations and known.claim_owner and claim.attempt == known.attempt
-    return bool(is_runs_fence) and claim.owner not in (None, known.claim_owner)
+    is_owners_fence = not known.allocations and known.claim_owner and claim.attempt == known.attempt
+    return bool(is_owners_fence) and claim.owner not in (None, known.claim_owner)
 
 
 def _changed(claim: Claim, known: ConsumerState | None) -> ClaimResult:
@@ -284,31 +287,31 @@ def _claimed_before(ledger: ClaimLedger, claim: Claim, known: ConsumerState) -> 
     )
 
 
-def _migration_problem(ledger: ClaimLedger, claim: Claim, held: ProviderAllocations) -> ClaimResult | None:
+def _migration_problem(ledger: ClaimLedger, claim: Claim, allocations: ProviderAllocations) -> ClaimResult | None:
     """The reply when the consumer cannot move under this migration; None when it can."""
     assert claim.migration is not None
     uuid = claim.migration.uuid
     if uuid == claim.consumer:
         return ClaimResult(outcome=ClaimOutcome.INVALID, reason="claim.migration: an instance is not its own migration")
     migration = ledger.consumer(uuid)
-    kept = allocations_of(migration)
-    if ledger.has_foreign_provider(kept):
+    of_migration = allocations_of(migration)
+    if ledger.has_foreign_provider(of_migration):
         return ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT, reason=OF_ANOTHER_CELL)
     if claim.release_first:
         # This is the claim of an alternate: the migration already holds the source of the same instance, or nothing.
-        is_ours = is_migration(migration) and migration.project_id == claim.project_id
-        taken = kept and not is_ours
-    elif not held:
+        is_of_move = is_migration(migration) and migration.project_id == claim.project_id
+        taken = of_migration and not is_of_move
+    elif not allocations:
         return ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT, reason="claim.nothing_to_move: it holds nothing")
     else:
-        taken = kept
+        taken = of_migration
     reason = "claim.migration_in_use: another consumer of this uuid holds something"
     return ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT, reason=reason) if taken else None
 
 
-def allocations_after(claim: Claim, option: ClaimOption, held: ProviderAllocations) -> ProviderAllocations:
+def allocations_after(claim: Claim, option: ClaimOption, allocations: ProviderAllocations) -> ProviderAllocations:
     """What the claim's consumer holds when it has taken this option."""
-    return added_to(held, option.allocations) if claim.external else option.allocations
+    return added_to(allocations, option.allocations) if claim.external else option.allocations
 
 
 def _take(
@@ -322,11 +325,11 @@ def _take(
     ledger.move(allocations_of(known), wanted)
     ledger.join(claim)
     generation = 1 if known is None else known.generation + 1
-    run = (known.claim_owner if known is not None else "") if claim.owner is None else claim.owner
+    owner = (known.claim_owner if known is not None else "") if claim.owner is None else claim.owner
     attempt = 0 if claim.external else claim.attempt  # 0: what is held is no build of berth's, whatever was before
     ledger.write(
         claim.consumer,
-        ConsumerState(generation, attempt, claim.project_id, claim.user_id, claim.consumer_type, wanted, run),
+        ConsumerState(generation, attempt, claim.project_id, claim.user_id, claim.consumer_type, wanted, owner),
     )
     return ClaimResult(
         outcome=_CLAIMED,
@@ -343,12 +346,12 @@ def _keep_source(ledger: ClaimLedger, claim: Claim, wanted: ProviderAllocations,
     assert claim.migration is not None
     uuid = claim.migration.uuid
     known = ledger.consumer(uuid)
-    held = allocations_of(known)
-    if held == wanted and (known is None or not known.allocations or known.consumer_type == kind):
+    allocations = allocations_of(known)
+    if allocations == wanted and (known is None or not known.allocations or known.consumer_type == kind):
         return
-    if held != wanted:
+    if allocations != wanted:
         ledger.join_migration(claim, uuid)
-        ledger.move(held, wanted)
+        ledger.move(allocations, wanted)
     generation = 1 if known is None else known.generation + 1
     ledger.write(
         uuid,
@@ -375,7 +378,7 @@ def _release_only(
 
 
 def _fence(known: ConsumerState, attempt: int, by: str | None = None) -> ConsumerState:
-    """The row that refuses claims up to this attempt. by: of this claim owner alone (None: of every run)."""
+    """The row that refuses claims up to this attempt. by: of this claim owner alone (None: of every owner)."""
     return ConsumerState(
         known.generation,
         attempt,
@@ -386,74 +389,36 @@ def _fence(known: ConsumerState, attempt: int, by: str | None = None) -> Consume
     )
 
 
-def _fits(
-    ledger: ClaimLedger,
-    wanted: ProviderAllocations,
-    before: ProviderAllocations,
-    after: ProviderAllocations,
-    spec_generations: Mapping[str, int] = _NO_AMOUNTS,
-) -> ClaimOutcome:
-    """Return whether allocations fit. GONE takes precedence over FULL, FULL over CONFLICT, and CONFLICT over INVALID.
-
-    before, after: what all consumers of the item hold together, with which capacities are compared (microversion 1.13).
-    spec_generations: of the providers when they were chosen.
-    """
-    invalid = False
-    raced: set[str] = set()
-    for uuid, resources in wanted.items():
-        provider = ledger.providers.get(uuid)
-        if provider is None or uuid in ledger.foreign:
-            return _GONE
-        if not resources:
-            invalid = True
-        if spec_generations.get(uuid, provider.spec_generation) != provider.spec_generation:
-            raced.add(uuid)
-    for uuid, resources in wanted.items():
-        held, total = before.get(uuid, _NO_AMOUNTS), after[uuid]
-        for name, amount in resources.items():
-            fit = ledger.fit(uuid, name, amount, total[name] - held.get(name, 0))
-            # Inventory that was removed after the host was chosen has perhaps moved to a child provider: raced, not
-            # full.
-            if fit is Fit.NO_CAPACITY or (
-                fit is Fit.NO_INVENTORY and name in ledger.known_classes and uuid not in raced
-            ):
-                return _FULL
-            invalid = invalid or fit is not Fit.FITS
-    if raced:
-        return ClaimOutcome.CONFLICT
-    return ClaimOutcome.INVALID if invalid else _CLAIMED
-
-
 def _release(ledger: ClaimLedger, release: Release) -> ReleaseResult:
     known = ledger.consumer(release.consumer)
     attempt = release.attempt
     if known is None or not known.allocations:
         before = ConsumerState(0, 0, "", "", "") if known is None else known
-        is_of_another = before.attempt == attempt and before.claim_owner not in ("", release.owner)
-        if attempt is not None and (before.attempt < attempt or is_of_another):
-            # A claim of this attempt may still be in flight; the fence refuses the claim when it arrives. Of two runs
+        is_of_other_owner = before.attempt == attempt and before.claim_owner not in ("", release.owner)
+        if attempt is not None and (before.attempt < attempt or is_of_other_owner):
+            # A claim of this attempt may still be in flight; the fence refuses the claim when it arrives. Of two owners
             # it is refused whosever it is.
-            ledger.write(release.consumer, _fence(before, attempt, None if is_of_another else release.owner))
+            ledger.write(release.consumer, _fence(before, attempt, None if is_of_other_owner else release.owner))
         return ReleaseResult(outcome="absent")
     if ledger.has_foreign_provider(known.allocations):
         return ReleaseResult(outcome="consumer_conflict")
-    is_another = release.of_migration and not is_migration(known)
-    is_another |= release.project_id not in (None, known.project_id)
-    is_another |= release.owner not in (None, known.claim_owner)
-    if is_another or (attempt is not None and known.attempt > attempt):
+    is_other = release.of_migration and not is_migration(known)
+    is_other |= release.project_id not in (None, known.project_id)
+    is_other |= release.owner not in (None, known.claim_owner)
+    if is_other or (attempt is not None and known.attempt > attempt):
         return ReleaseResult(outcome="consumer_conflict")
     ledger.move(known.allocations, NOTHING)
     ledger.write(release.consumer, None if attempt is None else _fence(known, attempt, release.owner))
     return ReleaseResult(outcome="released", sequence=CHANGED)
 
 
-def _keeps_source(revert: Revert, held: ProviderAllocations, kept: ProviderAllocations) -> bool:
+def _keeps_source(revert: Revert, of_instance: ProviderAllocations, of_migration: ProviderAllocations) -> bool:
     """Whether a consumer that is no migration by its type must be one: it alone has something where the source was.
 
     Another client may have written it anew, with a type of its own or none.
     """
     source = revert.migration.source.keys()
-    return bool(source & kept.keys()) and not source & held.keys()
+    return bool(source & of_migration.keys()) and not source & of_instance.keys()
 
 
 def _revert(ledger: ClaimLedger, revert: Revert) -> RevertResult:
@@ -465,8 +430,8 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> RevertResult:
     known, migration = ledger.consumer(revert.consumer), ledger.consumer(revert.migration.uuid)
     if not is_migration(migration) and not _keeps_source(revert, allocations_of(known), allocations_of(migration)):
         migration = None  # an instance that was built under the request's uuid: its allocation is its own
-    held, kept = allocations_of(known), allocations_of(migration)
-    if ledger.has_foreign_provider(held) or ledger.has_foreign_provider(kept):
+    of_instance, of_migration = allocations_of(known), allocations_of(migration)
+    if ledger.has_foreign_provider(of_instance) or ledger.has_foreign_provider(of_migration):
         return RevertResult(outcome="consumer_conflict", reason=OF_ANOTHER_CELL)
     if known is None and migration is not None and migration.allocations:
         # The move has taken longer than fences are kept: the one of an instance that holds nothing is gone.
@@ -477,16 +442,20 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> RevertResult:
         )
     if migration is not None and migration.allocations and migration.project_id != known.project_id:
         return RevertResult(outcome="consumer_conflict")
-    if known.attempt == revert.attempt and not kept:
-        return RevertResult(outcome="reverted", consumer_generation=known.generation, allocations=reply_form(held))
-    source: ProviderAllocations = held
+    if known.attempt == revert.attempt and not of_migration:
+        return RevertResult(
+            outcome="reverted", consumer_generation=known.generation, allocations=reply_form(of_instance)
+        )
+    source: ProviderAllocations = of_instance
     if known.attempt > revert.source_attempt:
-        source = whole_source(revert.migration.source, ledger.source_allocations(revert.migration, held, kept))
-        outcome = _fits(ledger, source, total_of((held, kept)), source)
+        source = whole_source(
+            revert.migration.source, ledger.source_allocations(revert.migration, of_instance, of_migration)
+        )
+        outcome = fits(ledger, source, total_of((of_instance, of_migration)), source)
         if outcome is not _CLAIMED:
             return RevertResult(outcome=outcome.value, reason="revert.no_room: the source has less than it had")
-        ledger.move(held, source)
-        ledger.move(kept, NOTHING)
+        ledger.move(of_instance, source)
+        ledger.move(of_migration, NOTHING)
         if migration is not None:
             ledger.write(revert.migration.uuid, None)
     after = replace(known, generation=known.generation + 1, attempt=revert.attempt, allocations=source)
@@ -504,23 +473,23 @@ def _restate(ledger: ClaimLedger, item: Restate) -> RestateResult:
     above the capacity is said, and held.
     """
     known = ledger.consumer(item.consumer)
-    held = allocations_of(known)
-    wanted = held if item.allocations is None else item.allocations
+    allocations = allocations_of(known)
+    wanted = allocations if item.allocations is None else item.allocations
     if known is None and wanted:
         known = ConsumerState(0, 0, item.project_id, item.user_id, INSTANCE_TYPE)
-    if known is not None and held and (known.attempt == 0 or known.project_id != item.project_id):
+    if known is not None and allocations and (known.attempt == 0 or known.project_id != item.project_id):
         return RestateResult(outcome="consumer_conflict")
-    if known is not None and (known.attempt > item.attempt or ledger.has_foreign_provider(held)):
+    if known is not None and (known.attempt > item.attempt or ledger.has_foreign_provider(allocations)):
         return RestateResult(outcome="consumer_conflict")
     over = {
         uuid: one.allocations
         for uuid in item.migrations
         if _is_ended_migration(one := ledger.consumer(uuid), ledger, item)
     }
-    generation = known.generation if known is not None and held else None
-    if wanted == held and not over and (known is None or known.attempt == item.attempt):
+    generation = known.generation if known is not None and allocations else None
+    if wanted == allocations and not over and (known is None or known.attempt == item.attempt):
         return RestateResult(outcome="restated", consumer_generation=generation)
-    outcome = _fits(ledger, wanted, total_of((held, *over.values())), wanted)
+    outcome = fits(ledger, wanted, total_of((allocations, *over.values())), wanted)
     is_above = outcome is _FULL and all(
         ledger.fit(uuid, name, amount, 0) in (Fit.FITS, Fit.NO_CAPACITY)
         for uuid, resources in wanted.items()
@@ -533,8 +502,8 @@ def _restate(ledger: ClaimLedger, item: Restate) -> RestateResult:
     for uuid, holding in over.items():
         ledger.move(holding, NOTHING)
         ledger.write(uuid, None)
-    if wanted != held:
-        ledger.move(held, wanted)
+    if wanted != allocations:
+        ledger.move(allocations, wanted)
     if known is not None:
         owner = (item.project_id, known.user_id or item.user_id, known.consumer_type or INSTANCE_TYPE)
         after = ConsumerState(known.generation + 1, item.attempt, *owner, wanted, known.claim_owner)
@@ -574,8 +543,8 @@ def _swap(ledger: ClaimLedger, swap: Swap) -> SwapResult:
         if not ledger.is_expected(write):
             return SwapResult(outcome=ClaimOutcome.CONSUMER_CONFLICT, consumer=write.consumer)
     for write in writes:
-        outcome = _fits(ledger, write.allocations, before, after)
+        outcome = fits(ledger, write.allocations, before, after)
         if outcome is not _CLAIMED:
             return SwapResult(outcome=outcome, consumer=write.consumer)
-    ledger.replace(writes, bump_left=True)
+    ledger.replace(writes, bump_previous=True)
     return SwapResult(outcome=_CLAIMED, sequence=CHANGED, generations=ledger.generations_of({**before, **after}))

@@ -29,16 +29,16 @@ def is_migration(consumer: ConsumerState | None) -> TypeGuard[ConsumerState]:
     return consumer is not None and consumer.consumer_type in MIGRATION_TYPES
 
 
-def amount_of(holding: ProviderAllocations, provider: str, resource_class: str) -> int:
-    """The amount of one class of one provider in a holding."""
-    return holding.get(provider, _NO_AMOUNTS).get(resource_class, 0)
+def amount_of(allocations: ProviderAllocations, provider: str, resource_class: str) -> int:
+    """The amount of one class of one provider in these allocations."""
+    return allocations.get(provider, _NO_AMOUNTS).get(resource_class, 0)
 
 
-def total_of(holdings: Iterable[ProviderAllocations]) -> dict[str, dict[str, int]]:
-    """The sum of holdings, by provider and class."""
+def total_of(parts: Iterable[ProviderAllocations]) -> dict[str, dict[str, int]]:
+    """The sum of allocations, by provider and class."""
     total: dict[str, dict[str, int]] = {}
-    for holding in holdings:
-        for uuid, resources in holding.items():
+    for allocations in parts:
+        for uuid, resources in allocations.items():
             row = total.setdefault(uuid, {})
             for name, amount in resources.items():
                 row[name] = row.get(name, 0) + amount
@@ -46,27 +46,32 @@ def total_of(holdings: Iterable[ProviderAllocations]) -> dict[str, dict[str, int
 
 
 def allocations_at_source(
-    requested: ProviderAllocations, held: ProviderAllocations, kept: ProviderAllocations, roots: Mapping[str, str]
+    requested: ProviderAllocations,
+    of_instance: ProviderAllocations,
+    of_migration: ProviderAllocations,
+    roots: Mapping[str, str],
 ) -> dict[str, dict[str, int]]:
     """Return the part of a move's source that the instance and its migration still hold, never more than both hold.
 
-    requested: as in the move's claim; held: by the instance; kept: by the migration; roots: of the providers that these
+    requested: as in the move's claim; of_instance, of_migration: what they hold; roots: of the providers that these
     name, as far as they exist.
 
-    Amounts that source and destination share are in `held` alone. Where inventories have moved within a host, `held`
-    and `kept` may name other providers of its tree than `requested`, and not the same ones. So the amounts that are
-    missing in `kept` are counted by class and taken from the allocations in the source's trees, first from providers
-    that `requested` names, then from any.
+    Amounts that source and destination share are in `of_instance` alone. Where inventories have moved within a host,
+    `of_instance` and `of_migration` may name other providers of its tree than `requested`, and not the same ones. So
+    the amounts that are missing in `of_migration` are counted by class and taken from the allocations in the source's
+    trees, first from providers that `requested` names, then from any.
     """
-    trees = {roots[uuid] for uuid in (*requested, *kept) if uuid in roots}
-    both = total_of((kept, {uuid: held[uuid] for uuid in sorted(held) if roots.get(uuid) in trees}))
+    trees = {roots[uuid] for uuid in (*requested, *of_migration) if uuid in roots}
+    both = total_of(
+        (of_migration, {uuid: of_instance[uuid] for uuid in sorted(of_instance) if roots.get(uuid) in trees})
+    )
     where_it_was = [(uuid, name, min(amount, amount_of(both, uuid, name))) for uuid, name, amount in _rows(requested)]
-    return _with_missing(requested, kept, (*where_it_was, *_rows(both)))
+    return _with_missing(requested, of_migration, (*where_it_was, *_rows(both)))
 
 
 def whole_source(requested: ProviderAllocations, source: ProviderAllocations) -> dict[str, dict[str, int]]:
-    """Return `source`, as `source_held` returned it, with the amounts that another client has released: they are added
-    again at the providers where the rest of their class is. The caller checks the capacity of these.
+    """Return `source`, as `allocations_at_source` returned it, with the amounts that another client has released: they
+    are added again at the providers where the rest of their class is. The caller checks the capacity of these.
     """
     return _with_missing(requested, source, [row for row in _rows(requested) if amount_of(source, row[0], row[1])])
 
@@ -89,31 +94,31 @@ def _with_missing(
     return result
 
 
-def _rows(holding: ProviderAllocations) -> list[tuple[str, str, int]]:
-    return [(uuid, name, amount) for uuid, resources in holding.items() for name, amount in resources.items()]
+def _rows(allocations: ProviderAllocations) -> list[tuple[str, str, int]]:
+    return [(uuid, name, amount) for uuid, resources in allocations.items() for name, amount in resources.items()]
 
 
-def _total_by_class(holding: ProviderAllocations) -> Counter[str]:
+def _total_by_class(allocations: ProviderAllocations) -> Counter[str]:
     total: Counter[str] = Counter()
-    for resources in holding.values():
+    for resources in allocations.values():
         total.update(resources)
     return total
 
 
-def added_to(held: ProviderAllocations, taken: ProviderAllocations) -> dict[str, dict[str, int]]:
-    """Return what a consumer holds that takes `taken` besides: the larger amount of each class of a provider of both,
+def added_to(allocations: ProviderAllocations, wanted: ProviderAllocations) -> dict[str, dict[str, int]]:
+    """Return what a consumer holds that takes `wanted` besides: the larger amount of each class of a provider of both,
     as for a move.
     """
-    return total_of((kept_alongside(held, taken), taken))
+    return total_of((kept_alongside(allocations, wanted), wanted))
 
 
-def kept_alongside(source: ProviderAllocations, taken: ProviderAllocations) -> dict[str, dict[str, int]]:
-    """Return the allocations of the migration while the instance holds `taken`: the sum of both is the larger amount of
-    each class.
+def kept_alongside(source: ProviderAllocations, wanted: ProviderAllocations) -> dict[str, dict[str, int]]:
+    """Return the allocations of the migration while the instance holds `wanted`: the sum of both is the larger amount
+    of each class.
     """
     kept: dict[str, dict[str, int]] = {}
     for uuid, resources in source.items():
-        row = {name: amount - amount_of(taken, uuid, name) for name, amount in resources.items()}
+        row = {name: amount - amount_of(wanted, uuid, name) for name, amount in resources.items()}
         if row := {name: amount for name, amount in row.items() if amount > 0}:
             kept[uuid] = row
     return kept

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from bus.contracts.feed import MAX_CAUSES, Change
 
 
-class Why(StrEnum):
+class RefusalCode(StrEnum):
     """The reason why a write is refused. Reasons that call for different reactions have different codes."""
 
     NO_PROVIDER = "no_provider"
@@ -36,24 +36,24 @@ class WriteRefusal(Struct, frozen=True):
     about: the provider, class or consumer that is refused, where the answer names it in addition to the text.
     """
 
-    why: Why
+    code: RefusalCode
     words: str = ""
     about: str = ""
 
 
 def generation_conflict() -> WriteRefusal:
     """The caller's resource_provider_generation is not the provider's."""
-    return WriteRefusal(Why.GENERATION, "resource provider generation conflict")
+    return WriteRefusal(RefusalCode.GENERATION, "resource provider generation conflict")
 
 
 def no_provider(uuid: str) -> WriteRefusal:
     """No provider has this uuid."""
-    return WriteRefusal(Why.NO_PROVIDER, f"No resource provider with uuid {uuid} found", uuid)
+    return WriteRefusal(RefusalCode.NO_PROVIDER, f"No resource provider with uuid {uuid} found", uuid)
 
 
 def no_such_class(name: str) -> WriteRefusal:
     """Placement does not know the class."""
-    return WriteRefusal(Why.NO_SUCH, f"No such resource class {name}.", name)
+    return WriteRefusal(RefusalCode.NO_SUCH, f"No such resource class {name}.", name)
 
 
 class Caused(Struct, frozen=True, kw_only=True):

@@ -128,7 +128,7 @@ def plan(
     updates: Sequence[InventoryUpdate],
     earlier: Sequence[Sequence[str]],
     recorded: Mapping[str, Provider],
-    holdings: Mapping[str, ProviderAllocations] = NO_ALLOCATIONS,
+    allocations: Mapping[str, ProviderAllocations] = NO_ALLOCATIONS,
     bus: str = ABOVE_CELLS,
     *,
     spec_generation: int,
@@ -138,12 +138,12 @@ def plan(
     whose providers have exchanged their names.
 
     earlier[n]: the providers that updates[n] takes out if it does not report them (`ReportGroup.earlier`). recorded:
-    every provider of every tree that contains a root, a provider or a provider name of the updates. holdings: the
+    every provider of every tree that contains a root, a provider or a provider name of the updates. allocations: the
     allocations of every consumer of a provider that others take from. spec_generation: the new spec generation of every
     provider that changes; it is higher than any spec generation in placement. final: what others gave to a provider
     that is taken out goes with it.
     """
-    draft = _Draft(recorded, holdings, bus, spec_generation, final=final)
+    draft = _Draft(recorded, allocations, bus, spec_generation, final=final)
     results = [draft.apply(update, before) for update, before in zip(updates, earlier, strict=True)]
     waiting = {
         number: updates[number]
@@ -189,7 +189,7 @@ class _Draft:
     def __init__(
         self,
         recorded: Mapping[str, Provider],
-        holdings: Mapping[str, ProviderAllocations],
+        allocations: Mapping[str, ProviderAllocations],
         bus: str,
         spec_generation: int,
         *,
@@ -201,9 +201,9 @@ class _Draft:
         self._final = final
         self._generations: dict[str, int] = {}  # of providers that an update removed; a later one may report them
         self.moved: dict[str, ProviderAllocations] = {}
-        self._allocations = holdings
+        self._allocations = allocations
         self._holders: dict[str, list[str]] = {}
-        for consumer, holding in holdings.items():
+        for consumer, holding in allocations.items():
             for uuid in holding:
                 self._holders.setdefault(uuid, []).append(consumer)
         self.names = {provider.name: provider.uuid for provider in recorded.values()}
@@ -237,7 +237,7 @@ class _Draft:
     def apply(
         self, update: InventoryUpdate, earlier: Sequence[str], giving: Set[str] = frozenset()
     ) -> Applied | ReportRefusal:
-        """giving: providers that updates beside this one give other names."""
+        """giving: providers that other updates give other names."""
         for uuid in [report.uuid for report in update.providers] or (update.root_uuid,):  # the first is the root
             if is_foreign(self._cell(uuid), self._bus):
                 return refuse_foreign(uuid)
@@ -253,11 +253,11 @@ class _Draft:
         reported = tuple(report.uuid for report in own)
         leaving = self._leaving(update, earlier, {report.uuid for report in update.providers})
         moved, used = self._migrate(own, {*reported, *leaving})
-        gone, orphaned = self._partition_leaving(leaving, set(reported), used)
+        removed, orphaned = self._partition_leaving(leaving, set(reported), used)
         for report in own:
             owner = self.names.get(report.name)
             # A provider that this update removes, or reports under another name, does not keep the name.
-            if owner is not None and owner not in gone and owner not in reported and owner not in giving:
+            if owner is not None and owner not in removed and owner not in reported and owner not in giving:
                 return ReportRefusal(NAME_TAKEN, f"the name {report.name!r} is {owner}'s")
         touched: dict[str, Provider] = {}
         for report in own:
@@ -271,7 +271,7 @@ class _Draft:
             f"{u}/{n}" for u in reported for n in sorted(n for n, one in touched[u].inventories.items() if one.orphaned)
         ]
         self.moved.update(moved)
-        changed = self._commit(touched, gone)
+        changed = self._commit(touched, removed)
         return Applied(reported, (*orphaned, *classes), bool(changed), changed - {update.root_uuid})
 
     def _cell(self, uuid: str) -> str | None:
@@ -344,7 +344,7 @@ class _Draft:
         """Return (the providers to delete, the providers to strand: a consumer uses them, a child needs them, or
         others gave them something, which a host that is hidden for a moment has to find again).
         """
-        gone: set[str] = set()
+        removed: set[str] = set()
         orphaned: list[str] = []
         needed: set[str | None] = set()
         if leaving:
@@ -357,8 +357,8 @@ class _Draft:
                 orphaned.append(uuid)
                 needed.add(provider.parent)
             else:
-                gone.add(uuid)
-        return gone, orphaned
+                removed.add(uuid)
+        return removed, orphaned
 
     def _follow_moves(self, touched: dict[str, Provider]) -> None:
         """Set the root of the descendants that were not reported: they stay under their parent, which may have moved to
@@ -375,10 +375,10 @@ class _Draft:
                 if provider.root != top.uuid:
                     touched[uuid] = replace(provider, root=top.uuid)
 
-    def _commit(self, touched: Mapping[str, Provider], gone: set[str]) -> set[str]:
+    def _commit(self, touched: Mapping[str, Provider], removed: set[str]) -> set[str]:
         """Return the roots of the trees that were changed."""
-        changed = {self.providers[uuid].root for uuid in gone}
-        for uuid in gone:
+        changed = {self.providers[uuid].root for uuid in removed}
+        for uuid in removed:
             provider = self.providers.pop(uuid)
             self._generations[uuid] = provider.generation
             self.trees[provider.root].discard(uuid)

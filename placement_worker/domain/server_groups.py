@@ -111,12 +111,12 @@ def visible_members(others: Mapping[str, int]) -> dict[str, int]:
     return dict(islice(others.items(), MAX_LOCATED_HOSTS))
 
 
-def usage_by_class(holding: ProviderAllocations) -> dict[str, int]:
+def usage_by_class(allocations: ProviderAllocations) -> dict[str, int]:
     """Return the amounts of one consumer that count against a quota: the sum of each class over all its providers, and
     one instance.
     """
-    held = {INSTANCES: 1} if holding else {}
-    for resources in holding.values():
+    held = {INSTANCES: 1} if allocations else {}
+    for resources in allocations.values():
         for name, amount in resources.items():
             held[name] = held.get(name, 0) + amount
     return held

@@ -17,7 +17,14 @@ import os_resource_classes
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
-from placement_worker.domain.refusal import Caused, Why, WriteRefusal, generation_conflict, no_provider, no_such_class
+from placement_worker.domain.refusal import (
+    Caused,
+    RefusalCode,
+    WriteRefusal,
+    generation_conflict,
+    no_provider,
+    no_such_class,
+)
 from placement_worker.domain.values import Provider, StoredInventory
 
 _STANDARD_ORDER = {name: number for number, name in enumerate(os_resource_classes.STANDARDS)}
@@ -245,7 +252,7 @@ class ProviderTrees:
                 return _bad_parent("create", "parent provider UUID does not exist.")
             root = parent.root
         if taken:
-            return WriteRefusal(Why.DUPLICATE, ", ".join(taken), write.name)
+            return WriteRefusal(RefusalCode.DUPLICATE, ", ".join(taken), write.name)
         created = Provider(write.uuid, write.name, write.parent, root, 0, self._spec_generation, {}, {}, (), ())
         self.providers[write.uuid] = created
         self._names[write.name] = write.uuid
@@ -265,7 +272,7 @@ class ProviderTrees:
             if (write.parent, target) != (before.parent, before.root):
                 moved = replace(before, parent=write.parent, root=target, spec_generation=self._spec_generation)
         if self._names.get(write.name, before.uuid) != before.uuid:
-            return WriteRefusal(Why.DUPLICATE, f"name: {write.name}", write.name)
+            return WriteRefusal(RefusalCode.DUPLICATE, f"name: {write.name}", write.name)
         if moved.root != before.root:
             for uuid in subtree[1:]:
                 below = self.providers[uuid]
@@ -305,9 +312,9 @@ class ProviderTrees:
     def delete(self, before: Provider, _write: DeleteProvider) -> TreeOutcome:
         """Remove the provider."""
         if any(provider.parent == before.uuid for provider in self.providers.values()):
-            return WriteRefusal(Why.IS_PARENT, "It has child resource providers.", before.uuid)
+            return WriteRefusal(RefusalCode.IS_PARENT, "It has child resource providers.", before.uuid)
         if any(before.used.values()):
-            return WriteRefusal(Why.PROVIDER_IN_USE, "Resource provider has allocations.", before.uuid)
+            return WriteRefusal(RefusalCode.PROVIDER_IN_USE, "Resource provider has allocations.", before.uuid)
         del self.providers[before.uuid]
         self._names.pop(before.name, None)
         return before
@@ -317,7 +324,7 @@ class ProviderTrees:
         tree = [self.providers[uuid] for uuid in self._subtree(before)]
         if used := used_of(tree):
             amounts = ", ".join(f"{name} {amount}" for name, amount in sorted(used.items()))
-            return WriteRefusal(Why.PROVIDER_IN_USE, f"consumers hold {amounts} of it", before.uuid)
+            return WriteRefusal(RefusalCode.PROVIDER_IN_USE, f"consumers hold {amounts} of it", before.uuid)
         for provider in tree:
             del self.providers[provider.uuid]
             self._names.pop(provider.name, None)
@@ -335,9 +342,9 @@ class ProviderTrees:
         if (refusal := self._refusal(before, write, (name,))) is not None:
             return refusal
         if write.generation is None and name in before.inventories:
-            return WriteRefusal(Why.DUPLICATE, f"inventory of class {name} already exists")
+            return WriteRefusal(RefusalCode.DUPLICATE, f"inventory of class {name} already exists")
         if write.generation is not None and name not in before.inventories:
-            return WriteRefusal(Why.NO_INVENTORY, f"No inventory of class {name} found.")
+            return WriteRefusal(RefusalCode.NO_INVENTORY, f"No inventory of class {name} found.")
         return with_inventories(before, self._spec_generation, {**before.inventories, name: write.inventory})
 
     def _refusal(
@@ -347,15 +354,17 @@ class ProviderTrees:
         if write.generation not in {None, before.generation}:
             return generation_conflict()
         if write.problem:
-            return WriteRefusal(Why.BAD_INVENTORY, write.problem)
+            return WriteRefusal(RefusalCode.BAD_INVENTORY, write.problem)
         return next((no_such_class(name) for name in classes if name not in self._known_classes), None)
 
     def delete_inventory(self, before: Provider, write: DeleteInventory) -> TreeOutcome:
         """Remove one inventory."""
         if write.resource_class not in self._known_classes:
-            return WriteRefusal(Why.NO_INVENTORY, no_such_class(write.resource_class).words)
+            return WriteRefusal(RefusalCode.NO_INVENTORY, no_such_class(write.resource_class).words)
         if write.resource_class not in before.inventories:
-            return WriteRefusal(Why.NO_INVENTORY, f"No inventory of class {write.resource_class} found for delete")
+            return WriteRefusal(
+                RefusalCode.NO_INVENTORY, f"No inventory of class {write.resource_class} found for delete"
+            )
         return with_inventories(
             before,
             self._spec_generation,
@@ -365,10 +374,10 @@ class ProviderTrees:
     def set_traits(self, before: Provider, write: SetTraits) -> TreeOutcome:
         """Replace all traits."""
         if write.generation is not None and write.generation != before.generation:
-            return WriteRefusal(Why.GENERATION, _CHANGED)
+            return WriteRefusal(RefusalCode.GENERATION, _CHANGED)
         unknown = [trait for trait in dict.fromkeys(write.traits) if trait not in self._known_traits]
         if unknown:
-            return WriteRefusal(Why.NO_SUCH, f"No such trait {', '.join(unknown)}")
+            return WriteRefusal(RefusalCode.NO_SUCH, f"No such trait {', '.join(unknown)}")
         traits = tuple(sorted(set(write.traits)))
         if traits == before.traits:
             return before
@@ -386,7 +395,7 @@ class ProviderTrees:
     def set_aggregates(self, before: Provider, write: SetAggregates) -> TreeOutcome:
         """Replace all aggregates."""
         if write.generation is not None and write.generation != before.generation:
-            return WriteRefusal(Why.GENERATION, _CHANGED)
+            return WriteRefusal(RefusalCode.GENERATION, _CHANGED)
         generation = before.generation + (write.generation is not None)
         aggregates = tuple(sorted(set(write.aggregates)))
         if aggregates == before.aggregates:
@@ -445,8 +454,10 @@ def in_use(provider: str, classes: Iterable[str]) -> WriteRefusal:
     ones.
     """
     named = ", ".join(sorted(classes, key=lambda name: (_STANDARD_ORDER.get(name, len(_STANDARD_ORDER)), name)))
-    return WriteRefusal(Why.IN_USE, f"Inventory for '{named}' on resource provider '{provider}' in use.", provider)
+    return WriteRefusal(
+        RefusalCode.IN_USE, f"Inventory for '{named}' on resource provider '{provider}' in use.", provider
+    )
 
 
 def _bad_parent(action: str, reason: str) -> WriteRefusal:
-    return WriteRefusal(Why.BAD_PARENT, f"Object action {action} failed because: {reason}")
+    return WriteRefusal(RefusalCode.BAD_PARENT, f"Object action {action} failed because: {reason}")

@@ -1,1 +1,1 @@
-"""The operator's tools for a whole book: audit, repair, export and import it, give a host to another cell."""
+"""The operator's tools for all of placement: audit, repair, export and import it, give a host to another cell."""

@@ -366,7 +366,7 @@ async def generations(connection: asyncpg.Connection) -> dict[str, int]:
 def excess_of(  # noqa: PLR0917  (one question)
     consumer: str,
     host: str,
-    holding: ProviderAllocations,
+    allocations: ProviderAllocations,
     roots: Mapping[str, str],
     sharing: frozenset[str],
     generation: int,
@@ -375,15 +375,15 @@ def excess_of(  # noqa: PLR0917  (one question)
     too. A consumer that holds only other classes elsewhere is described by a line, because nothing shows that they are
     excess.
     """
-    places = {provider: roots.get(provider, provider) for provider in holding if provider not in sharing}
+    places = {provider: roots.get(provider, provider) for provider in allocations if provider not in sharing}
     elsewhere = sorted({place for place in places.values() if place != host})
-    own = {name for provider, place in places.items() if place == host for name in holding[provider]}
+    own = {name for provider, place in places.items() if place == host for name in allocations[provider]}
     keeps = {
         provider: {n: amount for n, amount in resources.items() if places.get(provider, host) == host or n not in own}
-        for provider, resources in holding.items()
+        for provider, resources in allocations.items()
     }
     keeps = {provider: resources for provider, resources in keeps.items() if resources}
-    if keeps != holding:
+    if keeps != allocations:
         return [Duplicate(consumer, host, tuple(elsewhere), keeps, generation)]
     return [f"{consumer}: runs on {host}, holds {', '.join(elsewhere)} alone"] if elsewhere else []
 

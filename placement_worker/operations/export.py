@@ -1,4 +1,4 @@
-"""Placement as a value that is stored as JSON lines, for backups and for moving a site's book; or that is copied
+"""Placement as a value that is stored as JSON lines, for backups and for moving a site's placement; or that is copied
 from a running Placement service over its API.
 
 A quick pass of a copy reads a provider's rows again only if its generation has changed, and a consumer only if its
@@ -202,7 +202,7 @@ def lines(exported: PlacementExport) -> Iterator[bytes]:
 
 
 def parse(rows: Iterable[bytes]) -> PlacementExport:
-    """Parse a book from its lines. Raises InvalidExport."""
+    """Parse an export from its lines. Raises InvalidExport."""
     classes: set[str] = set()
     traits: set[str] = set()
     providers: dict[str, Provider] = {}
@@ -330,9 +330,9 @@ class CopyReader:
         if known is not None and place == (known.name, known.parent, known.root, known.generation):
             return known
         path = f"resource_providers/{row['uuid']}"
-        inventories = await self._get(f"{path}/inventories", gone=True)
-        traits = await self._get(f"{path}/traits", gone=True)
-        aggregates = await self._get(f"{path}/aggregates", gone=True)
+        inventories = await self._get(f"{path}/inventories", may_be_absent=True)
+        traits = await self._get(f"{path}/traits", may_be_absent=True)
+        aggregates = await self._get(f"{path}/aggregates", may_be_absent=True)
         if inventories is None or traits is None or aggregates is None:
             return None
         listed = inventories["inventories"]
@@ -356,13 +356,13 @@ class CopyReader:
         )
 
     async def _allocations(self, provider: str) -> dict[str, Any]:
-        found = await self._get(f"resource_providers/{provider}/allocations", gone=True)
+        found = await self._get(f"resource_providers/{provider}/allocations", may_be_absent=True)
         held: dict[str, Any] = found["allocations"] if found is not None else {}
         return held
 
-    async def _consumer(self, uuid: str, generation: int, held: Allocations) -> tuple[str, ConsumerState] | None:
+    async def _consumer(self, uuid: str, generation: int, allocations: Allocations) -> tuple[str, ConsumerState] | None:
         known = self._consumers.get(uuid)
-        if known is not None and (known.generation, known.allocations) == (generation, held):
+        if known is not None and (known.generation, known.allocations) == (generation, allocations):
             return uuid, known
         found = await self._get(f"allocations/{uuid}")
         if not found["allocations"]:
@@ -378,8 +378,8 @@ class CopyReader:
             holding,
         )
 
-    async def _get(self, path: str, *, gone: bool = False) -> Any:
-        """Return the answer's data; with `gone`, None for rows that do not exist."""
+    async def _get(self, path: str, *, may_be_absent: bool = False) -> Any:
+        """Return the answer's data; with `may_be_absent`, None for rows that do not exist."""
         headers = {"openstack-api-version": f"{SERVICE} 1.{self._version}"} if self._version else {}
 
         async def ask() -> Any:
@@ -392,7 +392,7 @@ class CopyReader:
                 raise InvalidExport(f"{url}: {type(error).__name__} {error}") from error
             if answer.status_code >= 500 or answer.status_code == 429:
                 raise Transient(f"{answer.status_code} {answer.reason_phrase}")
-            if gone and answer.status_code == 404:
+            if may_be_absent and answer.status_code == 404:
                 return None
             if answer.status_code != 200:
                 raise InvalidExport(f"{url}: {answer.status_code} {answer.text[:200]}")

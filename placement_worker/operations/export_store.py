@@ -118,8 +118,8 @@ async def assign(transaction: PostgresPlacementTransaction, wanted: PlacementExp
 def _next(old: Provider | None, new: Provider, spec_generation: int) -> Provider:
     """Return the provider as it is to be written, the same object as before when nothing of it changes.
 
-    spec_generation: higher than any spec generation that this book has given. The spec generation of the export may be
-    higher still.
+    spec_generation: higher than any spec generation that this placement has given. The spec generation of the export
+    may be higher still.
     """
     if old is None:
         return replace(new, used={}, spec_generation=max(spec_generation, new.spec_generation))

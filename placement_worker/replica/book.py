@@ -330,7 +330,7 @@ class Replica(Trees):
         self._names[row] = ""
         self._moved(root, spec_generation=True)
         # The feed will not report claims on it any more: drop the confirmed ones. The others are dropped when they are
-        # settled or forgotten.
+        # confirmed or lost.
         self.assumptions.reached(uuid, None)
         self._drop_row_if_unnamed(row)
 

@@ -97,7 +97,7 @@ class CatchUp:
 
     async def _follow(self, replica: Replica, on_page: Callable[[int, bool], Awaitable[None]] | None = None) -> bool:
         """Apply the changes up to the head that is read with them. False: the feed does not reach back to the replica
-        (it was trimmed, or set back and has another incarnation), has a hole, or ends below its head.
+        (it was trimmed, or restored and has another incarnation), has a hole, or ends below its head.
         """
         while True:  # ends: each page advances the replica
             after = replica.sequence
@@ -137,7 +137,7 @@ class CatchUp:
 
 
 async def apply(replica: Replica, changes: Sequence[Change]) -> Gap | None:
-    """Apply changes as `Book.apply` does, with turns of the event loop in between."""
+    """Apply changes as `Replica.apply` does, with turns of the event loop in between."""
     for start in range(0, len(changes), AT_ONCE):
         gap = replica.apply(changes[start : start + AT_ONCE])
         if gap is not None:

@@ -281,7 +281,7 @@ class Assumptions:
     ) -> Mapping[str, Sequence[str]]:
         """Record that the claim of this key has succeeded. Its shares on the providers in `reached` are dropped now,
         the others when their provider reaches the given generation or a snapshot this feed number. All are dropped if
-        another incarnation has begun since the key was added: the claim may have been forgotten with the former one,
+        another incarnation has begun since the key was added: the claim may have been lost with the former one,
         and then nothing comes that counts it.
         """
         if key in self._unconfirmed:
@@ -296,16 +296,16 @@ class Assumptions:
         self._unconfirmed.update(self._by_key)
 
     def is_awaited(self, uuid: str) -> bool:
-        """Whether a settled share waits for changes of this provider."""
+        """Whether a confirmed share waits for changes of this provider."""
         return uuid in self._awaited
 
     def awaited(self) -> list[str]:
-        """The providers for whose changes settled shares wait."""
+        """The providers for whose changes confirmed shares wait."""
         return list(self._awaited)
 
     def reached(self, uuid: str, generation: int | None, snapshot: int = -1) -> dict[str, list[str]]:
-        """Record that the provider has this generation (None: it was removed), and drop the settled shares that waited
-        for it.
+        """Record that the provider has this generation (None: it was removed), and drop the confirmed shares that
+        waited for it.
 
         snapshot: the feed number of the snapshot that contains the provider. The snapshot counts all claims up to this
         number, even if the generation is lower than the awaited one because the provider was deleted and created again.

@@ -338,7 +338,7 @@ class TreeMembers(Struct, frozen=True):
     """The properties of members, in any order. owners: the position of each one's tree among the roots, ascending.
 
     eligible: per slot, which of them can give it alone. limits: per contended class, the most that each can give in
-    all. covers: the required traits each meets, as bits. trees: whose tree each is in, 0 for its owner's. room: how
+    all. covers: the required traits each meets, as bits. trees: whose tree each is in, 0 for its owner's. capacity: how
     much of all that is requested it has.
     """
 

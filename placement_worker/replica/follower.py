@@ -40,7 +40,7 @@ _delay = Histogram(
     "From the publication of a change to its being in the replica",
     buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0),
 )
-_resyncs = Counter("berth_replica_resyncs_total", "Times that changes of the feed had to be requested", ["why"])
+_resyncs = Counter("berth_replica_resyncs_total", "Times that changes of the feed had to be requested", ["reason"])
 _snapshots = Counter("berth_replica_snapshots_total", "Snapshots loaded")
 
 
@@ -87,7 +87,7 @@ class Follower:
         self._kept: list[Change] = []
         self._catch_up.on_stale = (
             self._kept.clear
-        )  # the replica was set back, or the snapshot will contain these changes
+        )  # the replica was restored, or the snapshot will contain these changes
         self._catch_up.on_page = self._caught_up
         self._buffered_incarnation = ""
         self._wanted = asyncio.Event()
@@ -231,8 +231,8 @@ class Follower:
 
     # --- requests to placement
 
-    def _request_catch_up(self, why: str) -> None:
-        _resyncs.labels(why).inc()
+    def _request_catch_up(self, reason: str) -> None:
+        _resyncs.labels(reason).inc()
         self._wanted.set()
 
     async def _watch(self) -> None:

@@ -48,10 +48,10 @@ def search(replica: Replica, query: Query, *, explain: bool = False) -> Found:
         return Found(roots)
     results.explain()
     among = _without_ignored(replica, query, replica.rows_of_roots() if pinned is None else pinned)
-    why = "ignored" if pinned is None else "not among those requested"
+    reason = "ignored" if pinned is None else "not among those requested"
     pins = np.setdiff1d(replica.rows_of_roots(), among, assume_unique=True)
-    named = [rejected_roots(PROVIDERS, why, pins)] if len(pins) else []
-    return Found(roots, _funnel(results, among, {why: len(pins)}), (*named, *_rejected(results, among)))
+    named = [rejected_roots(PROVIDERS, reason, pins)] if len(pins) else []
+    return Found(roots, _funnel(results, among, {reason: len(pins)}), (*named, *_rejected(results, among)))
 
 
 def options(replica: Replica, query: Query, root_row: int, *, limit: int = 4) -> list[ClaimOption]:
@@ -68,7 +68,7 @@ def options(replica: Replica, query: Query, root_row: int, *, limit: int = 4) ->
 
 
 def matching_option(
-    replica: Replica, query: Query, root_row: int, held: Mapping[str, Mapping[str, int]], *, key: str
+    replica: Replica, query: Query, root_row: int, allocations: Mapping[str, Mapping[str, int]], *, key: str
 ) -> ClaimOption | None:
     """The way in which what a consumer holds satisfies a request on this root; None: it does not, or not any more.
     Raises QueryTooWide.
@@ -76,13 +76,16 @@ def matching_option(
     key: of the consumer's assumption, which is dropped. The search sees what is held as free, and nothing else.
     """
     members = replica.members(np.array([root_row], dtype=np.intp))[0].tolist()
-    others = {replica.uuid_of(row): replica.inventory_of(row) for row in members if replica.uuid_of(row) not in held}
+    others = {
+        replica.uuid_of(row): replica.inventory_of(row) for row in members if replica.uuid_of(row) not in allocations
+    }
     taken = {uuid: dict.fromkeys(inventory, _ALL) for uuid, inventory in others.items() if inventory}
-    freed = {uuid: {name: -amount for name, amount in amounts.items()} for uuid, amounts in held.items()}
+    freed = {uuid: {name: -amount for name, amount in amounts.items()} for uuid, amounts in allocations.items()}
     replica.assume(key, {**taken, **freed})
     try:
         return next(
-            (one for one in options(replica, query, root_row, limit=MAX_OPTIONS) if one.allocations == held), None
+            (one for one in options(replica, query, root_row, limit=MAX_OPTIONS) if one.allocations == allocations),
+            None,
         )
     finally:
         replica.drop_assumed(key)
@@ -145,7 +148,9 @@ def _rows_of(replica: Replica, uuids: Sequence[str]) -> Rows:
 def _funnel(results: RootResults, roots: Rows, pins: dict[str, int]) -> tuple[FunnelStep, ...]:
     """Return the steps of the funnel: how many of these roots each leaves, and why it rejects the others."""
     counts, left = np.bincount(results.results[roots], minlength=results.passes + 1), len(roots)
-    funnel = [FunnelStep(step=PROVIDERS, remaining=left, rejected={why: many for why, many in pins.items() if many})]
+    funnel = [
+        FunnelStep(step=PROVIDERS, remaining=left, rejected={reason: many for reason, many in pins.items() if many})
+    ]
     rejected: dict[str, dict[str, int]] = {step: {} for step in results.reasons.steps()}
     for code in range(1, results.passes):
         if many := int(counts[code]):
@@ -357,8 +362,8 @@ def _all_members_rejected(compiled: CompiledRequest, group: Group, members: Memb
     return codes
 
 
-def _unless(left: NDArray[np.bool_], code: int, compiled: CompiledRequest, members: MemberRows) -> Amounts:
-    return np.where(members.have(left), compiled.reasons.passes, code)
+def _unless(passing: NDArray[np.bool_], code: int, compiled: CompiledRequest, members: MemberRows) -> Amounts:
+    return np.where(members.have(passing), compiled.reasons.passes, code)
 
 
 def _unreachable_traits(compiled: CompiledRequest, members: MemberRows, best: Amounts) -> Amounts:

@@ -10,7 +10,7 @@ import msgspec
 
 from placement_worker.domain.allocations import Remove, Replace, Reshape
 from placement_worker.domain.claim_ledger import ConsumerWrite
-from placement_worker.domain.refusal import Why, no_provider
+from placement_worker.domain.refusal import RefusalCode, no_provider
 from placement_worker.rest import bodies, schemas
 from placement_worker.rest.api import Api
 from placement_worker.rest.bodies import AllocationBody, Allocations28, ReshapeBody, consumer_write
@@ -98,9 +98,9 @@ async def reshape(api: Api, request: HttpRequest) -> Response:
     item = _reshape(await api.parse(kind, request.body), unowned)
     outcome = await api.reshape(item)
     if outcome is not None:
-        answers = {**_answers("malformed reshaper data: {}"), Why.IN_USE: RefusedAnswer("update conflict: {}")}
+        answers = {**_answers("malformed reshaper data: {}"), RefusalCode.IN_USE: RefusedAnswer("update conflict: {}")}
         if outcome.about in item.inventories:
-            answers[Why.NO_PROVIDER] = RefusedAnswer(status=400, code=PROVIDER_NOT_FOUND)
+            answers[RefusalCode.NO_PROVIDER] = RefusedAnswer(status=400, code=PROVIDER_NOT_FOUND)
         raise refused(outcome, answers)
     return Response(204)
 
@@ -133,12 +133,12 @@ def _writes(body: Mapping[str, AllocationBody], unowned: tuple[str, str]) -> tup
     return tuple(writes.values())
 
 
-def _answers(unknown: str) -> dict[Why, RefusedAnswer]:
+def _answers(unknown: str) -> dict[RefusalCode, RefusedAnswer]:
     """Return the answers to refused writes of allocations. unknown: the text for a class that does not exist."""
     return {
-        Why.NO_SUCH: RefusedAnswer(unknown),
-        Why.NO_PROVIDER: RefusedAnswer(status=400),
-        Why.DOES_NOT_FIT: RefusedAnswer("Unable to allocate inventory: {}"),
+        RefusalCode.NO_SUCH: RefusedAnswer(unknown),
+        RefusalCode.NO_PROVIDER: RefusedAnswer(status=400),
+        RefusalCode.DOES_NOT_FIT: RefusedAnswer("Unable to allocate inventory: {}"),
     }
 
 

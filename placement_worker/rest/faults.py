@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from placement_worker.domain.refusal import Why, WriteRefusal
+from placement_worker.domain.refusal import RefusalCode, WriteRefusal
 
 # Placement's error codes.
 UNDEFINED = "placement.undefined_code"
@@ -54,20 +54,20 @@ STATUS = {
 }
 
 # The status and code of a refused write, unless its handler states others.
-REFUSED: Mapping[Why, tuple[int, str]] = {
-    Why.NO_PROVIDER: (404, UNDEFINED),
-    Why.NO_SUCH: (400, UNDEFINED),
-    Why.NO_INVENTORY: (404, UNDEFINED),
-    Why.NO_ALLOCATIONS: (404, UNDEFINED),
-    Why.GENERATION: (409, CONCURRENT_UPDATE),
-    Why.CONSUMER_GENERATION: (409, CONCURRENT_UPDATE),
-    Why.DUPLICATE: (409, DUPLICATE_NAME),
-    Why.IN_USE: (409, INVENTORY_IN_USE),
-    Why.PROVIDER_IN_USE: (409, PROVIDER_IN_USE),
-    Why.IS_PARENT: (409, CANNOT_DELETE_PARENT),
-    Why.BAD_PARENT: (400, UNDEFINED),
-    Why.BAD_INVENTORY: (400, UNDEFINED),
-    Why.DOES_NOT_FIT: (409, UNDEFINED),
+REFUSED: Mapping[RefusalCode, tuple[int, str]] = {
+    RefusalCode.NO_PROVIDER: (404, UNDEFINED),
+    RefusalCode.NO_SUCH: (400, UNDEFINED),
+    RefusalCode.NO_INVENTORY: (404, UNDEFINED),
+    RefusalCode.NO_ALLOCATIONS: (404, UNDEFINED),
+    RefusalCode.GENERATION: (409, CONCURRENT_UPDATE),
+    RefusalCode.CONSUMER_GENERATION: (409, CONCURRENT_UPDATE),
+    RefusalCode.DUPLICATE: (409, DUPLICATE_NAME),
+    RefusalCode.IN_USE: (409, INVENTORY_IN_USE),
+    RefusalCode.PROVIDER_IN_USE: (409, PROVIDER_IN_USE),
+    RefusalCode.IS_PARENT: (409, CANNOT_DELETE_PARENT),
+    RefusalCode.BAD_PARENT: (400, UNDEFINED),
+    RefusalCode.BAD_INVENTORY: (400, UNDEFINED),
+    RefusalCode.DOES_NOT_FIT: (409, UNDEFINED),
 }
 
 
@@ -97,14 +97,14 @@ class RefusedAnswer(msgspec.Struct, frozen=True):
     code: str = ""
 
 
-Results = Mapping[Why, RefusedAnswer]
+Results = Mapping[RefusalCode, RefusedAnswer]
 NO_RESULTS: Results = {}
 
 
 def refused(refusal: WriteRefusal, answers: Results = NO_RESULTS) -> HttpFault:
     """Return the answer to a refused write."""
-    own = answers.get(refusal.why, RefusedAnswer())
-    status, code = REFUSED[refusal.why]
+    own = answers.get(refusal.code, RefusedAnswer())
+    status, code = REFUSED[refusal.code]
     before, place, after = own.words.rpartition("{}")
     return HttpFault(own.status or status, f"{before}{refusal.words if place else ''}{after}", own.code or code)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from placement_worker.domain.refusal import Why
+from placement_worker.domain.refusal import RefusalCode
 from placement_worker.domain.trees import DeleteInventory, SetInventories, WriteInventory
 from placement_worker.domain.values import StoredInventory
 from placement_worker.rest import bodies
@@ -64,9 +64,9 @@ async def set_all(api: Api, request: HttpRequest) -> Response:
     problem = next(filter(None, problems), "")
     write = SetInventories(uuid, stored, body.resource_provider_generation, problem)
     answers = {
-        Why.NO_SUCH: RefusedAnswer(f"Unknown resource class in inventory for resource provider {uuid}: {{}}"),
-        Why.IN_USE: RefusedAnswer("update conflict: {}"),
-        Why.BAD_INVENTORY: RefusedAnswer(f"Unable to update inventory for resource provider {uuid}: {{}}"),
+        RefusalCode.NO_SUCH: RefusedAnswer(f"Unknown resource class in inventory for resource provider {uuid}: {{}}"),
+        RefusalCode.IN_USE: RefusedAnswer("update conflict: {}"),
+        RefusalCode.BAD_INVENTORY: RefusedAnswer(f"Unable to update inventory for resource provider {uuid}: {{}}"),
     }
     provider = await api.write_tree(write, answers)
     data = {
@@ -84,7 +84,7 @@ async def create(api: Api, request: HttpRequest) -> Response:
     problem = problem_of(name, body, uuid, request.version)
     unable = RefusedAnswer(f"Unable to create inventory for resource provider {uuid}: {{}}")
     conflict = RefusedAnswer("Update conflict: {}", code=CONCURRENT_UPDATE)
-    answers = {Why.DUPLICATE: conflict, Why.BAD_INVENTORY: unable, Why.NO_SUCH: unable}
+    answers = {RefusalCode.DUPLICATE: conflict, RefusalCode.BAD_INVENTORY: unable, RefusalCode.NO_SUCH: unable}
     provider = await api.write_tree(WriteInventory(uuid, name, body.inventory(), problem=problem), answers)
     data = {**shown(provider.inventories[name]), "resource_provider_generation": provider.generation}
     path = f"/resource_providers/{uuid}/inventories/{name}"
@@ -98,9 +98,9 @@ async def update(api: Api, request: HttpRequest) -> Response:
     problem = problem_of(name, body, uuid, request.version)
     no_inventory = f"No inventory record with resource class for resource provider {uuid}: {{}}"
     answers = {
-        Why.NO_INVENTORY: RefusedAnswer(no_inventory, 400),
-        Why.BAD_INVENTORY: RefusedAnswer(f"Unable to update inventory for resource provider {uuid}: {{}}"),
-        Why.NO_SUCH: RefusedAnswer(status=404),
+        RefusalCode.NO_INVENTORY: RefusedAnswer(no_inventory, 400),
+        RefusalCode.BAD_INVENTORY: RefusedAnswer(f"Unable to update inventory for resource provider {uuid}: {{}}"),
+        RefusalCode.NO_SUCH: RefusedAnswer(status=404),
     }
     write = WriteInventory(uuid, name, body.inventory(), body.resource_provider_generation, problem)
     provider = await api.write_tree(write, answers)
@@ -112,8 +112,8 @@ async def delete(api: Api, request: HttpRequest) -> Response:
     """DELETE one inventory."""
     uuid, name = request.parts[1], request.parts[3]
     answers = {
-        Why.IN_USE: RefusedAnswer(f"Unable to delete inventory of class {name}: {{}}", code=CONCURRENT_UPDATE),
-        Why.NO_INVENTORY: RefusedAnswer(f"No inventory of class {name} found for delete: {{}}"),
+        RefusalCode.IN_USE: RefusedAnswer(f"Unable to delete inventory of class {name}: {{}}", code=CONCURRENT_UPDATE),
+        RefusalCode.NO_INVENTORY: RefusedAnswer(f"No inventory of class {name} found for delete: {{}}"),
     }
     await api.write_tree(DeleteInventory(uuid, name), answers)
     return Response(204)

@@ -41,7 +41,7 @@ RULES = {
 
 
 class Policy:
-    """Decides by rule, caller and target, and caches the verdicts for REFRESH_S."""
+    """Decides by rule, caller and target, and caches the decisions for REFRESH_S."""
 
     def __init__(self, config: PolicyConfig, clock: Clock) -> None:
         self._clock = clock
@@ -56,10 +56,10 @@ class Policy:
             self._decisions.clear()
             self._until = now + REFRESH_S
         key = (rule, caller, project_id)
-        verdict = self._decisions.get(key)
-        if verdict is None:
-            verdict = self._decisions[key] = self._enforce(rule, caller, project_id)
-        return verdict
+        decision = self._decisions.get(key)
+        if decision is None:
+            decision = self._decisions[key] = self._enforce(rule, caller, project_id)
+        return decision
 
     def _enforce(self, rule: str, caller: Caller, project_id: str | None) -> bool:
         creds = {**asdict(caller), "roles": list(caller.roles)}

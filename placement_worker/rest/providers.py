@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET
 
 from bus.clock import new_uuid
-from placement_worker.domain.refusal import Why
+from placement_worker.domain.refusal import RefusalCode
 from placement_worker.domain.trees import CreateProvider, DeleteProvider, SetAggregates, SetTraits, UpdateProvider
 from placement_worker.domain.values import Provider
 from placement_worker.rest import bodies, schemas
@@ -56,8 +56,8 @@ async def create(api: Api, request: HttpRequest) -> Response:
     if not body.name:
         raise HttpFault(400, f"{unable}Object action create failed because: name is required")
     answers = {
-        Why.DUPLICATE: RefusedAnswer("Conflicting resource provider {} already exists."),
-        Why.BAD_PARENT: RefusedAnswer(unable + "{}"),
+        RefusalCode.DUPLICATE: RefusedAnswer("Conflicting resource provider {} already exists."),
+        RefusalCode.BAD_PARENT: RefusedAnswer(unable + "{}"),
     }
     provider = await api.write_tree(CreateProvider(uuid, body.name, parent), answers)
     path = f"/resource_providers/{uuid}"
@@ -80,8 +80,8 @@ async def update(api: Api, request: HttpRequest) -> Response:
     parent = body.parent_provider_uuid if isinstance(body, bodies.PutProvider14) else UNSET
     write = UpdateProvider(uuid, body.name, parent, may_move=request.version >= SINCE_MOVES)
     answers = {
-        Why.DUPLICATE: RefusedAnswer(f"Conflicting resource provider {body.name} already exists."),
-        Why.BAD_PARENT: RefusedAnswer(f"Unable to save resource provider {uuid}: {{}}"),
+        RefusalCode.DUPLICATE: RefusedAnswer(f"Conflicting resource provider {body.name} already exists."),
+        RefusalCode.BAD_PARENT: RefusedAnswer(f"Unable to save resource provider {uuid}: {{}}"),
     }
     provider = await api.write_tree(write, answers)
     return json_response(shown(provider, request.version)).set_modified(request, api.clock.time())
@@ -91,9 +91,9 @@ async def delete(api: Api, request: HttpRequest) -> Response:
     """DELETE a provider."""
     uuid = request.parts[1]
     answers = {
-        Why.NO_PROVIDER: RefusedAnswer("{} for delete"),
-        Why.IS_PARENT: RefusedAnswer(f"Unable to delete parent resource provider {uuid}: {{}}"),
-        Why.PROVIDER_IN_USE: RefusedAnswer(f"Unable to delete resource provider {uuid}: {{}}"),
+        RefusalCode.NO_PROVIDER: RefusedAnswer("{} for delete"),
+        RefusalCode.IS_PARENT: RefusedAnswer(f"Unable to delete parent resource provider {uuid}: {{}}"),
+        RefusalCode.PROVIDER_IN_USE: RefusedAnswer(f"Unable to delete resource provider {uuid}: {{}}"),
     }
     await api.write_tree(DeleteProvider(uuid), answers)
     return Response(204)

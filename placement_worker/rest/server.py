@@ -29,8 +29,8 @@ from placement_worker.rest.policy import Policy
 
 
 class InProcessRest:
-    """The application for a book, which is open while its placement worker runs. It accepts every caller, as noauth2 on
-    loopback does, unless it gets another `auth`.
+    """The application for a placement service, which is open while its placement worker runs. It accepts every caller,
+    as noauth2 on loopback does, unless it gets another `auth`.
     """
 
     def __init__(self, api: Api, auth: Auth | None = None) -> None:

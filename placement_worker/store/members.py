@@ -3,7 +3,7 @@
 A row counts as long as its consumer holds allocations, and the consumer's hosts follow from its allocations
 (`domain.server_groups.hosts_of`), so code that moves or releases allocations need not handle groups. A row that no
 longer counts is used again when its consumer claims again, or a revert gives it back what it held; when its consumer is
-forgotten, it is trimmed.
+deleted, it is trimmed.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class ConsumerRow(Struct):
 
 
 class MemoryPlacementTable(MemoryDatabase):
-    """The committed book, which outlives the placement workers. providers: oldest first, which is the order of their
+    """The committed rows, which outlive the placement workers. providers: oldest first, which is the order of their
     locks.
     """
 
@@ -90,13 +90,13 @@ class MemoryPlacementTable(MemoryDatabase):
         self._spec_generations += 1
         return self._spec_generations
 
-    def alive(self, key: GroupKey, besides: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
-        """The members of a server group that hold allocations, and their hosts. besides: members that are not written
+    def alive(self, key: GroupKey, unwritten: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
+        """The members of a server group that hold allocations, and their hosts. unwritten: members that are not written
         yet.
         """
         return {
             uuid: hosts_of([self.providers[provider] for provider in self.consumers[uuid].consumer.allocations])
-            for uuid in dict.fromkeys((*self.members.get(key, {}), *besides))
+            for uuid in dict.fromkeys((*self.members.get(key, {}), *unwritten))
             if uuid in self.consumers and self.consumers[uuid].consumer.allocations
         }
 

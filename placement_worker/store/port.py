@@ -362,7 +362,7 @@ class PlacementReads(Protocol):
 
 
 class PlacementRows(Protocol):
-    """The rows of one book, as one process has them."""
+    """The rows of one placement, as one process has them."""
 
     @property
     def ready(self) -> bool:

@@ -65,14 +65,14 @@ class Answered(Struct, frozen=True, kw_only=True):
 Admission = Start | Continue | Answered
 
 
-def admit_expired(pending: PendingBuild, *, is_recorded: bool, is_held: bool) -> PendingBuild | Outcome:
+def admit_expired(pending: PendingBuild, *, is_recorded: bool, has_claim: bool) -> PendingBuild | Outcome:
     """A build that `is_unwanted`, as it is processed; its outcome if it is left by its requester.
 
-    is_held: an instance of it holds what it may have claimed. Then its record is lost: where that claim is it is built,
-    or runs already, and one that is refused now is left to the cell of it. Another one ends with its event.
+    has_claim: an instance of it holds what it may have claimed. Then its record is lost: where that claim is it is
+    built, or runs already, and one that is refused now is left to the cell of it. Another one ends with its event.
     """
     delivery = pending.delivery
-    if is_recorded or is_held:
+    if is_recorded or has_claim:
         refusal = delivery.refusal if is_recorded else delivery.refusal or pending.refusal
         return replace(pending, refusal=None, delivery=replace(delivery.without_deadline(), refusal=refusal))
     return (
@@ -263,10 +263,10 @@ def pending_build(received: Received, delivery: RequestDelivery, *, now: float, 
     )
 
 
-def pending_from_record(new: NewBuild, position: int, *, now: float) -> PendingBuild:
+def pending_from_record(new: NewBuild, batch_index: int, *, now: float) -> PendingBuild:
     """A build as it is on record, which no delivery of its message carries on."""
     return PendingBuild(
-        batch_index=position,
+        batch_index=batch_index,
         request=new.request,
         digest=new.build.digest,
         requested_at=new.created_at,
@@ -356,10 +356,10 @@ def in_batches(requests: Mapping[int, PendingBuild]) -> list[dict[int, PendingBu
     """The requests ({position in the batch: request}) in parts of at most MAX_MACHINES_PER_PASS machines."""
     parts: list[dict[int, PendingBuild]] = []
     machines = MAX_MACHINES_PER_PASS
-    for position, pending in requests.items():
+    for batch_index, pending in requests.items():
         machines += pending.request.members
         if machines > MAX_MACHINES_PER_PASS:
             parts.append({})
             machines = pending.request.members
-        parts[-1][position] = pending
+        parts[-1][batch_index] = pending
     return parts

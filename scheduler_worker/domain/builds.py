@@ -1,4 +1,4 @@
-"""A build as it is on record, the changes to it (by the request, the decision, and its cell's announcements), and what
+"""A build as it is on record, the changes to it (by the request, the decision, and its cell's events), and what
 follows from a change: its messages, and what placement is told. Pure.
 
 A request has exactly one terminal event. Nothing but `effects` decides whether the claim of a build is released. The
@@ -35,7 +35,7 @@ from scheduler_worker.domain.requests import RecordedRequest, is_newer
 # always rises.
 ACCEPTED, SCHEDULED, FAILED_OR_REFUSED, DELETED = 1, 2, 3, 4
 
-UNLOCATABLE = "claim.unlocatable"  # a claim is held on a host that no compute service announces, and of no known cell
+UNLOCATABLE = "claim.unlocatable"  # a claim is held on a host that no compute service reports, and of no known cell
 FIRST_ATTEMPT = 1  # the scheduler's claim; the conductor's claims of alternates are the next
 
 # A build in one of these states has no machine and never will.
@@ -113,10 +113,10 @@ def as_it_is(record: BuildRecord, instance: SinceBuild | None) -> BuildRecord:
 
 
 class RecordedBuild(RecordedRequest, frozen=True, kw_only=True):
-    """The part of a build's record that a cell's announcement is compared with. sequence: of the newest event about the
+    """The part of a build's record that a cell's event is compared with. sequence: of the newest event about the
     instance, which may be one of a move.
 
-    attempt: that holds its claim, as its cell has announced it last; of one that ended without a cell, that a delivery
+    attempt: that holds its claim, as its cell has reported it last; of one that ended without a cell, that a delivery
     may have claimed (0: no claim was sent for it). claim_owner: the name by which schedulers claim and release for this
     record. An earlier record of the same request, which is lost, had another. instance: None: as it was built.
     """
@@ -174,10 +174,10 @@ class BuildUpdate(Struct, frozen=True, kw_only=True):
 
 
 def apply_build_event(build: RecordedBuild, event: BuildEvent) -> tuple[RecordedBuild, BuildEvent | None]:
-    """Apply what its cell announces; returns the build and the event to publish (None: it is outdated).
+    """Apply what its cell reports; returns the build and the event to publish (None: it is outdated).
 
-    `deleted` is the last event of an instance whatever its number: a cell whose database was lost has forgotten what it
-    announced, and starts its numbers again.
+    `deleted` is the last event of an instance whatever its number: a cell whose database was lost has lost what it
+    reported, and starts its numbers again.
     """
     if build.state is BuildState.DELETED:
         return build, None
@@ -189,7 +189,7 @@ def apply_build_event(build: RecordedBuild, event: BuildEvent) -> tuple[Recorded
     # outdated.
     ends = event.terminal or event.state in TERMINAL_STATES
     terminal = ends and (event.state is BuildState.DELETED or not build.terminal)
-    # During a delete the cell still announces what the build does: it is published, and the record stays `deleting`.
+    # During a delete the cell still reports what the build does: it is published, and the record stays `deleting`.
     deleting = build.state is BuildState.DELETING and event.state is not BuildState.DELETED
     after = replace(
         build,
@@ -207,7 +207,7 @@ def apply_build_event(build: RecordedBuild, event: BuildEvent) -> tuple[Recorded
 
 
 def is_known(before: RecordedBuild, after: RecordedBuild) -> bool:
-    """Whether an announcement brings nothing but its number: the answer to a query, of a build that is as it was."""
+    """Whether an event brings nothing but its number: the answer to a query, of a build that is as it was."""
     return after.state is before.state and after == replace(before, sequence=after.sequence)
 
 
@@ -215,7 +215,7 @@ def is_out_of_order(build: RecordedBuild, event: BuildEvent) -> bool:
     """Whether its cell has ended the request by an earlier event, which is not on record here.
 
     That event is on its way: it was overtaken, or clients had it and a database that crashed lost it, and its message
-    is delivered again. If it were announced now, this event would be a second terminal one.
+    is delivered again. If it were reported now, this event would be a second terminal one.
     """
     ends_it = event.state is BuildState.FAILED and not event.terminal and not build.terminal
     return ends_it and is_newer(event, build.sequence) and build.state is not BuildState.DELETED
@@ -240,9 +240,9 @@ def effects(  # noqa: PLR0917  (hot, so no keywords)
         return []
     if after.state is BuildState.DELETING:
         assert after.cell is not None, after
-        # A build that its cell has not announced may not have come there yet. One without a cell before is another
+        # A build that its cell has not reported may not have come there yet. One without a cell before is another
         # record's, which was dispatched.
-        return [OutboxMessage(after.cell, delete_of(after, begun=before is not BuildState.SCHEDULED), uuid)]
+        return [OutboxMessage(after.cell, delete_of(after, may_have_started=before is not BuildState.SCHEDULED), uuid)]
     ends_well = after.state is BuildState.DELETED
     event = BuildEvent(
         instance_uuid=uuid,
@@ -268,20 +268,20 @@ def effects(  # noqa: PLR0917  (hot, so no keywords)
     return [to_clients]
 
 
-def delete_of(build: RecordedBuild, *, begun: bool) -> CellDelete:
+def delete_of(build: RecordedBuild, *, may_have_started: bool) -> CellDelete:
     """The command to its cell to delete an instance."""
     return CellDelete(
         instance_uuid=build.instance_uuid,
         project_id=build.project_id,
-        may_have_started=begun,
+        may_have_started=may_have_started,
         attempt=build.now.first_attempt,
     )
 
 
 def releases_of(build: RecordedBuild, *readers: str) -> list[OutboxMessage]:
     """What placement is told of a record that another process may have claimed for, and of one that is read again: if
-    it has ended and no cell has it, no claim of its claim owner is granted any more, nor of the runs that read it. Its
-    instance held nothing when it ended, so what it holds now was never dispatched.
+    it has ended and no cell has it, no claim of its claim owner is granted any more, nor of the owners that read it.
+    Its instance held nothing when it ended, so what it holds now was never dispatched.
     """
     if not _is_over(build.state, build):
         return []

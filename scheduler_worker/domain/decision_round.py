@@ -4,9 +4,10 @@ Like requests share a ranking, and each choice is assumed. A long pass is made i
 held for longer than a part: the caller lets others run between them. Parts are bounded by what is done in them and not
 by time, so a simulated run is repeated exactly.
 
-Each outcome of a claim has its own reaction (pure): claimed: done; raced: apply the newer shape and claim the same host
-again; full or gone: the next host, down the whole list; ruled out by the server group: the next host, by the newest
-members; consumer changed: another client owns this instance, stop. A missing answer never means "no valid host".
+Each outcome of a claim has its own reaction (pure): claimed: done; conflict: apply the newer provider and claim the
+same host again; no capacity, or the provider removed: the next host, down the whole list; policy violated: the next
+host, by the newest members; consumer conflict: another client owns this instance, stop. A missing answer never means
+"no valid host".
 
 A claim that is held already is recovered, whatever claim owner it is by: the build goes where that claim is. One of
 another claim owner was made for a record that is lost, and its machine may run; one of a later attempt only the cell
@@ -76,17 +77,17 @@ class DecisionRound:
     whether a host still fits is looked at for each choice. After any other change each ranking is made anew.
 
     subset: how many of the best hosts a choice is drawn from. rankings: those that were made, by the key of
-    their requests. runs: of the scheduler; equal hosts are chosen from one cell at a time.
+    their requests. batching: of the scheduler; equal hosts are chosen from one cell at a time.
     """
 
-    def __init__(self, selector: Selector, rng: Random, *, subset: int, runs: CellBatching | None = None) -> None:
+    def __init__(self, selector: Selector, rng: Random, *, subset: int, batching: CellBatching | None = None) -> None:
         self._selector = selector
         self._replica = selector.replica
         self._rng = rng
         self._subset = subset
-        self._batches = runs
-        if runs is not None:
-            runs.begin_round()
+        self._batches = batching
+        if batching is not None:
+            batching.begin_round()
         self.rankings: dict[tuple[str, ...], Ranking] = {}
         self._placed: dict[tuple[str, str], dict[str, int]] = {}  # by project and group: members by host
         self._exclusions: dict[tuple[str, str, int], GroupExclusions] = {}  # and by how many may share a host
@@ -192,7 +193,7 @@ class DecisionRound:
             return []
         self.rankings[first.spec.key] = ranking
         head = self.choose(replace(first, rejected={**first.rejected, **passed_over}))
-        rejected = {host: why for host, why in head.rejected.items() if host not in passed_over}
+        rejected = {host: reason for host, reason in head.rejected.items() if host not in passed_over}
         chosen = [replace(head, rejected=rejected), *map(self.choose, others)]
         for one in members:
             self.rankings.pop(_key_excluding(one), None)  # it was made of the first member's host
@@ -236,7 +237,7 @@ class DecisionRound:
             rejected,
             subset=self._subset,
             alternates=state.max_alternates,
-            full=NONE_FULL if exclusions is None else exclusions,
+            full_hosts=NONE_FULL if exclusions is None else exclusions,
         )
         if choice is not None:
             self._assume(state, choice)
@@ -303,7 +304,7 @@ class DecisionRound:
         return self._placed.setdefault((state.request.project_id, group.uuid), {})
 
     def _same_host(self, state: PlacementState) -> tuple[PlacementState, Choice | None]:
-        """The host whose shape had changed, if it still fits in its new shape; otherwise the host is rejected."""
+        """The host whose tree had changed, if it still fits as it is now; otherwise the host is rejected."""
         if not state.same_host:
             return state, None
         state, chosen = replace(state, same_host=False), state.choice
@@ -348,8 +349,8 @@ def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector,
         return claimed(state, choice, answer.option, answer, selector, now=now)
     if answer.outcome is ClaimOutcome.CLAIMED or _is_claimed_elsewhere(answer):
         candidates = (choice.selected, *choice.alternates) if answer.outcome is ClaimOutcome.CLAIMED else ()
-        held = RecoveredClaim(answer.allocations, answer.consumer_generation or 0, answer.attempt or FIRST_ATTEMPT)
-        return recovered(state, candidates, held, selector, now=now)
+        claim = RecoveredClaim(answer.allocations, answer.consumer_generation or 0, answer.attempt or FIRST_ATTEMPT)
+        return recovered(state, candidates, claim, selector, now=now)
     if answer.outcome is ClaimOutcome.INCOMPLETE:
         # The gang stays together, so the host is the other members' too, and one of them did not fit there.
         stays = not state.spec.has_policy(GroupPolicy.AFFINITY)
@@ -359,21 +360,29 @@ def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector,
     return PlacementStep(_state_after_refusal(state, answer))
 
 
-def apply_recovered(state: PlacementState, held: ConsumerRecord, selector: Selector, *, now: float) -> PlacementStep:
+def apply_recovered(
+    state: PlacementState, consumer: ConsumerRecord, selector: Selector, *, now: float
+) -> PlacementStep:
     """Apply what the instance holds already. now: wall clock."""
     if state.external is not None:
-        part = external_part(state, held.allocations, selector)
-        if (held.claim_owner, held.project_id) != (state.claim_owner, state.request.project_id) or not part:
+        part = external_part(state, consumer.allocations, selector)
+        if (consumer.claim_owner, consumer.project_id) != (state.claim_owner, state.request.project_id) or not part:
             return PlacementStep(state)  # the source of an evacuation, or what another call has left
-        return recovered(state, (), RecoveredClaim(part, held.consumer_generation, held.attempt), selector, now=now)
-    if held.project_id != state.request.project_id or not held.attempt:
+        return recovered(
+            state, (), RecoveredClaim(part, consumer.consumer_generation, consumer.attempt), selector, now=now
+        )
+    if consumer.project_id != state.request.project_id or not consumer.attempt:
         return PlacementStep(replace(state, result=PlacementRefused(CONSUMER_CONFLICT, FOREIGN)))
     stepped = recovered(
-        state, (), RecoveredClaim(held.allocations, held.consumer_generation, held.attempt), selector, now=now
+        state,
+        (),
+        RecoveredClaim(consumer.allocations, consumer.consumer_generation, consumer.attempt),
+        selector,
+        now=now,
     )
     result = stepped.state.result
     if isinstance(result, ClaimUnlocatable):
-        return replace(stepped, state=replace(stepped.state, result=unlocatable_claim(held, result.reason)))
+        return replace(stepped, state=replace(stepped.state, result=unlocatable_claim(consumer, result.reason)))
     return stepped
 
 

@@ -73,21 +73,21 @@ Conclusion = DecidedBuild | Outcome
 
 
 def conclude_unplaced(
-    pending: PendingBuild, why: Unsatisfiable | None, selector: Selector, actor: Actor
+    pending: PendingBuild, unsatisfiable: Unsatisfiable | None, selector: Selector, actor: Actor
 ) -> DecidedBuild | Retry:
     """The conclusion about a build that is not placed: its delivery ends it, or no host can take it as configured.
 
     why: no host can take it. actor: who concludes, and when.
     """
-    if why is None:
+    if unsatisfiable is None:
         assert pending.delivery.refusal is not None
         ended = pending.delivery.refusal
         return _decided_of(pending, _failed(pending.request, ended.code, ended.reason, actor))
-    if why.code == HOST_UNKNOWN and pending.delivery.awaits_hosts:
+    if unsatisfiable.code == HOST_UNKNOWN and pending.delivery.awaits_hosts:
         return HOSTS_UNKNOWN
     hosts = int(selector.replica.rows_of_roots().size)
-    reason = f"No host can take {pending.request.flavor}: {why.reason}."
-    funnel = (funnel_step(why.step, hosts, {why.code: hosts}),)
+    reason = f"No host can take {pending.request.flavor}: {unsatisfiable.reason}."
+    funnel = (funnel_step(unsatisfiable.step, hosts, {unsatisfiable.code: hosts}),)
     return _decided_of(pending, _failed(pending.request, NO_HOST, reason, actor, funnel=funnel))
 
 
@@ -102,9 +102,9 @@ def _decided_of(pending: PendingBuild, one: BuildUpdate, result: DecidedResult |
     return DecidedBuild(pending, replace(one, build=build), claimed)
 
 
-def end_at_claimed_cell(pending: PendingBuild, held: ClaimUnlocatable, actor: Actor) -> Conclusion:
+def end_at_claimed_cell(pending: PendingBuild, claim: ClaimUnlocatable, actor: Actor) -> Conclusion:
     """The conclusion about a build that is not placed, while a claim of it is held, or may be."""
-    return _retry_of(pending, held) or _decided_of(pending, _unlocatable(pending.request, held, actor))
+    return _retry_of(pending, claim) or _decided_of(pending, _unlocatable(pending.request, claim, actor))
 
 
 def group_by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
@@ -144,8 +144,10 @@ def conclude(members: Sequence[PlacedBuild], actor: Actor) -> list[tuple[Pending
             continue
         if is_short and isinstance(result, HostClaimed):
             assert gang is not None
-            why = GangIncomplete(gang, started, result.claims).reason
-            result = ClaimUnlocatable(why, result.cell, result.selections[0].host_uuid, result.attempt, result.lost)
+            unsatisfiable = GangIncomplete(gang, started, result.claims).reason
+            result = ClaimUnlocatable(
+                unsatisfiable, result.cell, result.selections[0].host_uuid, result.attempt, result.lost
+            )
         decided = decision(one.pending.request, one.request.spec, result, actor)
         concluded.append((one.pending, _decided_of(one.pending, decided, result)))
     return concluded
@@ -153,7 +155,7 @@ def conclude(members: Sequence[PlacedBuild], actor: Actor) -> list[tuple[Pending
 
 def _retry_of(pending: PendingBuild, result: PlacementResult) -> Outcome | None:
     """How a placement is tried again: with its request, or after the last retry of that from its record, which stays
-    open (`unanswered`): what is held on a host that is not announced yet may run there. None: its result is final.
+    open (`unanswered`): what is held on a host that is not reported yet may run there. None: its result is final.
     """
     delivery = pending.delivery
     match result:
@@ -205,15 +207,15 @@ def _dispatched(request: BuildRequest, claimed: HostClaimed, actor: Actor) -> Bu
     )
 
 
-def _unlocatable(request: BuildRequest, held: ClaimUnlocatable, actor: Actor) -> BuildUpdate:
+def _unlocatable(request: BuildRequest, claim: ClaimUnlocatable, actor: Actor) -> BuildUpdate:
     """The build is given to the cell of its claim, which is queried: a machine of it is adopted, and without one the
     cell ends it. If its cell stays unknown it fails in the end, and its claim stays.
     """
-    if held.cell is None:
-        return _failed(request, UNLOCATABLE, held.reason, actor)
+    if claim.cell is None:
+        return _failed(request, UNLOCATABLE, claim.reason, actor)
     return BuildUpdate(
-        build=_scheduled(request, held.cell, held.attempt, held.host_uuid),
-        timeline=(actor.entry("queried", f"cell {held.cell}, where a claim is held: {held.reason}"),),
+        build=_scheduled(request, claim.cell, claim.attempt, claim.host_uuid),
+        timeline=(actor.entry("queried", f"cell {claim.cell}, where a claim is held: {claim.reason}"),),
     )
 
 

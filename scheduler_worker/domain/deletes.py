@@ -41,9 +41,9 @@ UNKNOWN_FLAVOR = "unknown"
 
 
 class PendingDelete(Struct, frozen=True, kw_only=True):
-    """A delete request that has no outcome yet. position: in its batch."""
+    """A delete request that has no outcome yet. batch_index: in its batch."""
 
-    position: int
+    batch_index: int
     request: DeleteRequest
     delivery: RequestDelivery
 
@@ -54,7 +54,7 @@ class PendingDelete(Struct, frozen=True, kw_only=True):
 
 
 class DeletePlan(Struct, frozen=True, kw_only=True):
-    """The effect of a batch of deletes. outcomes: by position; accepted: the instances; unknown: without a record,
+    """The effect of a batch of deletes. outcomes: by index; accepted: the instances; unknown: without a record,
     late; without_cell: of builds that no cell has, or without a record, late: planned once it is known what instances
     hold.
     """
@@ -71,11 +71,12 @@ def plan_deletes(
     deletes: Sequence[PendingDelete],
     builds: Mapping[str, RecordedBuild],
     actor: Actor,
-    held: Mapping[ProjectsBuild, ConsumerRecord] | None = None,
+    consumers: Mapping[ProjectsBuild, ConsumerRecord] | None = None,
 ) -> DeletePlan:
     """Apply deletes to the builds on record; its `unknown` is left to `tombstones` and `answer_unknown`.
 
-    held: what their instances hold; None: it is not known yet, and deletes that depend on it are left as `unbuilt`.
+    consumers: what their instances hold; None: it is not known yet, and deletes that depend on it are left as
+    `unbuilt`.
     """
     plan = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[], without_cell=[])
     replies: dict[str, BuildAccepted | Refusal] = {}
@@ -83,49 +84,52 @@ def plan_deletes(
         request = pending.request
         uuid, build = request.instance_uuid, builds.get(request.instance_uuid)
         if (refusal := pending.delivery.ending_refusal()) is not None:
-            plan.outcomes[pending.position] = Done()
+            plan.outcomes[pending.batch_index] = Done()
             plan.messages.extend(_end_of(pending, refusal, build, actor))
-        elif held and pending.key in held and held[pending.key].cell is None and not pending.delivery.last:
-            # The cell that can be told may be announced yet, or a scheduler that knows it is claiming now.
-            plan.outcomes[pending.position] = Retry(UNLOCATABLE, UNLOCATABLE_REASON)
+        elif (
+            consumers and pending.key in consumers and consumers[pending.key].cell is None and not pending.delivery.last
+        ):
+            # The cell that can be told may be reported yet, or a scheduler that knows it is claiming now.
+            plan.outcomes[pending.batch_index] = Retry(UNLOCATABLE, UNLOCATABLE_REASON)
         elif build is None or build.code == UNKNOWN or _is_foreign(build, request.project_id):
             # Another project's build is no record of this one's: it neither shows, nor hides what was claimed for it.
-            plan.outcomes[pending.position] = Retry(UNKNOWN, "not on record (yet)")
+            plan.outcomes[pending.batch_index] = Retry(UNKNOWN, "not on record (yet)")
             if not pending.delivery.may_be_out_of_order:
-                _delete_unknown(plan, pending, actor, held)
-        elif held is None and build.cell is None and build.state is not BuildState.DELETED:
+                _delete_unknown(plan, pending, actor, consumers)
+        elif consumers is None and build.cell is None and build.state is not BuildState.DELETED:
             plan.without_cell.append(pending)
         else:
             if uuid not in plan.accepted:
-                replies[uuid] = _delete(plan, build, actor, (held or {}).get(pending.key))
+                replies[uuid] = _delete(plan, build, actor, (consumers or {}).get(pending.key))
             plan.accepted.add(uuid)
-            plan.outcomes[pending.position] = Done(reply=replies[uuid])
+            plan.outcomes[pending.batch_index] = Done(reply=replies[uuid])
     return plan
 
 
 def _delete_unknown(
-    plan: DeletePlan, pending: PendingDelete, actor: Actor, held: Mapping[ProjectsBuild, ConsumerRecord] | None
+    plan: DeletePlan, pending: PendingDelete, actor: Actor, consumers: Mapping[ProjectsBuild, ConsumerRecord] | None
 ) -> None:
     """The effect of a late delete without a record. The record may be lost, and not what was claimed for it, or built:
     it is not answered that there is none while no cell can be told.
     """
-    if held is None:
+    if consumers is None:
         plan.without_cell.append(pending)
-    elif pending.key not in held or held[pending.key].cell is not None:
+    elif pending.key not in consumers or consumers[pending.key].cell is not None:
         plan.unknown.append(pending)
     else:
         refusal = Refusal(code=UNLOCATABLE, reason=UNLOCATABLE_REASON)
-        plan.outcomes[pending.position] = Done(reply=refusal)
+        plan.outcomes[pending.batch_index] = Done(reply=refusal)
         plan.messages.append(refused_build(*pending.key, refusal, actor.at))
 
 
 def _delete(
-    plan: DeletePlan, build: RecordedBuild, actor: Actor, held: ConsumerRecord | None
+    plan: DeletePlan, build: RecordedBuild, actor: Actor, consumer: ConsumerRecord | None
 ) -> BuildAccepted | Refusal:
-    """The effect of a delete on one build, and the reply. held: what its instance holds, if no cell has the build. The
-    cell of the claim deletes it: the record of its dispatch may be lost, as after a restore, and the instance may run.
+    """The effect of a delete on one build, and the reply. consumer: what its instance holds, if no cell has the build.
+    The cell of the claim deletes it: the record of its dispatch may be lost, as after a restore, and the instance may
+    run.
     """
-    cell = build.cell or (None if held is None else held.cell)
+    cell = build.cell or (None if consumer is None else consumer.cell)
     claimed = FIRST_ATTEMPT if build.awaits_decision else build.attempt  # a scheduler may be claiming for it
     after, lines = build, tuple[TimelineEntry, ...]()
     reply: BuildAccepted | Refusal = BuildAccepted(instance_uuid=build.instance_uuid)
@@ -134,7 +138,7 @@ def _delete(
     elif cell is not None:
         after = replace(build, state=BuildState.DELETING, cell=cell)
         lines = (actor.entry("delete_requested", f"passed to cell {cell}"),)
-    elif held is None:
+    elif consumer is None:
         after = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, attempt=claimed)
         lines = (actor.entry("deleted", f"it was {build.state.value}, and no cell has it"),)
     else:
@@ -171,7 +175,7 @@ def answer_unknown(
     plan: DeletePlan,
     on_record: Mapping[str, RecordedBuild],
     actor: Actor,
-    held: Mapping[ProjectsBuild, ConsumerRecord],
+    consumers: Mapping[ProjectsBuild, ConsumerRecord],
 ) -> None:
     """Add the effect of deletes of unknown instances: they are refused, and the cells of what is held delete that.
 
@@ -180,18 +184,18 @@ def answer_unknown(
     """
     for one in (one for one in plan.unknown if one.request.instance_uuid in on_record):
         uuid, project = one.key
-        build, cell = on_record[uuid], held[one.key].cell if one.key in held else None
+        build, cell = on_record[uuid], consumers[one.key].cell if one.key in consumers else None
         if _is_foreign(build, project):  # no event: those about an instance are its owner's
-            plan.outcomes[one.position] = Done(reply=Refusal(code=UNKNOWN, reason=UNKNOWN_REASON))
+            plan.outcomes[one.batch_index] = Done(reply=Refusal(code=UNKNOWN, reason=UNKNOWN_REASON))
             if cell is not None:
-                theirs = _tombstone(one.request, actor).build
-                plan.messages.append(OutboxMessage(cell, delete_of(theirs, begun=True), uuid))
+                tombstone = _tombstone(one.request, actor).build
+                plan.messages.append(OutboxMessage(cell, delete_of(tombstone, may_have_started=True), uuid))
         elif cell is None:
             refusal = Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)
-            plan.outcomes[one.position] = Done(reply=refusal)
+            plan.outcomes[one.batch_index] = Done(reply=refusal)
             plan.messages.append(refused_build(uuid, project, refusal, actor.at, DELETED))
         else:
-            plan.outcomes[one.position] = Done(reply=BuildAccepted(instance_uuid=uuid))
+            plan.outcomes[one.batch_index] = Done(reply=BuildAccepted(instance_uuid=uuid))
             if uuid not in plan.accepted:
                 plan.accepted.add(uuid)
                 deleting = replace(build, project_id=project, state=BuildState.DELETING, cell=cell)
@@ -208,8 +212,8 @@ def _end_of(pending: PendingDelete, refusal: Refusal, build: RecordedBuild | Non
     Sequence 0: the build goes on as it is, and its events with it.
     """
     has_ended = build is not None and build.state in DELETE_REQUESTED
-    is_anothers = build is not None and _is_foreign(build, pending.request.project_id)
-    if pending.delivery.is_abandoned or is_anothers or has_ended:
+    is_foreign = build is not None and _is_foreign(build, pending.request.project_id)
+    if pending.delivery.is_abandoned or is_foreign or has_ended:
         return []
     return [refused_build(*pending.key, refusal, actor.at)]
 

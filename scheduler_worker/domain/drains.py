@@ -155,7 +155,7 @@ class NextMoves(Struct, frozen=True):
 
 def next_moves(
     level: Level,
-    held: Iterable[InstanceOnHost],
+    instances: Iterable[InstanceOnHost],
     ended: Mapping[str, Sequence[EndedRequest]],
     begun: BegunMoves,
     now: float,
@@ -163,7 +163,7 @@ def next_moves(
     """The moves that begin now: those that were not refused yet, in the order of what is held, then those whose refusal
     is the longest ago, so that what cannot move keeps no others from their turn. ended: by instance, the newest first.
     """
-    found = [_next_step(level, one, ended.get(one.instance_uuid, ()), now) for one in _each_once(held)]
+    found = [_next_step(level, one, ended.get(one.instance_uuid, ()), now) for one in _each_once(instances)]
     due = sorted((move for move, _ in found if move is not None), key=lambda one: one.refused_at)
     moves = due[: max(0, free_slots(level, begun, now))]
     begin = {one.instance.instance_uuid for one in moves}
@@ -186,10 +186,10 @@ def request_id(drain: str, instance_uuid: str, last: str = "") -> str:
     return str(uuid5(_NAMESPACE, f"{drain} {instance_uuid} {last}"))
 
 
-def _each_once(held: Iterable[InstanceOnHost]) -> Iterable[InstanceOnHost]:
+def _each_once(instances: Iterable[InstanceOnHost]) -> Iterable[InstanceOnHost]:
     """Of several hosts that hold something of an instance the one where it is active counts, else the first."""
     found: dict[str, InstanceOnHost] = {}
-    for one in held:
+    for one in instances:
         if one.instance_uuid not in found or (found[one.instance_uuid].code and not one.code):
             found[one.instance_uuid] = one
     return found.values()
@@ -202,10 +202,10 @@ def _next_step(
     ended = _as_followed(one, ended)
     refused = _refused(one.source.drain, ended)
     counted = sum(request.code not in (BUSY, NOT_RUNNING) for request in refused)
-    why = _blocked(level, one)
-    if why is not None:
-        is_stuck = bool(one.source.code) or why.code not in PASSING
-        return None, WaitingInstance(instance=one, code=why.code, reason=why.reason, is_stuck=is_stuck)
+    blocked = _blocked(level, one)
+    if blocked is not None:
+        is_stuck = bool(one.source.code) or blocked.code not in PASSING
+        return None, WaitingInstance(instance=one, code=blocked.code, reason=blocked.reason, is_stuck=is_stuck)
     waits, kind, is_due = WaitingInstance(instance=one), level.kind, True
     if refused and refused[0].code == NOT_RUNNING:
         kind = ActionKind.MIGRATE
@@ -412,7 +412,7 @@ def instances_on(
     """
     build = known.build
     if build is not None:
-        code, reason = _why_held(host, known, build, by)
+        code, reason = _hold_reason(host, known, build, by)
         uuid, project_id = build.instance_uuid, build.project_id
     elif holder is not None and holder.attempt > 0:
         code, reason = MISPLACED, "placement has it here, and it is not on record"
@@ -425,7 +425,7 @@ def instances_on(
     return InstanceOnHost(instance_uuid=uuid, project_id=project_id, source=host, code=code, reason=reason, known=known)
 
 
-def _why_held(
+def _hold_reason(
     host: DrainedHost, known: ActionContext, build: RecordedBuild, by: RecordedAction | None
 ) -> tuple[str, str]:
     """A code and its reason; "": the instance is active on this host."""

@@ -13,7 +13,9 @@ from scheduler_worker.domain.view import RequestSpec
 
 
 class FailedClaim(Struct, frozen=True):
-    """A claim that got nothing. what: "host: outcome". holders: of what it was to take, where placement names them."""
+    """A claim that got nothing. what: "host: outcome". conflicting_consumers: they hold what it was to take, where
+    placement names them.
+    """
 
     what: str
     conflicting_consumers: tuple[ConflictingConsumer, ...] = ()
@@ -29,7 +31,7 @@ PHRASES = {
     "tenant.not_allowed": "are reserved for other projects",
     "host.other_cell": "are in another cell",
     "cell.disabled": "are in a cell that is disabled",
-    "host.not_reported": "are announced by no compute service",
+    "host.not_reported": "are reported by no compute service",
     "host.ignored": "were ignored as requested",
     "host.not_forced": "cannot be forced by this request",
     "flavor.not_listed": "are reserved for other flavors",

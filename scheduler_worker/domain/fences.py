@@ -82,14 +82,14 @@ def acknowledge(host_uuid: str, known: FenceRecord, report: HostFence) -> Change
     """The change of a fence that a cell's report leads to; None: no change.
 
     A late report about an older decision is ignored, and so is a report of a cell that the host is not in. A cell that
-    has a later decision than this record (which was set back) is notified again, with a version above that one.
+    has a later decision than this record (which was restored) is notified again, with a version above that one.
     """
     if known.cell not in (None, report.cell) or report.version < known.version:
         return None
     if report.version > known.version:
         return changed_object(ObjectKind.FENCE, host_uuid, known, replace(known, version=report.version + 1))
     if report.state is FenceState.UNFENCED:
-        # else the cell's record was set back: notified again
+        # else the cell's record was restored: notified again
         return changed_object(ObjectKind.FENCE, host_uuid, known, None) if known.unfencing else None
     after = replace(known, acknowledged=report.version, stale_machines=report.stale_machines)
     return None if after == known else changed_object(ObjectKind.FENCE, host_uuid, known, after)
@@ -105,9 +105,9 @@ def is_told(known: FenceRecord | None, report: HostFence) -> bool:
 def unfence_unknown(report: HostFence, revision: int, host: str) -> ChangedObject | None:
     """The answer to a cell's fence that is not on record: a request to lift it. None: a fence is on record, or will be.
 
-    A decision is on record before its cell is notified, so this record was set back to before the decision, or the
-    announcement is late. A fence without a decision is not in force; the cell lifts it when the host has destroyed the
-    machines that it lost by it, and answers a late announcement's lift with `lifted`.
+    A decision is on record before its cell is notified, so this record was restored to before the decision, or the
+    report is late. A fence without a decision is not in force; the cell lifts it when the host has destroyed the
+    machines that it lost by it, and answers a late report's lift with `lifted`.
     """
     if report.state is not FenceState.FENCED:
         return None

@@ -40,8 +40,8 @@ def request_spec(
     """The request spec of one build request, pre-filters applied. `hosts`: uuids of the host that it names, if any."""
     query = requested.query
     if request.forced and (hosts is None or request.project_id not in config.force_host_projects):
-        why = "it names no host" if hosts is None else f"project {request.project_id} may not pass the filters by"
-        return Unsatisfiable(NOT_FORCED, f"it cannot be forced: {why}", "requested_host")
+        problem = "it names no host" if hosts is None else f"project {request.project_id} may not pass the filters by"
+        return Unsatisfiable(NOT_FORCED, f"it cannot be forced: {problem}", "requested_host")
     if hosts is not None:
         if not hosts:
             return Unsatisfiable(HOST_UNKNOWN, f"there is no host {request.host}", "requested_host")
@@ -93,8 +93,8 @@ def _image_traits(
     all_forbidden = (*known[1], *(trait for trait in forbidden if trait not in known[1]))
     both = [trait for trait in all_forbidden if (trait,) in all_required]
     if both or len(required) + len(forbidden) < len(traits):
-        why = f"{', '.join(both)} is required and forbidden" if both else "a trait is `required` or `forbidden`"
-        return Unsatisfiable(IMAGE_TRAITS, f"the image's traits and the flavor's: {why}", "image_traits")
+        problem = f"{', '.join(both)} is required and forbidden" if both else "a trait is `required` or `forbidden`"
+        return Unsatisfiable(IMAGE_TRAITS, f"the image's traits and the flavor's: {problem}", "image_traits")
     if of_root:
         return replace(query, root_required=all_required, root_forbidden=all_forbidden)
     return replace(query, required=all_required, forbidden=all_forbidden)
@@ -207,8 +207,8 @@ class _FlavorSpec(Struct):
     def group(self, suffix: str) -> _GroupSpec:
         return self.groups.setdefault(suffix, _GroupSpec())
 
-    def wrong(self, key: str, why: str) -> FlavorInvalid:
-        return FlavorInvalid(f"flavor {self.name}: {key}: {why}")
+    def wrong(self, key: str, problem: str) -> FlavorInvalid:
+        return FlavorInvalid(f"flavor {self.name}: {key}: {problem}")
 
 
 def parse(name: str, flavor: Flavor) -> ParsedFlavor:

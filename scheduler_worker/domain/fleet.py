@@ -1,4 +1,4 @@
-"""What is announced besides hosts, and kept in memory: numbers about hosts as columns, with until when each counts; the
+"""What is reported besides hosts, and kept in memory: numbers about hosts as columns, with until when each counts; the
 builds that wait for the managers of their hosts; and the workers of the system. Pure: times come in.
 
 Times of the publishers of numbers are wall-clock times. They are turned into ages when they arrive, so that a clock
@@ -92,19 +92,19 @@ class HostMetricsTable:
             index = self._table.index_of(reading.host_uuid)
             age_s = now - reading.at
             if index is None:
-                why = UNKNOWN_HOST
+                reason = UNKNOWN_HOST
             elif cell is not None and self._table.last_cell_of(reading.host_uuid) != cell:
-                why = FOREIGN
+                reason = FOREIGN
             elif age_s < -MAX_AHEAD_S:
-                why = AHEAD
+                reason = AHEAD
             elif age_s >= self._max_age_s:
-                why = STALE
+                reason = STALE
             else:
                 for name, value in reading.values.items():
                     expires_s = now_s + self._max_age_s - max(age_s, 0.0)
                     outcomes[self._put(name, index, _Number(value, reading.at, source, expires_s))] += 1
                 continue
-            outcomes[why] += len(reading.values)
+            outcomes[reason] += len(reading.values)
         return outcomes
 
     def advance(self, now_s: float) -> None:
@@ -116,7 +116,7 @@ class HostMetricsTable:
         return {name: self.values(name, index) for name in sorted(self._columns)}
 
     def values(self, name: str, index: Rows) -> Floats:
-        """One metric of these hosts, by index of the host table (negative: not announced); NaN: not known."""
+        """One metric of these hosts, by index of the host table (negative: not reported); NaN: not known."""
         found = np.full(len(index), np.nan)
         column = self._columns.get(name)
         if column is None:
@@ -165,7 +165,7 @@ class HostMetricsTable:
 
 
 def _longer(column: npt.NDArray[Any], more: int, fill: float) -> npt.NDArray[Any]:
-    # In steps, so that a fleet that is announced host by host is not copied for each host.
+    # In steps, so that a fleet that is reported host by host is not copied for each host.
     room = max(more, len(column) // GROWTH)
     return np.concatenate([column, np.full(room, fill, dtype=column.dtype)])
 
@@ -175,7 +175,7 @@ WAITING = "waiting"  # in a timeline
 
 
 class ReportedWaits(Struct, frozen=True):
-    """The announcement of one service, by instance, and until when it holds (monotonic, seconds)."""
+    """The report of one service, by instance, and until when it holds (monotonic, seconds)."""
 
     waiting: dict[str, WaitingBuild]
     until_s: float
@@ -188,7 +188,7 @@ class WaitingTable:
         self._reported: dict[tuple[str, str], ReportedWaits] = {}
 
     def apply(self, message: BuildsWaiting, now_s: float) -> None:
-        """Take one announcement in: it replaces the service's last one."""
+        """Take one report in: it replaces the service's last one."""
         key = message.cell, message.service
         self._reported.pop(key, None)
         for old in [one for one, kept in self._reported.items() if kept.until_s <= now_s]:
@@ -200,13 +200,13 @@ class WaitingTable:
     def line_of(self, build: BuildRecord, now_s: float) -> TimelineEntry | None:
         """The last line of the timeline of a build under way: what it waits for; None: nothing is known.
 
-        A cell announces its own builds only, and an attempt that has ended waits no more.
+        A cell reports its own builds only, and an attempt that has ended waits no more.
         """
         if build.state != BuildState.BUILDING:
             return None
-        for (cell, service), announced in self._reported.items():
-            found = announced.waiting.get(build.instance_uuid)
-            if cell != build.cell or found is None or announced.until_s <= now_s:
+        for (cell, service), reported in self._reported.items():
+            found = reported.waiting.get(build.instance_uuid)
+            if cell != build.cell or found is None or reported.until_s <= now_s:
                 continue
             if any(one.attempt >= found.attempt and one.outcome for one in build.history):
                 continue

@@ -72,7 +72,7 @@ def share_gang_results(states: Sequence[PlacementState]) -> list[PlacementState]
     """The members of an affinity gang, each with the rejected hosts and group members that any of them has found."""
     if not states[0].spec.has_policy(GroupPolicy.AFFINITY):
         return list(states)
-    rejected = {host: why for one in states for host, why in one.rejected.items()}
+    rejected = {host: reason for one in states for host, reason in one.rejected.items()}
     members = {
         host: count
         for one in states

@@ -1,9 +1,9 @@
-"""The announcements of compute services about hosts: the managing service, its cell, whether it takes builds.
+"""The reports of compute services about hosts: the managing service, its cell, whether it takes builds.
 
 Placement knows the resources of a host; this table knows whether the host can be reached. It is kept in columns,
-because every decision reads all of them. Announcements may come late or twice; a service's epoch and sequence reveal
+because every decision reads all of them. Reports may come late or twice; a service's epoch and sequence reveal
 that. Which services are down is in the digest of a cell's conductor; no heartbeat is received here. An operator's
-decision about a host stands in a column of its own, which no announcement changes.
+decision about a host stands in a column of its own, which no report changes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PROJECT = "project_id"  # the attribute of a host that takes builds of one proje
 HEALTH = "health"  # the attribute of a host that reports a problem: `warning`
 OPEN, CLOSED = -1, -2  # no project: a host takes builds of all, or of none
 MAX_PROJECTS = 1_000_000
-MAX_HOSTS = 4_000_000  # announced hosts kept; a cell that announces more is broken
-MAX_SERVICES = 100_000  # compute services kept; announcements of further names are ignored
+MAX_HOSTS = 4_000_000  # reported hosts kept; a cell that reports more is broken
+MAX_SERVICES = 100_000  # compute services kept; reports of further names are ignored
 INITIAL_CAPACITY = 1024
 # A host stays with its cell this long after its service was last up: another cell cannot take its builds over.
 CELL_HOLD_S = 60.0
-# The hosts of a service that is down for this long have no service, until they are announced again. Conductors purge
+# The hosts of a service that is down for this long have no service, until they are reported again. Conductors purge
 # such a service much later, and do not list it then.
 DOWN_HOLD_S = 3600.0
 # A service that is up leaves at most this many requests in a row (`HostTable.count_request`) unanswered.
@@ -52,12 +52,12 @@ ADMIN_STATES = tuple(AdminState)  # a column holds the index of a state in this 
 
 
 class ServiceState(Struct):
-    """The last announcement of one compute service. `last_seen_s`: when, monotonic. down: why it takes no builds now.
+    """The last report of one compute service. `last_seen_s`: when, monotonic. down: why it takes no builds now.
 
     first_sequence: the sequence of the first page of its newest full report; pages_received: of it; listing: the
     revision of the table then. unanswered: how many requests for its hosts it has left unanswered since. ring: of its
-    newest announcement, by which members of its ring it goes ((0, 0): it shares no hosts). deleted: an operator has
-    stated that it is gone for good, and it has announced nothing since.
+    newest report, by which members of its ring it goes ((0, 0): it shares no hosts). deleted: an operator has
+    stated that it is gone for good, and it has reported nothing since.
     """
 
     name: str
@@ -90,7 +90,7 @@ class CellServiceStates(Struct):
 
 
 class HostTable:
-    """All announced hosts as columns. A host keeps its index; the service that manages it may change.
+    """All reported hosts as columns. A host keeps its index; the service that manages it may change.
 
     down_hold_s: so long (seconds) a service that is down has its hosts.
     """
@@ -107,7 +107,7 @@ class HostTable:
         self.names: list[str] = []
         self.attributes: list[Mapping[str, str]] = []
         self.service = np.full(INITIAL_CAPACITY, NO_SERVICE, dtype=np.int32)
-        # That announced the host last. It stays when that one is down for long, because it may still have the machines.
+        # That reported the host last. It stays when that one is down for long, because it may still have the machines.
         self.last_service = np.full(INITIAL_CAPACITY, NO_SERVICE, dtype=np.int32)
         self.cell = np.full(INITIAL_CAPACITY, NO_SERVICE, dtype=np.int32)
         self.listed = np.zeros(
@@ -120,7 +120,7 @@ class HostTable:
         self.projects: dict[str, int] = {}
         self.warning = np.zeros(INITIAL_CAPACITY, dtype=np.bool_)  # its service reports a problem with it
         self._decided: dict[str, HostAdminState] = {}
-        self._cells_in_placement: dict[str, str] = {}  # of hosts that were fenced without having been announced here
+        self._cells_in_placement: dict[str, str] = {}  # of hosts that were fenced without having been reported here
         # {uuid: (the service that also reports this host, and was refused it; its listing then)}
         self._claims_refused: dict[str, tuple[int, int]] = {}
         self.disabled_cells: frozenset[str] = frozenset()  # by operators: they take no new builds
@@ -130,22 +130,22 @@ class HostTable:
         return len(self.uuids)
 
     def index_of(self, uuid: str) -> int | None:
-        """The host's index, or None when no service has announced it."""
+        """The host's index, or None when no service has reported it."""
         return self._index.get(uuid)
 
     def indexes_of(self, uuids: Iterable[str]) -> list[int]:
-        """The hosts' indexes; NO_SERVICE for those that no service has announced."""
+        """The hosts' indexes; NO_SERVICE for those that no service has reported."""
         index_of = self._index.get
         return [index_of(uuid, NO_SERVICE) for uuid in uuids]
 
     def find(self, name: str) -> list[str]:
-        """The uuids of the hosts with this name or uuid, in announcement order."""
+        """The uuids of the hosts with this name or uuid, in report order."""
         if name in self._index:
             return [name]
         return [self.uuids[index] for index in self._by_name.get(name, ())]
 
     def apply(self, message: ComputeHosts | ServiceStates, now_s: float) -> bool:
-        """Apply one announcement. False: it is outdated, and ignored."""
+        """Apply one report. False: it is outdated, and ignored."""
         if isinstance(message, ServiceStates):
             return self._apply_service_states(message, now_s)
         known = self._service_index.get((message.cell, message.service))
@@ -170,14 +170,14 @@ class HostTable:
     def knows_more(self, cell: str) -> bool:
         """Whether more services of this cell count as up here than in its digest.
 
-        A conductor whose database was emptied or set back while a service died has no record of it, and cannot list it
+        A conductor whose database was emptied or restored while a service died has no record of it, and cannot list it
         as down.
         """
         digest = self._digests.get(cell)
         return digest is not None and 0 <= digest.up < self._up_in(cell)
 
     def is_complete(self, cell: str, now_s: float) -> bool:
-        """Whether every service that this cell's newest digest counts as up has announced its hosts here.
+        """Whether every service that this cell's newest digest counts as up has reported its hosts here.
 
         Not so of a cell without a digest, or with one that is older than CELL_HOLD_S.
         """
@@ -188,7 +188,7 @@ class HostTable:
         return sum(service.cell == cell and service.down is None for service in self.services)
 
     def count_request(self, cell: str, now_s: float) -> None:
-        """Every service of this cell was requested to announce its hosts; one that never does so counts as down."""
+        """Every service of this cell was requested to report its hosts; one that never does so counts as down."""
         digest = self._digests.get(cell, CellServiceStates())
         for service in self.services:
             if service.cell == cell:
@@ -200,7 +200,7 @@ class HostTable:
         return np.array([*(service.down is not None for service in self.services), True], dtype=np.bool_)
 
     def apply_decisions(self, decisions: Mapping[str, HostAdminState]) -> None:
-        """Replace all decisions of operators: {uuid: decision}, also about hosts that are not announced yet."""
+        """Replace all decisions of operators: {uuid: decision}, also about hosts that are not reported yet."""
         self.revision += self._decided != decisions
         self.admin[: len(self)] = 0
         for uuid, decision in decisions.items():
@@ -210,14 +210,14 @@ class HostTable:
         self._decided = dict(decisions)
 
     def last_cell_of(self, uuid: str) -> str | None:
-        """The cell that last announced a host, also when no service manages it any more; else that which placement has
+        """The cell that last reported a host, also when no service manages it any more; else that which placement has
         it in, if that was needed.
         """
         index = self._index.get(uuid)
         return self._cells_in_placement.get(uuid) if index is None else self.cells[int(self.cell[index])]
 
     def learn_cell(self, uuid: str, cell: str) -> None:
-        """Note the cell of a host that no service has announced."""
+        """Note the cell of a host that no service has reported."""
         self._cells_in_placement[uuid] = cell
 
     def live_service_of(self, uuid: str) -> str | None:
@@ -226,7 +226,7 @@ class HostTable:
         return service.name if service is not None and service.down is None else None
 
     def last_service_of(self, uuid: str) -> str:
-        """The name of the compute service that announced a host last, whatever it does now; "": none is known."""
+        """The name of the compute service that reported a host last, whatever it does now; "": none is known."""
         index = self._index.get(uuid)
         service = NO_SERVICE if index is None else int(self.last_service[index])
         return "" if service == NO_SERVICE else self.services[service].name
@@ -255,11 +255,11 @@ class HostTable:
         return self._decided.get(uuid)
 
     def decisions(self) -> Mapping[str, HostAdminState]:
-        """The operators' newest decisions, by uuid of the host, announced or not."""
+        """The operators' newest decisions, by uuid of the host, reported or not."""
         return self._decided
 
     def decided_about(self, name: str) -> list[str]:
-        """The uuids of the hosts with this name or uuid that a decision is on record about, announced or not."""
+        """The uuids of the hosts with this name or uuid that a decision is on record about, reported or not."""
         return sorted(uuid for uuid, decision in self._decided.items() if name in (uuid, decision.host))
 
     def hosts_of_drain(self, drain: str) -> dict[str, HostAdminState]:
@@ -267,17 +267,17 @@ class HostTable:
         return {uuid: decision for uuid, decision in self._decided.items() if decision.drain == drain}
 
     def cells_of_service(self, name: str) -> list[str]:
-        """The cells that have a compute service of this name: one that is announced, or that its cell lists as down."""
-        announced = {one.cell for one in self.services if one.name == name and not one.deleted}
-        return sorted(announced | {cell for cell, digest in self._digests.items() if name in digest.down})
+        """The cells that have a compute service of this name: one that is reported, or that its cell lists as down."""
+        reported = {one.cell for one in self.services if one.name == name and not one.deleted}
+        return sorted(reported | {cell for cell, digest in self._digests.items() if name in digest.down})
 
     def services_in(self, cell: str) -> list[str]:
-        """The compute services of a cell: those that are announced, and those that it lists as down."""
-        announced = {one.name for one in self.services if one.cell == cell and not one.deleted}
-        return sorted(announced.union(self._digests[cell].down if cell in self._digests else ()))
+        """The compute services of a cell: those that are reported, and those that it lists as down."""
+        reported = {one.name for one in self.services if one.cell == cell and not one.deleted}
+        return sorted(reported.union(self._digests[cell].down if cell in self._digests else ()))
 
     def dead_not_reported(self) -> list[tuple[str, str]]:
-        """(cell, service) of those that a cell lists as down and that have announced nothing here, in order."""
+        """(cell, service) of those that a cell lists as down and that have reported nothing here, in order."""
         down = {(cell, name) for cell, digest in self._digests.items() for name in digest.down}
         return sorted(down - self._service_index.keys())
 
@@ -286,20 +286,20 @@ class HostTable:
         return self._digests[cell].down[service]
 
     def service_of(self, cell: str, name: str) -> int:
-        """The index of a compute service; NO_SERVICE: it has not announced itself here, or is forgotten."""
+        """The index of a compute service; NO_SERVICE: it has not reported itself here, or is deleted."""
         index = self._service_index.get((cell, name), NO_SERVICE)
         return NO_SERVICE if index != NO_SERVICE and self.services[index].deleted else index
 
-    def delete_service(self, gone: ServiceRemoved, now_s: float) -> None:
-        """Drop a compute service that is gone for good; it is back once it announces its hosts."""
-        index = self._service_index.get((gone.cell, gone.service))
+    def delete_service(self, removed: ServiceRemoved, now_s: float) -> None:
+        """Drop a compute service that is gone for good; it is back once it reports its hosts."""
+        index = self._service_index.get((removed.cell, removed.service))
         if index is None:
             return
         service = self.services[index]
         service.deleted, service.down_s = True, now_s
         self.revision += 1
         service.down = ServiceDown(
-            service=gone.service,
+            service=removed.service,
             epoch=service.epoch,
             code=SERVICE_DELETED,
             reason="an operator has stated that it is gone",

@@ -122,7 +122,7 @@ def _misfit(request: ActionRequest, known: ActionContext, flavors: Selector, *, 
 
 
 def superseded_refusal(pending: PendingAction) -> Answered | Refusal:
-    """The verdict on a request whose instance has changed since hosts were chosen for it, or since it was found busy.
+    """The outcome of a request whose instance has changed since hosts were chosen for it, or since it was found busy.
 
     The last delivery refuses it. Any number of other requests may change the instance each time, and the waits before
     (for placement, for hosts) have used up the same deliveries: another retry would be a dead letter.
@@ -241,10 +241,12 @@ def accepted(request: ActionRequest) -> Done:
 HostAllocations: TypeAlias = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
 
 
-def added_by(allocations: HostAllocations, held: HostAllocations) -> dict[str, dict[str, int]]:
+def added_by(allocations: HostAllocations, present: HostAllocations) -> dict[str, dict[str, int]]:
     """What a claim adds to the usage of each provider: what is held there is counted once, the larger of the two."""
     added = {
-        uuid: {name: more for name, amount in share.items() if (more := amount - held.get(uuid, {}).get(name, 0)) > 0}
+        uuid: {
+            name: more for name, amount in share.items() if (more := amount - present.get(uuid, {}).get(name, 0)) > 0
+        }
         for uuid, share in allocations.items()
     }
     return {uuid: share for uuid, share in added.items() if share}
@@ -264,11 +266,11 @@ class Located(Struct, frozen=True):
 
 
 def located_of(
-    pending: PendingAction, page: LocatePage | Fault, held: ConsumerRecord | Fault | None
+    pending: PendingAction, page: LocatePage | Fault, consumer: ConsumerRecord | Fault | None
 ) -> Located | Fault:
     """Both answers of placement about one instance."""
     if isinstance(page, Fault):
         return page
-    if isinstance(held, Fault):
-        return held
-    return Located(pending.request.instance_uuid, page, {} if held is None else held.allocations)
+    if isinstance(consumer, Fault):
+        return consumer
+    return Located(pending.request.instance_uuid, page, {} if consumer is None else consumer.allocations)

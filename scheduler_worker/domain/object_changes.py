@@ -107,7 +107,7 @@ def unknown_cell(settings: Sequence[str], changed: Sequence[ChangedObject]) -> R
 
 def cells_after_removal(settings: Sequence[str], changed: Sequence[ChangedObject]) -> tuple[str, ...]:
     """The cells that a change takes out of use, if they have instances that prevent it. One that was removed is in use
-    while it has some (`cells_in_use`), or has its operator's word that they are abandoned, which goes with its object.
+    while it has some (`cells_in_use`), or an operator has decided that they are abandoned, which goes with its object.
     """
     return tuple(
         one.name

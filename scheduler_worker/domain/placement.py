@@ -85,7 +85,7 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
 
 
 class PlacementRefused(Struct, frozen=True):
-    """Placement refused for good; the request must not be tried again. is_fenced: what was claimed for it has been
+    """Placement refused for good; the request must not be tried again. was_deleted: what was claimed for it has been
     released, and it holds nothing: it was deleted meanwhile.
     """
 
@@ -105,7 +105,7 @@ class ClaimsContended(Struct, frozen=True):
 
 class ClaimUnlocatable(Struct, frozen=True):
     """A claim is held, by this claim owner or an earlier one, and its request is not placed there: no compute service
-    announces the host any more, or the request ends. Its machine may run. cell: that can be queried (None: it is not
+    reports the host any more, or the request ends. Its machine may run. cell: that can be queried (None: it is not
     known).
     host_uuid, attempt: of the claim.
     """
@@ -190,7 +190,7 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     """How far one request has come.
 
     rejected: {host uuid: reason} of hosts that it may not use any more. max_alternates: hosts to name beside the
-    selected one. same_host: the chosen host's shape had changed; claim it again. retried_searches: how often nothing
+    selected one. same_host: the chosen host's tree had changed; claim it again. retried_searches: how often nothing
     fitted, and another choice was made on the newest state of the replica, as each later one is.
     partly_used_up: hosts of which only some children are known to be full. recovered: the host where a claim of an
     earlier run was found. claim_owner, limits, gang, external: as in PlacementRequest.
@@ -245,10 +245,10 @@ def has_no_host(state: PlacementState) -> bool:
     return not isinstance(state.result, HostClaimed | PlacementUnavailable)
 
 
-def matches_allocation(state: PlacementState, held: ConsumerRecord) -> bool:
+def matches_allocation(state: PlacementState, consumer: ConsumerRecord) -> bool:
     """Whether it goes where its instance holds something: a claim that was recovered may have been another one's."""
     result, project = state.result, state.request.project_id
-    return isinstance(result, HostClaimed) and (held.project_id, held.attempt, held.allocations) == (
+    return isinstance(result, HostClaimed) and (consumer.project_id, consumer.attempt, consumer.allocations) == (
         project,
         result.attempt,
         result.selections[0].allocations,
@@ -294,8 +294,8 @@ class ConfirmedClaim(Struct, frozen=True):
     """The chosen claim holds at these generations ({provider: generation}): the replica assumes it until the feed has
     reached them.
 
-    sequence: the feed's number of the claim's changes; a replica that is there already counts them. instead: the
-    allocations of the option that was granted, where it is not the one that was assumed.
+    sequence: the feed's number of the claim's changes; a replica that is there already counts them.
+    granted_allocations: those of the option that was granted, where it is not the one that was assumed.
     """
 
     generations: Mapping[str, int]
@@ -304,20 +304,20 @@ class ConfirmedClaim(Struct, frozen=True):
 
 
 class PlacementStep(Struct, frozen=True):
-    """The state afterwards. settled: the chosen claim holds; None: it does not, and what else holds the feed brings."""
+    """The state afterwards. confirmed: the chosen claim holds; None: it does not; the feed brings the rest."""
 
     state: PlacementState
     confirmed: ConfirmedClaim | None = None
 
     def carry_out(self, replica: Replica) -> None:
         """Have the replica assume what holds, and nothing else."""
-        uuid, settled = self.state.request.instance_uuid, self.confirmed
-        if settled is None:
+        uuid, concluded = self.state.request.instance_uuid, self.confirmed
+        if concluded is None:
             replica.drop_assumed(uuid)
             return
-        if settled.granted_allocations is not None:
-            replica.assume(uuid, settled.granted_allocations)
-        replica.confirm(uuid, settled.generations, settled.sequence)
+        if concluded.granted_allocations is not None:
+            replica.assume(uuid, concluded.granted_allocations)
+        replica.confirm(uuid, concluded.generations, concluded.sequence)
 
 
 # --- a claim that holds
@@ -355,12 +355,12 @@ def claimed(
 
 
 def recovered(
-    state: PlacementState, candidates: Sequence[RankedHost], held: RecoveredClaim, selector: Selector, *, now: float
+    state: PlacementState, candidates: Sequence[RankedHost], claim: RecoveredClaim, selector: Selector, *, now: float
 ) -> PlacementStep:
     """Build where a claim is held: it is what counts."""
-    main = _recovered_selection(held.allocations, selector)
+    main = _recovered_selection(claim.allocations, selector)
     if main is None:
-        reason = "an earlier claim of this request holds a host that no compute service announces"
+        reason = "an earlier claim of this request holds a host that no compute service reports"
         return PlacementStep(replace(state, result=ClaimUnlocatable(reason)))
     if state.external is not None and state.spec.query.groups:
         option = _matching_option(state, main.host_uuid, main.allocations, selector)
@@ -373,7 +373,7 @@ def recovered(
     alternates = [one for one in candidates if one.uuid != main.host_uuid and selector.cell_of(one.uuid) == cell]
     alternates = alternates[: state.max_alternates]
     passed = len(alternates) + 1
-    result = _host_claimed(state, main, alternates, held, selector, now=now, passed=passed, score=0.0)
+    result = _host_claimed(state, main, alternates, claim, selector, now=now, passed=passed, score=0.0)
     return PlacementStep(replace(state, result=result, recovered=main.host))
 
 
@@ -381,7 +381,7 @@ def _host_claimed(
     state: PlacementState,
     main: Selection,
     alternates: Sequence[RankedHost],
-    held: RecoveredClaim,
+    claim: RecoveredClaim,
     selector: Selector,
     *,
     now: float,
@@ -394,18 +394,18 @@ def _host_claimed(
         # Where it was chosen: another control plane can release a claim that it is told of, and no other.
         cell = selector.table.last_cell_of(main.host_uuid)
     if cell is None:
-        return ClaimUnlocatable("no compute service announces the claimed host any more")
+        return ClaimUnlocatable("no compute service reports the claimed host any more")
     selections = (main, *(selector.selection(one) for one in alternates if _is_still_in(cell, one, selector)))
     return HostClaimed(
         cell=cell,
         selections=selections,
-        consumer_generation=held.generation,
+        consumer_generation=claim.generation,
         passing_hosts=passed,
         score=score,
         claims=state.claims,
         decided_at=state.decided_at,
         claimed_at=now,
-        attempt=held.attempt,
+        attempt=claim.attempt,
         limits=state.limits,
         scores=scores_of(selections, weights or {}),
     )
@@ -425,49 +425,49 @@ def _is_still_in(cell: str, alternate: RankedHost, selector: Selector) -> bool:
     return selector.replica.row_of(alternate.uuid) is not None and selector.cell_of(alternate.uuid) == cell
 
 
-def _recovered_selection(holding: Mapping[str, Mapping[str, int]], selector: Selector) -> Selection | None:
+def _recovered_selection(allocations: Mapping[str, Mapping[str, int]], selector: Selector) -> Selection | None:
     replica = selector.replica
-    rows = {provider: row for provider in sorted(holding) if (row := replica.row_of(provider)) is not None}
+    rows = {provider: row for provider in sorted(allocations) if (row := replica.row_of(provider)) is not None}
     # A sharing provider is no host: of the trees that take part, only the host's root is in the host table.
     roots = dict.fromkeys(replica.uuid_of(replica.root_of(row)) for row in rows.values())
     hosts = [root for root in roots if selector.table.index_of(root) is not None]
     if len(hosts) != 1:
         return None
-    shapes: Mapping[str, int] = {provider: replica.spec_generation_of(row) for provider, row in rows.items()}
-    return selector.selection_on(hosts[0], holding, shapes)
+    spec_generations: Mapping[str, int] = {provider: replica.spec_generation_of(row) for provider, row in rows.items()}
+    return selector.selection_on(hosts[0], allocations, spec_generations)
 
 
 def _matching_option(
-    state: PlacementState, host: str, held: Mapping[str, Mapping[str, int]], selector: Selector
+    state: PlacementState, host: str, allocations: Mapping[str, Mapping[str, int]], selector: Selector
 ) -> ClaimOption | None:
     """The way in which what is held on a host satisfies the request; None: it does not."""
     row = selector.replica.row_of(host)
     assert row is not None
     try:
-        return find_matching_option(selector.replica, state.spec, row, held, key=state.request.instance_uuid)
+        return find_matching_option(selector.replica, state.spec, row, allocations, key=state.request.instance_uuid)
     except QueryTooWide:
         return None
 
 
 def external_part(
-    state: PlacementState, holding: Mapping[str, Mapping[str, int]], selector: Selector
+    state: PlacementState, allocations: Mapping[str, Mapping[str, int]], selector: Selector
 ) -> Mapping[str, Mapping[str, int]]:
     """What the instance of a foreign control plane holds for this request: on one host, and of what that shares.
 
-    Besides it may hold what another call has left: the source of an evacuation, which the request ignores; after two of
+    It may also hold what another call has left: the source of an evacuation, which the request ignores; after two of
     them its first host, which is down; what was claimed by a call that failed. Of several hosts it is the one that the
     request may have and whose part is what it asks for. What is held of a host that is not known is never its own.
     """
     replica, spec = selector.replica, state.spec
     named = {*spec.query.only_roots, spec.query.in_tree} - {None}
-    rows = {provider: row for provider in sorted(holding) if (row := replica.row_of(provider)) is not None}
+    rows = {provider: row for provider in sorted(allocations) if (row := replica.row_of(provider)) is not None}
     roots = {provider: replica.uuid_of(replica.root_of(row)) for provider, row in rows.items()}
     shared = set(sharing_of(replica).donors.tolist())
     best: tuple[tuple[bool, bool], Mapping[str, Mapping[str, int]]] = (False, False), {}
     for host in dict.fromkeys(roots.values()):
         if state.rejected.get(host) == IGNORED or selector.table.index_of(host) is None:
             continue
-        part = {one: holding[one] for one, row in rows.items() if roots[one] == host or row in shared}
+        part = {one: allocations[one] for one, row in rows.items() if roots[one] == host or row in shared}
         cell = selector.cell_of(host)
         is_in_cell = cell is not None and spec.cell in (None, cell)
         is_allowed = is_in_cell and (not named or host in named) and selector.rejects(host, spec) is None
@@ -477,6 +477,6 @@ def external_part(
     return best[1]
 
 
-def unlocatable_claim(held: ConsumerRecord, reason: str) -> ClaimUnlocatable:
+def unlocatable_claim(consumer: ConsumerRecord, reason: str) -> ClaimUnlocatable:
     """The result of a request that is not placed where its claim is held."""
-    return ClaimUnlocatable(reason, held.cell, next(iter(held.hosts), None), held.attempt)
+    return ClaimUnlocatable(reason, consumer.cell, next(iter(consumer.hosts), None), consumer.attempt)

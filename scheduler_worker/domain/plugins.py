@@ -1,5 +1,5 @@
 """The interfaces of filters and weighers, which work on columns of hosts; and how weighers combine, as in Nova's
-`weights.py`: clamp, scale to 0..1, multiply, add up. A verdict carries its reasons.
+`weights.py`: clamp, scale to 0..1, multiply, add up. A result carries its reasons.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scheduler_worker.domain.view import HostsView, HostView, Membership, Reques
 
 
 class FilterResult(Struct, frozen=True):
-    """A filter's verdict: `passed` per row of the view, `rejected`: {reason: hosts}."""
+    """A filter's result: `passed` per row of the view, `rejected`: {reason: hosts}."""
 
     passed: Mask
     rejected: Mapping[str, int]
@@ -31,7 +31,7 @@ class Filter(Protocol):
     name: ClassVar[str]
 
     def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
-        """A verdict over all hosts of the view at once."""
+        """A result over all hosts of the view at once."""
 
 
 class HostFilter:
@@ -107,7 +107,7 @@ NONE_REJECTED: Mapping[str, int] = {}
 
 
 def filter_result_of(passed: Mask, reason: str) -> FilterResult:
-    """A verdict that rejects all hosts for the same reason."""
+    """A result that rejects all hosts for the same reason."""
     return FilterResult(passed, {reason: int(passed.size - np.count_nonzero(passed))})
 
 
@@ -211,7 +211,7 @@ def _by_aggregate(view: HostsView, membership: Membership, key: str, setting: fl
 def filter_result_of_members(
     view: HostsView, restricting: Sequence[Aggregate], admits: Callable[[Aggregate], bool], reason: str
 ) -> FilterResult:
-    """A verdict that rejects the hosts in any of these aggregates of which none admits the request."""
+    """A result that rejects the hosts in any of these aggregates of which none admits the request."""
     if not restricting:
         return FilterResult(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
     restricted = np.zeros(len(view), dtype=np.bool_)

@@ -173,7 +173,7 @@ class GroupExclusions:
 class Ranking:
     """Hosts in order of weight; equal ones in random order with `shuffle`, else in the order of the replica.
 
-    runs: with `shuffle`, equal hosts of several cells come from one cell at a time.
+    batching: with `shuffle`, equal hosts of several cells come from one cell at a time.
     """
 
     def __init__(
@@ -185,13 +185,13 @@ class Ranking:
         *,
         shuffle: bool,
         rng: Random,
-        runs: CellBatching | None = None,
+        batching: CellBatching | None = None,
     ) -> None:
         self.view = view
         self.spec = spec
         self.funnel = funnel
         self._rng = rng
-        self._batches = runs if shuffle else None
+        self._batches = batching if shuffle else None
         self._cells = view.cell
         self._services = view.service
         self._scores, self._scales = score(view, spec, weighings)
@@ -205,16 +205,16 @@ class Ranking:
         return len(self.view)
 
     def pick(
-        self, excluded: Container[int], *, subset: int, alternates: int, full: Container[int] = NONE_FULL
+        self, excluded: Container[int], *, subset: int, alternates: int, full_hosts: Container[int] = NONE_FULL
     ) -> Choice | None:
         """The best host that still fits and is not excluded (rows of the replica), with its alternates.
 
         `subset`: the choice is drawn at random from this many of the best. full: hosts that are excluded too, and that
         every later pick with the same `full` excludes: those are drawn once, and not for each pick.
         """
-        if full is not self._full:
+        if full_hosts is not self._full:
             self._put_back(self._full_drawn)
-            self._full, self._full_drawn = full, []
+            self._full, self._full_drawn = full_hosts, []
         drawn: list[Entry] = []
         viable: list[RankedHost] = []
         while len(viable) < subset and (found := self._next(excluded, drawn, MAX_OPTIONS)):

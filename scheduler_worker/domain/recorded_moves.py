@@ -1,5 +1,5 @@
 """The records of requests about instances, and the changes to them by the decision; and those of a batch of
-announcements, to builds as well. Pure.
+events, to builds as well. Pure.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def recorded(pending: PendingAction, state: ActionState, actor: Actor, **more: o
 
 def event_of(action: RecordedAction, known: ActionContext, at: float) -> ActionEvent:
     """The scheduler's event about its decision on a request."""
-    is_theirs = known.build is not None and known.build.project_id == action.project_id
+    is_of_project = known.build is not None and known.build.project_id == action.project_id
     return ActionEvent(
         request_id=action.request_id,
         instance_uuid=action.instance_uuid,
@@ -186,10 +186,12 @@ def event_of(action: RecordedAction, known: ActionContext, at: float) -> ActionE
         state=action.state,
         sequence=action.sequence,
         terminal=action.terminal,
-        condition=(known.now.condition if action.terminal else Condition.MOVING) if is_theirs else Condition.UNKNOWN,
+        condition=(known.now.condition if action.terminal else Condition.MOVING)
+        if is_of_project
+        else Condition.UNKNOWN,
         cell=action.cell,
         host=action.host,
-        flavor=flavor_of(known) if is_theirs and known.build_request is not None else "",
+        flavor=flavor_of(known) if is_of_project and known.build_request is not None else "",
         code=action.code,
         reason=action.reason,
         funnel=action.funnel,
@@ -197,7 +199,7 @@ def event_of(action: RecordedAction, known: ActionContext, at: float) -> ActionE
     )
 
 
-# --- what cells announce
+# --- what cells report
 
 # A resize may still give the instance its new flavor, or its old one again.
 _MAY_CHANGE_FLAVOR = (Condition.MOVING, Condition.RESIZED, Condition.UNKNOWN)
@@ -208,8 +210,8 @@ APPLIED, LATE, OUT_OF_ORDER = "applied", "late", "early"
 def apply_action_event(
     action: RecordedAction, build: RecordedBuild, event: ActionEvent
 ) -> tuple[RecordedAction, RecordedBuild, ActionEvent | None]:
-    """Apply what its cell announces of a request; returns the request, the instance, and the event to publish (None: it
-    is outdated). A cell that was set back to the middle of a request ends it again: that is news of the instance alone.
+    """Apply what its cell reports of a request; returns the request, the instance, and the event to publish (None: it
+    is outdated). A cell that was restored to the middle of a request ends it again: that is news of the instance alone.
     """
     instance_after = apply_instance_event(build, event, action.cell, has_ended=action.terminal)
     # An event after the end (source gone, confirmed by itself) may overtake the end on the way here; the end is still
@@ -242,14 +244,14 @@ def apply_action_event(
 def apply_instance_event(
     build: RecordedBuild, event: ActionEvent, cell: str | None, *, has_ended: bool
 ) -> RecordedBuild:
-    """The instance as a cell announces it with a request, on record or not: what it is, its own cell alone says.
+    """The instance as a cell reports it with a request, on record or not: what it is, its own cell alone says.
     has_ended: the end of the request is known.
     """
     instance, host, host_uuid = build.now, event.host, event.host_uuid
     is_newest = build.cell == cell and is_newer(event, build.sequence)
     is_awaited = instance.under_way == event.request_id
     if is_newest or (event.terminal and is_awaited and instance.condition is Condition.MOVING):
-        # A cell whose database was set back numbers from lower numbers again; its event ends the request under way.
+        # A cell whose database was restored numbers from lower numbers again; its event ends the request under way.
         instance = replace(instance, condition=event.condition)
     if is_newest and build.host is None and event.state is ActionState.FINISHING:  # it holds that one by now
         build = replace(build, host=host, host_uuid=host_uuid)
@@ -276,7 +278,7 @@ def apply_instance_event(
 
 # --- Requests that end in another cell than they begin in (decision 0021).
 #
-# The instance's cell is commanded to give it up (`CellDepart`), and announces what it had. With that the other cell is
+# The instance's cell is commanded to give it up (`CellDepart`), and reports what it had. With that the other cell is
 # commanded to build it, and the map names that one, in one transaction. Where it has no host for it, the instance comes
 # home in the same way.
 
@@ -301,8 +303,8 @@ def transferred(
     """The instance has left its cell: the next one is commanded to build it, and to delete it if it is to be. Returns
     the request, the instance and these commands.
 
-    action: as the announcement leaves it. Where no request is under way that leads there (the schedulers' database was
-    set back), the next cell is queried, with what the former one has stated: that begins nothing.
+    action: as the event leaves it. Where no request is under way that leads there (the schedulers' database was
+    restored), the next cell is queried, with what the former one has stated: that begins nothing.
     """
     assert event.transfer is not None
     sequence = max(event.sequence, build.sequence)
@@ -329,7 +331,7 @@ def transferred(
     instance = replace(build.now, first_attempt=departure.attempt + 1)
     there = replace(build, cell=departure.cell, host=None, host_uuid=None, sequence=sequence, instance=instance)
     if build.state is BuildState.DELETING:
-        commands.append(delete_of(there, begun=False))
+        commands.append(delete_of(there, may_have_started=False))
     return action, there, commands
 
 
@@ -387,8 +389,8 @@ def transfer_ended(action: RecordedAction) -> OutboxMessage | None:
 
 
 def given_up(event: BuildEvent | ActionEvent, cell: str, build: RecordedBuild) -> OutboxMessage | None:
-    """That a cell which still tells of an instance has given it up for the one that has it now, as its database has
-    forgotten, or as these schedulers' had. None: it has not, by this record; or it goes on as long as the request does
+    """That a cell which still tells of an instance has handed it to the one that has it now, as its database has
+    lost, or as these schedulers' had. None: it has not, by this record; or it goes on as long as the request does
     that is under way.
     """
     if build.cell in (None, cell) or not (event.terminal or build.now.under_way is None):
@@ -471,36 +473,36 @@ class CellEventBatch:
         if action is not None and event.code == OTHER_ATTEMPT:
             return self._retransfer(action, event)
         before = action
-        announced: BuildEvent | ActionEvent | None
+        published: BuildEvent | ActionEvent | None
         if isinstance(event, ActionEvent):
             assert action is not None
-            action, after, announced = apply_action_event(action, build, event)
+            action, after, published = apply_action_event(action, build, event)
         elif is_out_of_order(build, event) and not waited:
             return AppliedEvent(OUT_OF_ORDER, event)
         else:
-            after, announced = apply_build_event(build, event)
-            if announced is not None and announced.stage_times is not None:
-                announced = replace(announced, stage_times=replace(announced.stage_times, announced=self._now))
-        if announced is None:
+            after, published = apply_build_event(build, event)
+            if published is not None and published.stage_times is not None:
+                published = replace(published, stage_times=replace(published.stage_times, announced=self._now))
+        if published is None:
             # The timeline shows what is no news of its request, too. A repeated entry is shown once.
             self._add(after, timeline_of(replace(event, cell=cell), len(event.history), self._now))
             return AppliedEvent(LATE, event)
         is_shown = action is not None or not is_known(build, after)
-        self._add(after, timeline_of(announced, len(request.history), self._now) if is_shown else ())
+        self._add(after, timeline_of(published, len(request.history), self._now) if is_shown else ())
         if action is not None:
             self._change(action)
             if action.terminal and before is not None and (ended := transfer_ended(before)) is not None:
                 self.messages.append(ended)
         cause = event.instance_uuid if action is None else action.request_id
-        self.messages.append(OutboxMessage(API, announced, cause))
-        return AppliedEvent(APPLIED, announced)
+        self.messages.append(OutboxMessage(API, published, cause))
+        return AppliedEvent(APPLIED, published)
 
     def _about_instance(self, build: RecordedBuild, event: BuildEvent | ActionEvent, cell: str) -> None:
         """What an event says of its instance that is about no request of this cell. No client hears of it."""
         if (ended := given_up(event, cell, build)) is not None:
             self.messages.append(ended)
         elif build.cell == cell and isinstance(event, ActionEvent) and event.condition is not Condition.MOVING:
-            # Schedulers that were set back have forgotten the request; or the cell was, to the middle of one that has
+            # Schedulers that miss commits have lost the request; or the cell was, to the middle of one that has
             # ended in another cell since.
             self._add(apply_instance_event(build, event, cell, has_ended=True), ())
 

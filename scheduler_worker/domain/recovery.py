@@ -1,4 +1,4 @@
-"""What a cell whose database was set back is told of its instances, by the map and by placement. Pure."""
+"""What a cell whose database was restored is told of its instances, by the map and by placement. Pure."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def joined(one: UuidRange, other: UuidRange) -> UuidRange:
 
 
 class InstanceSources(Struct, frozen=True):
-    """What is on record of one uuid. actions: of the instance, the newest first; held: {consumer: what it holds}, of
+    """What is on record of one uuid. actions: of the instance, the newest first; consumers: {uuid: what it holds}, of
     the instance and its moves.
     """
 
     known: ActionContext
     actions: Sequence[RecordedAction]
-    held: Mapping[str, ConsumerRecord]
+    consumers: Mapping[str, ConsumerRecord]
 
 
 def known_record(
@@ -65,15 +65,15 @@ def known_record(
     """What the top has of one instance, or of a consumer that is none. host_of(uuid): a host with its name and service;
     None: it is no host, but a provider that shares with hosts.
     """
-    build, own = facts.known.build, facts.held.get(uuid)
-    others = (facts.held.get(one.request_id) for one in facts.actions)
+    build, own = facts.known.build, facts.consumers.get(uuid)
+    others = (facts.consumers.get(one.request_id) for one in facts.actions)
     # An attempt: the id of a move is the uuid of an instance, too.
-    held = [one for one in (own, *others) if one is not None and (one is own or not one.attempt)]
+    own_consumers = [one for one in (own, *others) if one is not None and (one is own or not one.attempt)]
     record = KnownRecord(
         instance_uuid=uuid,
-        project_id=held[0].project_id if held else "",
+        project_id=own_consumers[0].project_id if own_consumers else "",
         attempt=0 if own is None else own.attempt,
-        places=tuple(islice((place for one in held for place in _places(one, uuid, host_of)), MAX_PLACES)),
+        places=tuple(islice((place for one in own_consumers for place in _places(one, uuid, host_of)), MAX_PLACES)),
     )
     if build is None or facts.known.build_request is None:
         return record
@@ -99,11 +99,13 @@ def known_record(
     )
 
 
-def _places(held: ConsumerRecord, instance: str, host_of: Callable[[str], KnownPlace | None]) -> Iterable[KnownPlace]:
+def _places(
+    consumer: ConsumerRecord, instance: str, host_of: Callable[[str], KnownPlace | None]
+) -> Iterable[KnownPlace]:
     """The hosts of one consumer. No claim of berth's names more providers than a place may have."""
-    allocations = dict(islice(sorted(held.allocations.items()), MAX_PROVIDERS))
-    migration = None if held.consumer == instance else held.consumer
-    for uuid in held.hosts:
+    allocations = dict(islice(sorted(consumer.allocations.items()), MAX_PROVIDERS))
+    migration = None if consumer.consumer == instance else consumer.consumer
+    for uuid in consumer.hosts:
         if (host := host_of(uuid)) is not None:
             yield replace(host, allocations=allocations, migration=migration)
 

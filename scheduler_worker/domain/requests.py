@@ -52,7 +52,7 @@ def digest_of(request: BuildRequest | ActionRequest) -> bytes:
 class RecordedRequest(Struct, frozen=True, kw_only=True):
     """What is on record of every request. digest: of its whole content, which distinguishes a repeated request from a
     clash (empty: its delete came, and no request). sequence: of its newest event. terminal: its one terminal event was
-    announced. cell: where it was dispatched to. history: the attempts that its cell has reported.
+    reported. cell: where it was dispatched to. history: the attempts that its cell has reported.
     """
 
     instance_uuid: str
@@ -68,7 +68,7 @@ class RecordedRequest(Struct, frozen=True, kw_only=True):
     history: tuple[AttemptRecord, ...] = ()
 
 
-# --- what is announced of it
+# --- what is reported of it
 
 
 def is_newer(event: BuildEvent | ActionEvent, than: int, *, ends: bool = False) -> bool:
@@ -80,7 +80,7 @@ def is_newer(event: BuildEvent | ActionEvent, than: int, *, ends: bool = False) 
 
 
 def timeline_of(event: BuildEvent | ActionEvent, known: int, now: float) -> tuple[TimelineEntry, ...]:
-    """One announcement as lines of the instance's timeline: the attempts that it reports for the first time, then
+    """One event as lines of the instance's timeline: the attempts that it reports for the first time, then
     itself.
 
     known: how many attempts are on record already. Each line has its own time; the timeline is sorted by it.
@@ -90,7 +90,7 @@ def timeline_of(event: BuildEvent | ActionEvent, known: int, now: float) -> tupl
     attempts = tuple(
         TimelineEntry(at=tried.at or now, actor=actor, what=kind + tried.outcome, detail=_detail(tried.host, tried))
         for tried in event.history[known:]
-        if tried.outcome != "active"  # the announcement itself is the entry of this attempt
+        if tried.outcome != "active"  # the event itself is the entry of this attempt
     )
     stage_times = event.stage_times if isinstance(event, BuildEvent) else None
     what = kind + event.state.value
@@ -137,7 +137,7 @@ DEAD_LETTERS = "scheduler.dead_letters"
 RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)  # of `scheduler.changes` as well
 # A request may overtake the one that it refers to, on the way to another scheduler: that is looked for this often.
 OVERTAKES = 2
-HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been announced yet")
+HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been reported yet")
 
 
 class RequestDelivery(Struct, frozen=True, kw_only=True):
@@ -150,7 +150,7 @@ class RequestDelivery(Struct, frozen=True, kw_only=True):
     refusal: it ends with this, on record or not (None: it does not end). has_requester: one waits for an answer, and
     knows that a request whose time is over may be carried out. is_late: whether its time is over, whenever it is asked.
     is_old: it was sent so long ago that its record may be purged. awaits_hosts: this process has just started, so hosts
-    that were not announced yet may still be, and "no host" would be a guess.
+    that were not reported yet may still be, and "no host" would be a guess.
     """
 
     attempt: int = 0
@@ -204,9 +204,11 @@ def resumed_delivery(attempt: int, *, is_warming_up: bool, last: bool = False) -
     )
 
 
-def classify_delivery(received: Received, *, is_warming_up: bool = False, kept_since: float = 0.0) -> RequestDelivery:
-    """The delivery of a request that has just been taken. is_warming_up: as `taken_up` has it. kept_since: the records
-    of requests that were sent before may have been purged (seconds since the epoch).
+def classify_delivery(
+    received: Received, *, is_warming_up: bool = False, recorded_since: float = 0.0
+) -> RequestDelivery:
+    """The delivery of a request that has just been taken. is_warming_up: as `taken_up` has it. recorded_since: the
+    records of requests that were sent before may have been purged (seconds since the epoch).
     """
     is_dead_letter = received.queue == DEAD_LETTERS
     refusal = dead_letter_reason_of(received) or (DEAD_LETTERED_BY_BROKER if is_dead_letter else None)
@@ -218,7 +220,7 @@ def classify_delivery(received: Received, *, is_warming_up: bool = False, kept_s
         refusal=None if is_expired else refusal,
         has_requester=received.meta.reply_to is not None,
         is_late=_always if is_expired else received.is_late,
-        is_old=0 < received.meta.sent_at < kept_since,
+        is_old=0 < received.meta.sent_at < recorded_since,
     )
 
 

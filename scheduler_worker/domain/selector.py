@@ -33,7 +33,7 @@ ANTI_AFFINITY_FILTER = "ServerGroupAntiAffinityFilter"
 
 
 class NoValidHost(Struct, frozen=True):
-    """No host can take the request now. `not_reported`: hosts that only lacked a compute service's announcement.
+    """No host can take the request now. `not_reported`: hosts that only lacked a compute service's report.
 
     claims: how many claims were submitted before that was known. lost: those of them that got nothing, in order.
     excluded: the hosts of the funnel, by their rows as they were then.
@@ -52,7 +52,7 @@ class NoValidHost(Struct, frozen=True):
 
     @property
     def may_be_out_of_order(self) -> bool:
-        """Whether reports may just be late: hosts not announced yet, or no host in the replica at all."""
+        """Whether reports may just be late: hosts not reported yet, or no host in the replica at all."""
         hosts = self.funnel[0].remaining + sum(self.funnel[0].rejected.values()) if self.funnel else 1
         return self.not_reported > 0 or hosts == 0
 
@@ -200,11 +200,11 @@ class Selector:
         return [table.uuids[index] for index in np.flatnonzero(missing).tolist()]
 
     def hosts_matching(self, name: str, *, is_warming_up: bool = False) -> list[str]:
-        """The hosts that an operator may mean by a name or uuid: announced, in placement, or kept out of use.
+        """The hosts that an operator may mean by a name or uuid: reported, in placement, or kept out of use.
 
-        A host with a decision on record counts even if no service has announced it to this scheduler: a fenced host may
+        A host with a decision on record counts even if no service has reported it to this scheduler: a fenced host may
         be gone for good, or is offered only after its fence has been lifted. So does a host of placement, whose service
-        may be dead; while hosts may still be announced, it may have another name.
+        may be dead; while hosts may still be reported, it may have another name.
         """
         decided = self.table.decided_about(name)
         if is_warming_up:
@@ -214,7 +214,7 @@ class Selector:
         return found or decided
 
     def _roots_named(self, name: str) -> list[str]:
-        """The hosts (uuids) that have this name in placement, announced or not."""
+        """The hosts (uuids) that have this name in placement, reported or not."""
         replica = self.replica
         return [replica.uuid_of(row) for row in replica.rows_of_roots().tolist() if replica.name_of(row) == name]
 
@@ -225,7 +225,7 @@ class Selector:
 
     def rows_of(self, tried: Mapping[str, str]) -> dict[int, str]:
         """The present rows of rejected hosts, and why; hosts that have left have no row."""
-        return {row: why for uuid, why in tried.items() if (row := self.replica.row_of(uuid)) is not None}
+        return {row: reason for uuid, reason in tried.items() if (row := self.replica.row_of(uuid)) is not None}
 
     @property
     def version(self) -> tuple[object, ...]:
@@ -234,9 +234,9 @@ class Selector:
         return (replica.spec_moves.end, replica.epoch, table.revision, table.disabled_cells, self.revision)
 
     def rank(
-        self, spec: RequestSpec, rng: Random, runs: CellBatching | None = None, *, among: Rows | None = None
+        self, spec: RequestSpec, rng: Random, batching: CellBatching | None = None, *, among: Rows | None = None
     ) -> Ranking:
-        """All hosts that can take the request now, best first; the list may be empty. runs: of the round it is made
+        """All hosts that can take the request now, best first; the list may be empty. batching: of the round it is made
         for. among: no others than these rows of placement.
         """
         left = self._passing(spec, explain=False)
@@ -250,7 +250,7 @@ class Selector:
             funnel,
             shuffle=self.config.shuffle_best_same_weighed_hosts,
             rng=rng,
-            runs=runs,
+            batching=batching,
         )
 
     def passing(self, spec: RequestSpec) -> HostsView:
@@ -264,8 +264,8 @@ class Selector:
         out = {row: rows[row] for row in left.view.rows.tolist() if row in rows}
         if out:
             left.funnel.append(funnel_step("claim", len(left.view), Counter(out.values())))
-            for why in dict.fromkeys(out.values()):
-                left.excluded.append(rejected_roots("claim", why, np.array([row for row in out if out[row] == why])))
+            for code in dict.fromkeys(out.values()):
+                left.excluded.append(rejected_roots("claim", code, np.array([row for row in out if out[row] == code])))
         not_reported = sum(count for s in left.funnel for reason, count in s.rejected.items() if reason == NOT_REPORTED)
         return NoValidHost(tuple(left.funnel), not_reported, excluded=tuple(left.excluded))
 
@@ -279,7 +279,7 @@ class Selector:
         self,
         host_uuid: str,
         allocations: Mapping[str, Mapping[str, int]],
-        shapes: Mapping[str, int],
+        spec_generations: Mapping[str, int],
         service: str = "",
     ) -> Selection:
         """A selection on a host that is in the host table. service: that had it, if none has it any more."""
@@ -291,7 +291,7 @@ class Selector:
             host=self.table.names[at],
             service=service if manager == NO_SERVICE else self.table.services[manager].name,
             allocations={provider: dict(amounts) for provider, amounts in allocations.items()},
-            spec_generations=dict(shapes),
+            spec_generations=dict(spec_generations),
             zone=self.zone_of(host_uuid),
         )
 
@@ -315,7 +315,7 @@ class Selector:
         return self.table.cells[int(self.table.cell[at])]
 
     def name_of(self, host_uuid: str) -> str:
-        """The name that its compute service announces, else that of placement, else that of the decision about it; its
+        """The name that its compute service reports, else that of placement, else that of the decision about it; its
         uuid where nothing names it.
         """
         index, row = self.table.index_of(host_uuid), self.replica.row_of(host_uuid)
@@ -327,7 +327,7 @@ class Selector:
         return host_uuid if decision is None else decision.host
 
     def all_hosts(self) -> HostsView:
-        """Every root of the replica that can be a host, announced or not, without a search."""
+        """Every root of the replica that can be a host, reported or not, without a search."""
         rows = self.replica.rows_of_roots()
         return self._view(rows)
 
@@ -389,8 +389,8 @@ class Selector:
     def reported_in_placement(self) -> Rows:
         """The indexes in the host table of the hosts that the replica has."""
         index = self._index_of(self.replica.rows_of_roots())
-        announced: Rows = index[index != NO_SERVICE]
-        return announced
+        reported: Rows = index[index != NO_SERVICE]
+        return reported
 
     def _index_of(self, rows: Rows) -> Rows:
         """Host table index per row of the replica; computed again only after hosts or roots came or went.
@@ -450,8 +450,8 @@ class HostFiltering:
             return
         self.view = before.subset(passed)
         if self._names:
-            why = [reason for reason, count in rejected.items() if count]
-            self.excluded.append(rejected_roots(step, why[0] if len(why) == 1 else "", before.rows[~passed]))
+            reasons = [reason for reason, count in rejected.items() if count]
+            self.excluded.append(rejected_roots(step, reasons[0] if len(reasons) == 1 else "", before.rows[~passed]))
 
 
 MAX_ASSUMED = 10_000  # choices that count as used at a time

@@ -169,7 +169,7 @@ def messages_to_cell(
     """The messages about a request that has had no event: the command once more if a query would end what it has begun,
     otherwise a query, which begins nothing. at: seconds since the epoch.
 
-    A delete is its own query: nothing revokes it, and its cell carries it out whatever it has forgotten.
+    A delete is its own query: nothing revokes it, and its cell carries it out whatever it has lost.
     """
     build, requested = known.build, known.build_request
     if request.is_action:
@@ -177,13 +177,13 @@ def messages_to_cell(
         return _about_action(known.action, known)
     assert build is not None
     if request.kind == DELETE:
-        return (delete_of(build, begun=True),)
+        return (delete_of(build, may_have_started=True),)
     assert requested is not None
     return (build_query(requested, build, at, config),)
 
 
 def _about_action(action: RecordedAction, known: ActionContext) -> tuple[Message, ...]:
-    """Of an instance that is to be deleted, or is, its delete ends the action: a cell that was set back to the middle
+    """Of an instance that is to be deleted, or is, its delete ends the action: a cell that was restored to the middle
     of the move would wait for ever, with no machine. Where the instance has to arrive first, the delete follows it.
     """
     command, build = None if action.transfer is None else action.transfer.command, known.build
@@ -192,21 +192,21 @@ def _about_action(action: RecordedAction, known: ActionContext) -> tuple[Message
     )
     if build is None:
         return (command or query,)
-    if command is not None:  # the instance may have had more announcements since
+    if command is not None:  # the instance may have had more events since
         command = replace(command, sequence=build.sequence)
     if build.state not in DELETE_REQUESTED:
         return (command or query,)
     if isinstance(command, CellAction):
-        return command, delete_of(build, begun=False)
-    return delete_of(build, begun=True), query
+        return command, delete_of(build, may_have_started=False)
+    return delete_of(build, may_have_started=True), query
 
 
 def silence(watched: Watched, now_s: float, *, known: bool) -> tuple[str, str]:
     """The code and the reason of a request of which no event arrives. known: whether this deployment has its cell."""
     cell = watched.seen.cell
-    code, why = (
+    code, reason = (
         (CELL_SILENT, f"nothing is received of it from cell {cell}")
         if known
         else (CELL_UNKNOWN, f"there is no cell {cell} in this scheduler's settings")
     )
-    return code, f"{why}: queried {watched.unanswered} times in {now_s - watched.since_s:.0f} s"
+    return code, f"{reason}: queried {watched.unanswered} times in {now_s - watched.since_s:.0f} s"

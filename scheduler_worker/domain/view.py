@@ -94,7 +94,7 @@ class HostsView(Struct, eq=False):
 
     @property
     def known(self) -> Mask:
-        """Whether a compute service has announced the host, so that its cell is known."""
+        """Whether a compute service has reported the host, so that its cell is known."""
         return self.index >= 0
 
     @property
@@ -152,7 +152,7 @@ class HostsView(Struct, eq=False):
         return self.metrics.values(name, self.index)
 
     def attribute(self, key: str) -> list[str | None]:
-        """The value of one announced attribute per host."""
+        """The value of one reported attribute per host."""
         attributes = self.table.attributes
         return [attributes[at].get(key) for at in self.index.tolist()]
 
@@ -183,7 +183,7 @@ class HostsView(Struct, eq=False):
         return has
 
     def host(self, position: int) -> HostView:
-        """One host of a view of announced hosts."""
+        """One host of a view of reported hosts."""
         at = int(self.index[position])
         row = int(self.rows[position])
         mine = set(self.replica.aggregates_of(row))
@@ -385,11 +385,15 @@ def options_on(replica: Replica, spec: RequestSpec, row: int, *, limit: int) -> 
 
 
 def find_matching_option(
-    replica: Replica, spec: RequestSpec, row: int, held: Mapping[str, Mapping[str, int]], *, key: str
+    replica: Replica, spec: RequestSpec, row: int, allocations: Mapping[str, Mapping[str, int]], *, key: str
 ) -> ClaimOption | None:
     """The way in which what a consumer holds satisfies the request (`matching_option`). Raises QueryTooWide."""
-    found = matching_option(replica, spec.query, row, held, key=key)
-    return found if found or spec.otherwise is None else matching_option(replica, spec.otherwise, row, held, key=key)
+    found = matching_option(replica, spec.query, row, allocations, key=key)
+    return (
+        found
+        if found or spec.otherwise is None
+        else matching_option(replica, spec.otherwise, row, allocations, key=key)
+    )
 
 
 def member_capacity(members: Sequence[Query], view: HostsView) -> Rows:

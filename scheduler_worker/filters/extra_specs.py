@@ -66,7 +66,7 @@ CAPABILITIES = "capabilities"
 
 
 class ComputeCapabilitiesFilter:
-    """Compares `capabilities:` and un-scoped extra specs with the host's announced attributes.
+    """Compares `capabilities:` and un-scoped extra specs with the host's reported attributes.
 
     As in Nova: a host without an attribute is rejected where the key has the scope, and passes where it has none.
     Flavors carry un-scoped keys that are meant for a driver or for another filter.
@@ -81,10 +81,10 @@ class ComputeCapabilitiesFilter:
         scoped, unscoped = scoped_specs(spec.extra_specs, CAPABILITIES), unscoped_specs(spec.extra_specs)
         required = [(*item, False) for item in scoped.items()] + [(*item, True) for item in unscoped.items()]
         for key, value, may_lack in required:
-            # Hosts announce the same few values, so each distinct value is compared once.
+            # Hosts report the same few values, so each distinct value is compared once.
             words = view.attribute(key)
-            verdicts = {word: may_lack if word is None else matches(word, value) for word in set(words)}
-            mine = np.array([verdicts[word] for word in words], dtype=np.bool_)
+            results = {word: may_lack if word is None else matches(word, value) for word in set(words)}
+            mine = np.array([results[word] for word in words], dtype=np.bool_)
             rejected[f"capability.{key}"] += int(np.count_nonzero(passed & ~mine))
             passed &= mine
         return FilterResult(passed, {reason: count for reason, count in rejected.items() if count} or NONE_REJECTED)

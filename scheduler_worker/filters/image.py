@@ -52,7 +52,7 @@ class AggregateImagePropertiesIsolation:
 
 # The properties of an image, in the order of a host's triples.
 PROPERTIES = ("hw_architecture", "img_hv_type", "hw_vm_mode")
-# The attributes that a host announces: `architecture/hypervisor/mode` triples, comma-separated, in which ANY is each;
+# The attributes that a host reports: `architecture/hypervisor/mode` triples, comma-separated, in which ANY is each;
 # the version of its hypervisor, a number with three digits a part (8002000: 8.2.0); how wide its addresses are.
 SUPPORTED = "supported_instances"
 ANY = "*"
@@ -68,11 +68,11 @@ _COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 class ImagePropertiesFilter:
-    """Compares the image's architecture, hypervisor type and VM mode with those that the host announces.
+    """Compares the image's architecture, hypervisor type and VM mode with those that the host reports.
 
     As in Nova: one triple must have all properties of the image. An image without them runs anywhere; an image with
-    them does not run on a host that announces nothing. For an image with one of them the hypervisor's version and the
-    width of addresses count as well, on a host that announces these.
+    them does not run on a host that reports nothing. For an image with one of them the hypervisor's version and the
+    width of addresses count as well, on a host that reports these.
     """
 
     name: ClassVar[str] = "ImagePropertiesFilter"
@@ -83,15 +83,15 @@ class ImagePropertiesFilter:
         return any(spec.image_properties.get(key) for key in PROPERTIES)
 
     def reads_image_property(self, name: str, membership: Membership) -> bool:
-        """Whether hosts announce it."""
+        """Whether hosts report it."""
         return name in (*PROPERTIES, WANTED_VERSION, WANTED_BITS)
 
     def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
-        """Hosts announce the same few lists, so each distinct one is compared once."""
+        """Hosts report the same few lists, so each distinct one is compared once."""
         requested = [spec.image_properties.get(key, "").lower() for key in PROPERTIES]
         words = view.attribute(SUPPORTED)
-        verdicts = {word: supports(word, requested) for word in set(words)}
-        passed = np.array([verdicts[word] for word in words], dtype=np.bool_)
+        results = {word: supports(word, requested) for word in set(words)}
+        passed = np.array([results[word] for word in words], dtype=np.bool_)
         if wanted := spec.image_properties.get(WANTED_VERSION):
             passed &= _each(view.attribute(VERSION), lambda has: is_version(has, wanted))
         if (bits := spec.image_properties.get(WANTED_BITS, "")[:MAX_RANGE]).isdecimal():
@@ -100,18 +100,18 @@ class ImagePropertiesFilter:
 
 
 def _each(values: Sequence[str | None], suits: Callable[[str], bool]) -> Mask:
-    """Per host, whether what it announces suits; a host that announces nothing does."""
-    verdicts = {value: suits(value) for value in set(values) if value}
-    return np.array([verdicts.get(value or "", True) for value in values], dtype=np.bool_)
+    """Per host, whether what it reports suits; a host that reports nothing does."""
+    results = {value: suits(value) for value in set(values) if value}
+    return np.array([results.get(value or "", True) for value in values], dtype=np.bool_)
 
 
-def is_version(announced: str, wanted: str) -> bool:
+def is_version(reported: str, wanted: str) -> bool:
     """Whether a version is in the range that an image requests (">=2.6, <9"); a range that cannot be read has none."""
-    if not announced.isdecimal():
+    if not reported.isdecimal():
         return True
     if len(wanted) > MAX_RANGE:
         return False
-    number = int(announced)
+    number = int(reported)
     have = [number // 1_000_000, number // 1000 % 1000, number % 1000, 0]
     for part in wanted.split(","):
         found = _PREDICATE.fullmatch(part.strip())
@@ -123,9 +123,9 @@ def is_version(announced: str, wanted: str) -> bool:
     return True
 
 
-def supports(announced: str | None, requested: list[str]) -> bool:
-    """Whether one of the announced triples has everything that is required (an empty string requires nothing)."""
-    triples = [[word.strip().lower() for word in triple.split("/")] for triple in (announced or "").split(",")]
+def supports(reported: str | None, requested: list[str]) -> bool:
+    """Whether one of the reported triples has everything that is required (an empty string requires nothing)."""
+    triples = [[word.strip().lower() for word in triple.split("/")] for triple in (reported or "").split(",")]
     return any(
         len(triple) == len(requested)
         and all(want in ("", have) or have == ANY for have, want in zip(triple, requested, strict=True))

@@ -1,4 +1,4 @@
-"""Does the host take builds of the request's project: by its own word, or by its aggregates?"""
+"""Does the host take builds of the request's project: by its own report, or by its aggregates?"""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> W
     selector = _selector(table, scheduler)
     nova_state = NovaState(table)
     rest, cells = NovaRest(config.api, clock=env.clock, setting="nova.api"), cells_of(config.api, env.clock)
-    keeper = NovaStatePoller(rest, nova_state, table, cells=cells, config=config.api, clock=env.clock)
+    poller = NovaStatePoller(rest, nova_state, table, cells=cells, config=config.api, clock=env.clock)
     follower = Follower(api, selector.replica, process=env.process, clock=env.clock)
     claims: ClaimPort = BusClaims(api, timeout_s=scheduler.claim_timeout_s)
     claims = GrantedClaims(claims) if config.shadow else claims
@@ -76,7 +76,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> W
         placer,
         selector,
         nova_state,
-        keeper,
+        poller,
         follower,
         configure=partial(configure, selector, nova_state, scheduler),
         notifier=notifier,
@@ -97,7 +97,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> W
     service.add_resource(None, rest.close)
     service.add_task("nova notifications", notifier.run)
     service.add_task("nova calls told", calls.run)
-    for name, ready, run in (("replica", follower.ready, follower.run), ("nova state", keeper.first, keeper.run)):
+    for name, ready, run in (("replica", follower.ready, follower.run), ("nova state", poller.first, poller.run)):
         service.add_task(name, run)
         service.add_preparation(ready.wait)
         service.add_check(name, ready.is_set)

@@ -169,5 +169,5 @@ class DatabaseCells:
         return {str(host): uuids[cell] for host, cell in found if cell in uuids}, disabled
 
 
-def _unusable(why: str) -> SettingsError:
-    return SettingsError("nova.cells_database", f"nova.api.cells_database cannot be used: {why}")
+def _unusable(reason: str) -> SettingsError:
+    return SettingsError("nova.cells_database", f"nova.api.cells_database cannot be used: {reason}")

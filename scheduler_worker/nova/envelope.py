@@ -287,20 +287,20 @@ def _inflated(body: bytes, compression: str) -> bytes:
     return plain
 
 
-def _unread(body: bytes, why: CallUnreadable) -> Call:
+def _unread(body: bytes, refused: CallUnreadable) -> Call:
     """Of a call that cannot be read, whom to answer, by the end of its body, which of one beyond the bound is there,
     too: oslo.messaging writes the ids after the arguments. Raises CallUnreadable: nobody.
     """
     end = body[-END_BYTES:]
     found = {key: _last(end, key) for key in ("_msg_id", "_reply_q", "_unique_id")}
     if not found["_msg_id"] or not found["_reply_q"].startswith(REPLY_QUEUES):
-        raise CallUnreadable(why.reason)
+        raise CallUnreadable(refused.reason)
     return Call(
         method="",
         reply_queue=found["_reply_q"],
         message_id=found["_msg_id"],
         unique_id=found["_unique_id"],
-        unread=why.code,
+        unread=refused.code,
     )
 
 

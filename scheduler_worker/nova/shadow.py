@@ -219,22 +219,22 @@ class ShadowingForwarder:
         begun_s = self._clock.monotonic()
         try:
             async with asyncio.timeout(DECIDE_S):
-                ours = await self._decided(call)
-            ours = replace(ours, took_s=self._clock.monotonic() - begun_s)
+                own = await self._decided(call)
+            own = replace(own, took_s=self._clock.monotonic() - begun_s)
             body, took_s = await answer
             stock = replace(answer_of(parse_outcome(body)), took_s=took_s)
             async with asyncio.timeout(DECIDE_S):
-                rule = await self._destinations.broken_rule(call, stock.hosts) if ours.is_decided else ""
+                rule = await self._destinations.broken_rule(call, stock.hosts) if own.is_decided else ""
         except Exception as error:  # of a decision that nobody waits for
             self._count(Difference.FAILED)
             code = getattr(error, "code", "") or type(error).__name__
             log.warning("nova.shadow_failed", code=code, reason=str(error), request_id=call.request_id)
             return
-        self._report(call, ours, stock, rule)
+        self._report(call, own, stock, rule)
 
-    def _report(self, call: Call, ours: SchedulerAnswer, stock: SchedulerAnswer, rule: str) -> None:
-        self._count(difference := difference_of(ours, stock, rule))
-        SHADOW_S.labels("berth").observe(ours.took_s)
+    def _report(self, call: Call, own: SchedulerAnswer, stock: SchedulerAnswer, rule: str) -> None:
+        self._count(difference := difference_of(own, stock, rule))
+        SHADOW_S.labels("berth").observe(own.took_s)
         SHADOW_S.labels("stock").observe(stock.took_s)
         if difference is not Difference.SAME:
             self._recorder.record_difference(
@@ -242,7 +242,7 @@ class ShadowingForwarder:
                 CallCompared(
                     difference=difference.value,
                     instances=tuple(one[:MAX_UUID] for one in _instances(call)[:MAX_NAMED]),
-                    berth=_compared(ours),
+                    berth=_compared(own),
                     stock=_compared(stock),
                     rule=rule[:MAX_REASON],
                     project_id=call.project_id,
@@ -292,20 +292,20 @@ def _compared(decision: SchedulerAnswer) -> ComparedAnswer:
     )
 
 
-def difference_of(ours: SchedulerAnswer, stock: SchedulerAnswer, rule: str) -> Difference:
+def difference_of(own: SchedulerAnswer, stock: SchedulerAnswer, rule: str) -> Difference:
     """rule: that the stock scheduler's choice breaks."""
     if not stock.is_decided:
         return Difference.STOCK_FAILED
-    if not ours.is_decided:
+    if not own.is_decided:
         return Difference.UNDECIDED
     if rule:
         return Difference.RULE_BROKEN
     # Alike instances of one call are interchangeable.
-    if sorted(ours.hosts) == sorted(stock.hosts):
+    if sorted(own.hosts) == sorted(stock.hosts):
         return Difference.SAME
-    if ours.hosts and stock.hosts:
+    if own.hosts and stock.hosts:
         return Difference.OTHER_HOST
-    return Difference.WOULD_FIT if ours.hosts else Difference.WOULD_FAIL
+    return Difference.WOULD_FIT if own.hosts else Difference.WOULD_FAIL
 
 
 def _instances(call: Call) -> list[str]:

@@ -210,9 +210,9 @@ class MemoryBuilds(UnitStore):
         for one in actions:
             if one.instance_uuid in instances:
                 found.setdefault(one.instance_uuid, []).append(one)
-        newest = {uuid: theirs[:MAX_EXAMINED] for uuid, theirs in found.items()}
+        newest = {uuid: recorded[:MAX_EXAMINED] for uuid, recorded in found.items()}
         taken = {uuid: [one for one in them if one.state is not ActionState.REFUSED] for uuid, them in newest.items()}
-        return {uuid: theirs[:limit] for uuid, theirs in taken.items() if theirs}
+        return {uuid: recorded[:limit] for uuid, recorded in taken.items() if recorded}
 
     async def requests_of(self, instances: Sequence[str]) -> list[NewBuild]:
         """A scan."""

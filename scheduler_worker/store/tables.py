@@ -72,7 +72,7 @@ IS_MAYBE_HOSTLESS = f"instance::json ->> 'condition' IN ({in_list(MAY_HAVE_NO_HO
 # request: the message as it came, and digest: a digest of it. A repeat is distinguished from a clash, and a decision
 # can be run again. timeline: JSON lines, which one statement appends to without reading; the oldest go (`APPENDED`).
 # claim_owner: names this row to placement; a scheduler claims and releases by it.
-# attempt: that holds the claim, as the cell has announced it last (0: none was claimed).
+# attempt: that holds the claim, as the cell has reported it last (0: none was claimed).
 # gang: the request that several were made by, gang_min_count: how many of them start together at least.
 # instance: JSON, what the instance has become since its build (NULL: it is as it was built). sequence: of its newest
 # event, of the build or of a later request.
@@ -126,7 +126,7 @@ instance_actions = Table(
 
 # What operators define at run time, decisions about hosts included (bus.contracts.objects). body: JSON; version: the
 # revision that it was last changed in. The one row of objects_revision is the lock of every change. token: made anew
-# with each revision, because a database that was set back gives a number again.
+# with each revision, because a database that was restored gives a number again.
 objects_revision = Table(
     "objects_revision",
     METADATA,

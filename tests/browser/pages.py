@@ -180,7 +180,7 @@ def now_shows_what_happens(person: Person) -> None:
     for _ in range(3):
         person.boot()
     person.until("a latency is shown", lambda: "none yet" not in person.text(".tiles"))
-    for tile in ("Latency p95", "Lost claims a second", "Retries a second", "Messages waiting", "Dead letters"):
+    for tile in ("Latency p95", "Failed claims a second", "Retries a second", "Messages waiting", "Dead letters"):
         expect(f"{tile} is shown", tile in person.text(".tiles"))
     for role in ("scheduler", "placement", "conductor", "compute"):
         person.until(f"the {role} workers are counted", lambda role=role: role in person.text("#workers"))

@@ -124,7 +124,7 @@ class Placement:
             self.call("DELETE", f"/resource_classes/{name}")
 
     def make(self, state: dict[str, Any]) -> None:
-        """Make a state in an empty book. Raises Wrong when it does not come out equal."""
+        """Make a state in an empty placement. Raises Wrong when it does not come out equal."""
         for name in state["classes"]:
             self.call("PUT", f"/resource_classes/{name}")
         for name in state["traits"]:
@@ -215,7 +215,7 @@ def run_file(name: str, suite: dict[str, Any], url: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def berth_with(command: list[str], settings: dict[str, dict[str, str]], check: str | None) -> Iterator[str]:
-    """A berth with an empty book of its own and these oslo settings, for as long as the block runs."""
+    """A berth with an empty placement of its own and these oslo settings, for as long as the block runs."""
     with tempfile.TemporaryDirectory(prefix="berth-conformance-") as folder:
         conf = configparser.ConfigParser()
         conf.read_dict({"api": {"auth_strategy": "noauth2"}, **settings})
@@ -266,7 +266,7 @@ def main() -> int:
     parser.add_argument("--berth", required=True, help="the berth command")
     parser.add_argument("--json", type=Path, help="write passed, failed, total and files there")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="just these files, by name without .yaml")
-    parser.add_argument("--memory", action="store_true", help="against a book in memory instead of PostgreSQL")
+    parser.add_argument("--memory", action="store_true", help="against a placement in memory instead of PostgreSQL")
     options = parser.parse_args()
     command = [options.berth, "placement", "serve", "--memory" if options.memory else "--scratch"]
     logging.disable()

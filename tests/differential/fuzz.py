@@ -45,7 +45,7 @@ class Pair:
         self.statuses: collections.Counter[int] = collections.Counter()
         self.wordings: dict[str, dict[str, Any]] = {}
         self.worded_alike = 0
-        self.parted = False  # one has written what the other has refused, on purpose: the books now differ
+        self.parted = False  # one has written what the other has refused, on purpose: the placements now differ
 
     def send(self, call: Call) -> tuple[int, Any, list[str]]:
         """The real one's status and data, and what differs in berth's."""
@@ -101,7 +101,7 @@ class Pair:
             self.wordings.setdefault(key, {"call": call.to_json(), "real": real[:600], "berth": ours[:600]})
 
     def books(self) -> list[str]:
-        """The differences between the two books."""
+        """The differences between the two states."""
         real, ours = without_order(self.real.state()), without_order(self.ours.state())
         return [
             f"book: {kind} {key}: {json.dumps(real[kind].get(key))} / {json.dumps(ours[kind].get(key))}"
@@ -111,7 +111,7 @@ class Pair:
         ]
 
     def wipe(self) -> None:
-        """Two empty books."""
+        """Two empty placements."""
         self.real.wipe()
         self.ours.wipe()
         self.parted = False

@@ -59,7 +59,7 @@ class Generator:
         self.world = World()
 
     def next(self) -> Call:
-        """A request: the first ones make a book, the others do anything."""
+        """A request: the first ones make a placement, the others do anything."""
         rng = self._rng
         if self.world.sent < BUILD_CALLS:
             return self._build()

@@ -34,16 +34,16 @@ DELETE_EMPTY_CONSUMERS = "DELETE FROM consumers WHERE uuid NOT IN (SELECT consum
 
 
 class Server:
-    """A Placement API, real or ours. book: the real one's SQLite file."""
+    """A Placement API, real or ours. database: the real one's SQLite file."""
 
-    def __init__(self, client: httpx.Client, book: Path | None = None) -> None:
+    def __init__(self, client: httpx.Client, database: Path | None = None) -> None:
         self._client = client
-        self._book = book
+        self._database = database
 
     def delete_empty_consumers(self) -> None:
         """Repair what the real Placement leaves behind."""
-        assert self._book is not None
-        with contextlib.closing(sqlite3.connect(self._book)) as connection, connection:
+        assert self._database is not None
+        with contextlib.closing(sqlite3.connect(self._database)) as connection, connection:
             connection.execute(DELETE_EMPTY_CONSUMERS)
 
     def send(self, call: Call, body: Any = None) -> httpx.Response:
@@ -115,7 +115,7 @@ class Server:
 
 @contextlib.contextmanager
 def real_application() -> Iterator[tuple[Any, Path]]:
-    """The installed openstack-placement as a WSGI application over SQLite, and the file that its book is in."""
+    """The installed openstack-placement as a WSGI application over SQLite, and the file of its database."""
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="placement-") as folder:
         config = cfg.ConfigOpts()
@@ -132,15 +132,15 @@ def real_application() -> Iterator[tuple[Any, Path]]:
 @contextlib.contextmanager
 def real_placement() -> Iterator[Server]:
     """The installed openstack-placement, called directly."""
-    with real_application() as (application, book):
+    with real_application() as (application, database):
         transport = httpx.WSGITransport(app=application, raise_app_exceptions=False)
         with httpx.Client(transport=transport, base_url="http://127.0.0.1") as client:
-            yield Server(client, book)
+            yield Server(client, database)
 
 
 @contextlib.contextmanager
 def berth(command: str, **database: str) -> Iterator[Server]:
-    """A berth with an empty book of its own, or with the one that DATABASE_URL names."""
+    """A berth with an empty placement of its own, or with the one that DATABASE_URL names."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     env = {name: value for name, value in os.environ.items() if not name.startswith("OS_")}

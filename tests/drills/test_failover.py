@@ -62,7 +62,7 @@ def cluster(joined: BrokerCluster) -> BrokerCluster:
 
 def test_a_node_joins_though_its_own_start_has_not_returned() -> None:
     """RabbitMQ answers a second start with `ok` then, and starts nothing: the node stayed stopped."""
-    with RabbitMQ() as first, RabbitMQ(beside=first) as second:
+    with RabbitMQ() as first, RabbitMQ(peer=first) as second:
         second.evaluate("catch unregister(rabbit_boot), register(rabbit_boot, spawn(fun() -> timer:sleep(3000) end)).")
         second.join()
         BrokerCluster((first, second)).make_whole()

@@ -145,7 +145,7 @@ class Amqp:
             else:
                 must(read.reason is not None and len(read.reason) <= MAX_REASON, "a reason beyond its bound")
                 must(read.code.startswith("message.") or read.code == FORBIDDEN, f"a code that is none: {read.code}")
-                outgoing = self._letter(queue, delivery, read)
+                outgoing = self._dead_letter(queue, delivery, read)
             self._check_travels(channels.properties_of(outgoing, outgoing.reply_to), outgoing)
             must(is_text(shown(read.meta.id)) and is_text(shown(read.meta.cause)), "what is logged is no text")
 
@@ -160,7 +160,7 @@ class Amqp:
                 "what was read alone is refused among others",
             )
 
-    def _letter(self, queue: str, delivery: RabbitDelivery, bad: Malformed) -> Outgoing:
+    def _dead_letter(self, queue: str, delivery: RabbitDelivery, bad: Malformed) -> Outgoing:
         packed = Packed(bad.body, bad.meta, delivery.type or "")
         headers = {**headers_of(bad.meta), "berth-reason": bad.reason, "berth-key": shown(published_key(delivery))}
         return Outgoing(

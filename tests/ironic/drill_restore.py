@@ -131,7 +131,7 @@ class Metal:
         assert not (done["doubled"] or done["unsound"] or done["over_capacity"]), done
 
     async def agrees(self, nodes: Mapping[str, str], before: Mapping[str, dict[str, Any]]) -> None:
-        """Nodes are as they were; their marks and lessees are those of the records."""
+        """Nodes are as they were; their tags and lessees are those of the records."""
         assert await self.carried() == before, "an audit changes no node"
         facts = await gather(self.it.site)
         assert {one.instance_uuid: one.host_uuid for one in facts.instances if one.state == "active"} == nodes

@@ -163,18 +163,18 @@ async def test_a_protected_node_is_kept_until_its_operator_unsets_it(metal: Real
     await metal.offered(node)
     request = metal.request(host=node)
     assert (await metal.boot(request))[0].state == "active"
-    why = "the ledger is on it"
+    reason = "the ledger is on it"
     await metal.nodes.patch(
         node,
         {"op": "replace", "path": "/protected", "value": True},
-        {"op": "replace", "path": "/protected_reason", "value": why},
+        {"op": "replace", "path": "/protected_reason", "value": reason},
     )
     await metal.client.delete([await metal.record(request.instance_uuid)], retry_for_s=WAIT_S)
 
     async def is_deleting() -> bool:
         record = await metal.record(request.instance_uuid)
         lines = [line.detail for line in record.timeline if line.what == "deleting"]
-        return record.state is BuildState.DELETING and record.code == "destroy.protected" and why in lines[-1]
+        return record.state is BuildState.DELETING and record.code == "destroy.protected" and reason in lines[-1]
 
     await until(is_deleting)
     assert (await metal.nodes.get(node))["provision_state"] == "active"

@@ -92,7 +92,7 @@ def named_nodes(term: str) -> list[str]:
 def broker_cluster() -> Iterator[BrokerCluster]:
     """Three nodes, joined, for as long as the block runs."""
     with RabbitMQ() as first, ThreadPoolExecutor(NODES) as pool, contextlib.ExitStack() as others:
-        nodes = [RabbitMQ(beside=first) for _ in range(NODES - 1)]
+        nodes = [RabbitMQ(peer=first) for _ in range(NODES - 1)]
         for node in nodes:
             others.callback(node.stop)
         for started in [pool.submit(node.start) for node in nodes]:

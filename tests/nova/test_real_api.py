@@ -133,7 +133,7 @@ class Kept:
         self.rest = NovaRest(
             config_of(cloud.url, {"OS_TOKEN": f"admin:{PROJECT}"}), clock=SystemClock(), setting="nova"
         )
-        self.keeper = NovaStatePoller(
+        self.poller = NovaStatePoller(
             self.rest,
             self.facts,
             self.table,
@@ -156,7 +156,7 @@ class Kept:
 async def kept(cloud: Cloud) -> AsyncIterator[Kept]:
     made = Kept(cloud)
     try:
-        await made.keeper.ask([])
+        await made.poller.ask([])
         yield made
     finally:
         await made.rest.close()
@@ -169,7 +169,7 @@ async def test_hosts_are_up_down_disabled_as_nova_has_them(cloud: Cloud) -> None
         assert {node.hypervisor_type for node, _ in nodes} == {"fake"}
         assert {node.cpu_info["arch"] for node, _ in nodes} == {"x86_64"}
         roots = [node.uuid for node, _ in nodes]
-        assert await world.keeper.ask(roots) is True, "hosts that the book has and nothing has announced"
+        assert await world.poller.ask(roots) is True, "hosts that the book has and nothing has announced"
         assert world.states() == dict.fromkeys(HOSTS, (True, True))
         assert {world.facts.cell_of(root) for root in roots} == set(cloud.cells.values())
         assert await world.rest.node("00000000-0000-4000-8000-000000000001") is None
@@ -185,8 +185,8 @@ async def test_hosts_are_up_down_disabled_as_nova_has_them(cloud: Cloud) -> None
 
 
 async def _asked(world: Kept) -> bool:
-    world.keeper._read_s = 0.0  # not a second later
-    return await world.keeper.ask()
+    world.poller._read_s = 0.0  # not a second later
+    return await world.poller.ask()
 
 
 async def test_pages_of_one_node(cloud: Cloud) -> None:
@@ -201,7 +201,7 @@ async def test_aggregates_zones_and_servers(cloud: Cloud) -> None:
     made = cloud.aggregate("rack-1", ("host1", "host3.example.org"), zone="east", ssd="true")
     server = cloud.boot("host2")
     async with kept(cloud) as world:
-        await world.keeper.ask([node.uuid for node, _ in await world.rest.nodes()])
+        await world.poller.ask([node.uuid for node, _ in await world.rest.nodes()])
         (rack,) = [one for one in world.facts.aggregates() if one.name == "rack-1"]
         assert rack.metadata == {"availability_zone": "east", "ssd": "true"}
         named = world.facts.membership().named[rack.uuid]
@@ -211,10 +211,10 @@ async def test_aggregates_zones_and_servers(cloud: Cloud) -> None:
             one["nova_object.data"]["name"] for one in casts["aggregates"]["nova_object.data"]["objects"]
         )
         before = world.facts.version
-        assert world.keeper.apply_cast("update_aggregates", {"aggregates": casts["aggregates"]})
+        assert world.poller.apply_cast("update_aggregates", {"aggregates": casts["aggregates"]})
         assert world.facts.version == before, "as the API has them"
         given = {"host_name": "host2", "instance_info": casts["instance_info"]}
-        assert world.keeper.apply_cast("update_instance_info", given)
+        assert world.poller.apply_cast("update_instance_info", given)
         assert await world.rest.task_of(server) == "" and await world.rest.task_of(str(uuid4())) is None
         for host in ("host1", "host3.example.org"):
             cloud.call("POST", f"/os-aggregates/{made}/action", {"remove_host": {"host": host}})

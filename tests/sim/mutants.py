@@ -132,7 +132,7 @@ def alternates_claimed_twice() -> AbstractContextManager[Any]:
             return replace(message, attempt=message.attempt + int(instance.deadline or 0) % 2)
         return message
 
-    return patch("cell_conductor.engine.question_of", wanted)
+    return patch("cell_conductor.engine.awaited_request_of", wanted)
 
 
 def duplicate_event_applied() -> AbstractContextManager[Any]:

@@ -48,7 +48,7 @@ def alternates_without_their_group() -> AbstractContextManager[Any]:
         message = requested(instance)
         return replace(message, server_group=None) if isinstance(message, Claim) else message
 
-    return patch("cell_conductor.engine.question_of", wanted)
+    return patch("cell_conductor.engine.awaited_request_of", wanted)
 
 
 def alternates_without_limits() -> AbstractContextManager[Any]:
@@ -59,7 +59,7 @@ def alternates_without_limits() -> AbstractContextManager[Any]:
         message = requested(instance)
         return replace(message, limits={}) if isinstance(message, Claim) else message
 
-    return patch("cell_conductor.engine.question_of", wanted)
+    return patch("cell_conductor.engine.awaited_request_of", wanted)
 
 
 def living_members_forgotten() -> AbstractContextManager[Any]:

@@ -148,12 +148,12 @@ STARTED = BuildRecord(
 @pytest.mark.parametrize(("deletes", "breaks"), [((), True), (MEMBERS[:1], False), (MEMBERS[3:4], True)])
 def test_a_member_that_was_deleted_after_its_claim_was_started(deletes: list[str], *, breaks: bool) -> None:
     """Two of five were claimed, and the client deleted one of them before it was sent to a cell (seed 1795404029)."""
-    book = MemoryPlacementTable(SystemClock())
-    watch = GangWatch(book, ())
+    placement = MemoryPlacementTable(SystemClock())
+    watch = GangWatch(placement, ())
     watch.requested(MEMBERS, 2)
     for uuid in MEMBERS[:2]:
         consumer = ConsumerState(1, 1, "red", "u", "INSTANCE", {HOST: {"VCPU": 1}})
-        book.consumers[uuid] = ConsumerRow(consumer, None, 0.0, 0.0)
+        placement.consumers[uuid] = ConsumerRow(consumer, None, 0.0, 0.0)
     watch()
     for uuid in deletes:
         watch.deleted(uuid)

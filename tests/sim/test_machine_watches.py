@@ -344,7 +344,9 @@ async def test_a_machine_from_before_a_recovery_may_run_in_quarantine(
     """
     stage = Stage()
     Fleet.put(stage.fleet, stage.host, machine(stage.host, attempt))
-    record = instance(State.FAILED, stage.selection(), blocked_reason=reason, proves_from=proves_from, newest=2001)
+    record = instance(
+        State.FAILED, stage.selection(), blocked_reason=reason, proves_from=proves_from, highest_attempt=2001
+    )
     stage.table.instances[INSTANCE] = record
     if quarantined:
         stage.quarantine(attempt)

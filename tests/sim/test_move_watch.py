@@ -71,11 +71,17 @@ class Deployment:
         """A driver starts it. Raises Breach."""
         self.watch.put(self.places[at][1], SimulatedMachine(INSTANCE, attempt, {}, True))
 
-    def moving(self, state: State, kind: ActionKind = ActionKind.MIGRATE, then: State | None = None) -> Instance:
+    def moving(self, state: State, kind: ActionKind = ActionKind.MIGRATE, next_state: State | None = None) -> Instance:
         move = ActionInProgress(request_id=REQUEST, kind=kind, source=self.selection(0), source_attempt=1, spec=SPEC)
         chosen = (self.selection(0), self.selection(1))
         return replace(
-            self.active, state=state, next_state=then, selections=chosen, selection_index=1, attempt=2, action=move
+            self.active,
+            state=state,
+            next_state=next_state,
+            selections=chosen,
+            selection_index=1,
+            attempt=2,
+            action=move,
         )
 
 
@@ -141,7 +147,7 @@ async def test_what_is_refused_is_unchanged(deployment: Deployment) -> None:
     refused = replace(deployment.active, ended=(ended,))
     deployment.watch.instances({INSTANCE: refused})
     with breach("refused_is_unchanged"):  # it is begun after all
-        deployment.watch.instances({INSTANCE: deployment.moving(State.CLAIMING, then=State.PREPARING)})
+        deployment.watch.instances({INSTANCE: deployment.moving(State.CLAIMING, next_state=State.PREPARING)})
     deployment.hold(REQUEST, 1, MIGRATION_TYPE)
     with breach("refused_is_unchanged"):
         deployment.watch.placement()
@@ -184,7 +190,7 @@ def test_a_host_that_is_drained_hands_over_what_it_runs() -> None:
 
 
 async def test_a_migration_whose_move_is_over_owns_nothing(deployment: Deployment) -> None:
-    deployment.watch.instances({INSTANCE: deployment.moving(State.RELEASING, then=State.ACTIVE)})
+    deployment.watch.instances({INSTANCE: deployment.moving(State.RELEASING, next_state=State.ACTIVE)})
     deployment.hold(REQUEST, 0, MIGRATION_TYPE)
     assert any("claims_have_owners" in words for words in deployment.watch.unsettled(set()))
 

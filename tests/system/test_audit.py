@@ -178,7 +178,7 @@ async def test_an_allocation_of_a_deleted_instance_is_released_by_itself_and_no_
     await watched.two_looks()
     proven = chosen(AuditSettings(orphaned="repair"), watched.confirmed.proven)
     assert [one.subject for one in proven] == [ended] and chosen(AuditSettings(), proven) == []
-    done = await release_ended(watched.place, list(watched.confirmed.found.values()), who="audit of ann")
+    done = await release_ended(watched.place, list(watched.confirmed.found.values()), actor="audit of ann")
     proof = f"deleted by the schedulers' record and in {CELL}, and no host runs it"
     assert done == [f"{ended}: released ({proof})"]
     await watched.until(("orphaned", ended), gone=True)
@@ -189,7 +189,7 @@ async def test_an_allocation_of_a_deleted_instance_is_released_by_itself_and_no_
     assert (entry.name, entry.actor, entry.reason) == (ended, "audit of ann", "audit.orphaned = repair")
     assert entry.before is not None and entry.before["proof"] == proof
     assert entry.before["held"] == {home: {"VCPU": 1}}
-    assert await release_ended(watched.place, proven, who="audit of ann") == [], "the proof is read again each time"
+    assert await release_ended(watched.place, proven, actor="audit of ann") == [], "the proof is read again each time"
     # A decision afterwards is under the next revision: the repair has taken one.
     change = ObjectChange(kind=ObjectKind.QUOTA, name="q", body={"limits": {"VCPU": 1}})
     made = await watched.client.bus.request(
@@ -338,4 +338,4 @@ async def test_item_28_a_service_that_died_with_its_conductor_is_named() -> None
         await system.in_process.kill(f"conductor-{CELL}")
         await system.kill_compute(f"{CELL}-c1")
         (down,) = (await gather(place)).down
-    assert (down.cell, down.service, down.why) == (CELL, f"{CELL}-c1", "it did not answer within 8 s")
+    assert (down.cell, down.service, down.reason) == (CELL, f"{CELL}-c1", "it did not answer within 8 s")

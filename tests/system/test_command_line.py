@@ -1,6 +1,33 @@
 """The command line as a user has it: one `berth up`, every command a process of its own, every mistake a sentence."""
 
 from __future__ import annotations
+from pathlib import Path
+from typing import Any
+from berth.load.record import STAGES
+from berth.load.record import decode
+from berth.trial.embedded.process import free_port
+from berth.trial.worker_processes import NO_TLS
+from berth.trial.worker_processes import WorkerProcesses
+from bus.persistence.database import Database
+from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.report import UnknownMachine
+from cell_conductor.domain.report import UnknownMachineKind
+from cell_conductor.store.postgres_keyed import PostgresKeyed
+from cell_conductor.store.safety import Safety
+from tests.kit.waiting import wait_until
+from tests.system import command_line
+from tests.system.command_line import NO
+from tests.system.command_line import STOP_TIMEOUT_S
+from tests.system.command_line import TIME
+from tests.system.command_line import TIMEOUT_S
+from tests.system.command_line import UNKNOWN
+from tests.system.command_line import UNREACHABLE
+from tests.system.command_line import USAGE
+from tests.system.command_line import Berth
+from tests.system.command_line import boot
+from tests.system.command_line import parked
+from tests.system.command_line import publish
+from tests.system.command_line import timeline_of
 
 import asyncio
 import contextlib
@@ -14,36 +41,10 @@ import sys
 import tempfile
 import time
 import uuid
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from berth.load.record import STAGES, decode
-from berth.trial.embedded.process import free_port
-from berth.trial.worker_processes import NO_TLS, WorkerProcesses
-from bus.persistence.database import Database
-from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.report import UnknownMachine, UnknownMachineKind
-from cell_conductor.store.postgres_keyed import PostgresKeyed
-from cell_conductor.store.safety import Safety
-from tests.kit.waiting import wait_until
-from tests.system import command_line
-from tests.system.command_line import (
-    NO,
-    STOP_TIMEOUT_S,
-    TIME,
-    TIMEOUT_S,
-    UNKNOWN,
-    UNREACHABLE,
-    USAGE,
-    Berth,
-    boot,
-    parked,
-    publish,
-    timeline_of,
-)
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.timeout(600)]
 
@@ -360,7 +361,7 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (USAGE, "no such queue", ("dead-letters", "list", "nope"), {}),
     (USAGE, "there is no bus", ("dead-letters", "list", "scheduler.builds", "--bus", "mars"), {}),
     (USAGE, "there is no bus", ("dead-letters", "list", "--bus", "mars"), {}),
-    (USAGE, "name the letters", ("dead-letters", "replay", "scheduler.requests"), {}),
+    (USAGE, "name the dead letters", ("dead-letters", "replay", "scheduler.requests"), {}),
     (USAGE, "all dead letters", ("dead-letters", "replay", "scheduler.requests", "--all", "--old"), {}),
     (USAGE, "no settings file", ("--config", "missing.toml", "list"), {}),
     (USAGE, "did you mean bus", ("list",), {"BERTH_BUSS__URL": "x"}),
@@ -722,7 +723,7 @@ def test_objects_are_changed_while_everything_runs(berth: Berth) -> None:
     assert berth("quotas", "show", "nobody").status == NO
 
     entries = berth("audit-log", "--name", "cli.tiny", "--json").data
-    assert [(one["who"], one["why"]) for one in entries] == [("eve\nforged", "t")]
+    assert [(one["actor"], one["reason"]) for one in entries] == [("eve\nforged", "t")]
     table = berth("audit-log", "--name", "cli.tiny").out
     assert len(table.splitlines()) <= 4 and "eve\\nforged" in table, "a newline forges no row"
 
@@ -794,7 +795,7 @@ def test_a_file_of_objects_is_applied_all_or_none(berth: Berth) -> None:
         (("quotas", "set", "x", "--remove", "VCPU"), "has no limit of VCPU"),
         (("quotas", "set", "x", "VCPU=1", "--remove", "VCPU"), "is set and removed"),
         (("groups", "set", "a/b", "--max-per-host", "2"), "name --policy"),
-        (("placement", "export", "no/such/place"), "cannot use no/such/place: No such file or directory (book.file)"),
+        (("placement", "export", "no/such/place"), "no/such/place: No such file or directory (placement.file)"),
         (("aggregates", "set", "x", "--uuid", "no"), "no uuid"),
         (("groups", "set", "web", "--policy", "affinity"), "PROJECT/NAME"),
         (("groups", "show", "a/b"), "there is no group 'a/b'"),

@@ -108,7 +108,7 @@ def test_an_offloaded_instance_is_unshelved_in_another_cell_and_comes_back(berth
         checked = berth("check", "--json")
         assert (checked.status, checked.data["at_rest"]) == (0, True), checked.out
     history = berth("show", instance, "--history").out
-    assert history.count("departed") == 2, history
+    assert history.count("transferred") == 2, history
     assert berth("audit").status == 0
 
 
@@ -129,7 +129,7 @@ def test_an_instance_moves_to_another_cell_and_back_and_is_resized_there(berth: 
         assert (refused.status, refused.data["code"]) == (NO, "action.none")
         checked = berth("check", "--json")
         assert (checked.status, checked.data["at_rest"]) == (0, True), checked.out
-    assert berth("show", instance, "--history").out.count("departed") == 3
+    assert berth("show", instance, "--history").out.count("transferred") == 3
     assert berth("audit").status == 0
 
 

@@ -567,8 +567,8 @@ async def test_what_an_agent_publishes_by_an_exchange_of_its_own_is_not_read(
         got: asyncio.Queue[Any] = asyncio.Queue()
         await answers.consume(got.put, no_ack=True)
 
-        def asking(who: str) -> aio_pika.Message:
-            properties = {"type": kind, "reply_to": answers.name, "correlation_id": who}
+        def asking(user: str) -> aio_pika.Message:
+            properties = {"type": kind, "reply_to": answers.name, "correlation_id": user}
             return aio_pika.Message(b"{}", content_type="application/json", **properties)
 
         own = await channel.declare_exchange("compute.evil", "topic", auto_delete=True)

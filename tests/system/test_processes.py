@@ -291,7 +291,7 @@ async def test_one_bad_item_of_a_batch_harms_no_other(client: Client) -> None:
 def update(root: str, *, root_uuid: str | None = None, version: object = 1, **provider: Any) -> bytes:
     report = {"uuid": root, "name": f"host-{root}", **provider}
     return json.dumps(
-        {"source": "test", "version": version, "root_uuid": root_uuid or root, "providers": [report]}
+        {"reporter": "test", "version": version, "root_uuid": root_uuid or root, "providers": [report]}
     ).encode()
 
 
@@ -323,7 +323,7 @@ async def test_a_good_inventory_update_after_the_bad_ones(client: Client) -> Non
     body = update(ROOT, inventories={"CUSTOM_WIDGET": {"total": 3}}, traits=["CUSTOM_FAST"])
     answer = await client.reply(await client.publish(body, key=f"inventory.update.{ROOT}", answer=True))
     assert (answer["type"], answer["outcome"]) == ("inventory.result.v1", "applied")
-    gone = json.dumps({"source": "test", "version": 2, "root_uuid": ROOT}).encode()
+    gone = json.dumps({"reporter": "test", "version": 2, "root_uuid": ROOT}).encode()
     answer = await client.reply(await client.publish(gone, key=f"inventory.update.{ROOT}", answer=True))
     assert answer["outcome"] == "applied"
 

@@ -49,7 +49,7 @@ def test_a_flavor_is_made_used_changed_and_deleted(web: Web) -> None:
         assert code_of(client.get("/api/v1/flavors/m1.http"), 404) == "object.unknown"
         assert code_of(client.delete("/api/v1/flavors/m1.http"), 404) == "object.unknown"
         log = client.get("/api/v1/objects/log", params={"kind": "flavor", "name": "m1.http"}).json()
-        assert [(one["who"], one.get("why", "")) for one in log] == [("op", ""), ("op", "asked for")]
+        assert [(one["actor"], one.get("reason", "")) for one in log] == [("op", ""), ("op", "asked for")]
 
 
 def test_a_change_by_version_is_refused_when_another_came_first(web: Web) -> None:
@@ -75,7 +75,7 @@ def test_a_patch_changes_what_is_named_and_nothing_else(web: Web) -> None:
         found = client.get(path).json()
         assert found["body"] == {"vcpus": 32, "memory_mb": 64, "disk_gb": 3, "extra_specs": {"b": "2"}}
         (entry,) = client.get("/api/v1/objects/log", params={"name": "patched", "limit": 1}).json()
-        assert (entry["who"], entry["why"]) == ("op", "more")
+        assert (entry["actor"], entry["reason"]) == ("op", "more")
         late = {"if_version": str(found["version"] - 1)}
         assert code_of(client.patch(path, params=late, json={"vcpus": 1}), 409) == "object.conflict"
         now = {"if_version": str(found["version"]), "dry_run": "true"}
@@ -155,10 +155,10 @@ def test_aggregates_make_zones_and_rules_are_set(web: Web) -> None:
         assert client.put("/api/v1/rules/default", json={"host_subset_size": 2}).status_code == 200
         assert client.get("/api/v1/rules/default").json()["body"] == {"host_subset_size": 2}
         both = [{"kind": "aggregate", "name": "racks"}, {"kind": "scheduling", "name": "default"}]
-        gone = client.post("/api/v1/objects", json={"changes": both, "why": "over"})
+        gone = client.post("/api/v1/objects", json={"changes": both, "reason": "over"})
         assert gone.status_code == 200 and len(gone.json()["changed"]) == 2, gone.text
         assert client.get("/api/v1/zones").json() == []
-        forged = client.post("/api/v1/objects", json={"changes": both, "who": "another"})
+        forged = client.post("/api/v1/objects", json={"changes": both, "actor": "another"})
         assert code_of(forged, 400) == "request.invalid"
 
 

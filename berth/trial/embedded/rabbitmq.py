@@ -90,7 +90,7 @@ class RabbitMQ(PrivateServer):
 
     Another one made on its directory later goes on with the same node, password and messages. The administrator's user
     name is `berth`, its password random; vhost `/` exists. Only listens on 127.0.0.1. config: lines for rabbitmq.conf,
-    beside ours. beside: another one, with which it can `join` a cluster; that one is started first and stopped last.
+    beside ours. peer: another one, with which it can `join` a cluster; that one is started first and stopped last.
     schedulers: threads that run Erlang's processes (None: one for each processor).
     """
 
@@ -101,32 +101,32 @@ class RabbitMQ(PrivateServer):
         directory: Path | None = None,
         *,
         config: str = "",
-        beside: RabbitMQ | None = None,
+        peer: RabbitMQ | None = None,
         schedulers: int | None = None,
     ) -> None:
         self._scripts = find_scripts()
         super().__init__(directory, "berth-mq-")
         self._config = config
-        self._beside = beside
+        self._peer = peer
         self._schedulers = "" if schedulers is None else f" +S {schedulers}:{schedulers}"
         self._epmd: GuardedProcess | None = None
         self.port = free_port()
         self._distribution_port = free_port()
-        self._epmd_port: int = free_port() if beside is None else beside._epmd_port
+        self._epmd_port: int = free_port() if peer is None else peer._epmd_port
         self._cookie = self._work.path / ".erlang.cookie"
         self._identity = self._work.path / "identity.json"
         self.node: str
         self.password: str
         self.node, self.password = self._known() or (
             f"berth-{uuid.uuid4().hex[:10]}@localhost",
-            secrets.token_urlsafe(18) if beside is None else beside.password,
+            secrets.token_urlsafe(18) if peer is None else peer.password,
         )
 
     def _start(self) -> None:
         if not (self._work.path / "definitions.json").exists():
             self._initialise()
         self._configure()
-        if self._beside is None and (self._epmd is None or not self._epmd.running):
+        if self._peer is None and (self._epmd is None or not self._epmd.running):
             self._start_epmd()
         self._process = GuardedProcess(
             [str(self._scripts / "rabbitmq-server")],
@@ -140,11 +140,11 @@ class RabbitMQ(PrivateServer):
 
     def join(self) -> None:
         """Become a node of the cluster of the broker beside which this one runs; its messages are gone."""
-        assert self._beside is not None, "made with beside="
+        assert self._peer is not None, "made with peer="
         try:
-            self.evaluate(JOIN % self._beside.node)
+            self.evaluate(JOIN % self._peer.node)
         except ServerFailed:  # another version
-            for command in (("stop_app",), ("join_cluster", self._beside.node), ("start_app",)):
+            for command in (("stop_app",), ("join_cluster", self._peer.node), ("start_app",)):
                 self.control(*command)
 
     def _clear(self) -> None:
@@ -270,7 +270,7 @@ class RabbitMQ(PrivateServer):
         home = self._work.path
         cookie = self._cookie
         cookie.touch(mode=0o600)
-        shared = self._beside._cookie if self._beside is not None else None
+        shared = self._peer._cookie if self._peer is not None else None
         cookie.write_text(shared.read_text() if shared is not None else secrets.token_hex(16).upper())
         cookie.chmod(0o400)
         (home / "enabled_plugins").write_text("[].\n")

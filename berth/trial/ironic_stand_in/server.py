@@ -201,8 +201,8 @@ class IronicStandIn:
     async def _validate(self, request: Request) -> Response:
         why = self.pool.invalid.get(self._node(request)["uuid"])
         fine: dict[str, Any] = {"result": True}
-        verdict = fine if why is None else {"result": False, "reason": why}
-        return _answer({"boot": fine, "deploy": verdict, "network": fine, "power": fine, "storage": fine})
+        deploy = fine if why is None else {"result": False, "reason": why}
+        return _answer({"boot": fine, "deploy": deploy, "network": fine, "power": fine, "storage": fine})
 
     async def _vifs(self, request: Request) -> Response:
         attached = self.pool.vifs.setdefault(self._node(request)["uuid"], [])

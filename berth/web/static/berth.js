@@ -149,7 +149,7 @@ async function startFleet() {
   };
   const fill = (host) => {
     if (map.state[host] === "down") return "#b42318";
-    if (map.state[host] === "disabled" || map.state[host] === "not announced") return "#8b949e";
+    if (map.state[host] === "disabled" || map.state[host] === "not reported") return "#8b949e";
     const used = share(host);
     return used === null ? null : shades[Math.round(SHADES * used)]; // null: it has none of this class
   };

@@ -148,7 +148,7 @@ class IronicApi:
         return await self._change("PUT" if on else "DELETE", f"/v1/nodes/{quote(ident, safe='')}/maintenance", body)
 
     async def holder(self, instance: str) -> IronicNode | None:
-        """The node that carries this instance, by Ironic's word; Ironic lets only one. With all its fields."""
+        """The node that carries this instance, by Ironic's record; Ironic lets only one. With all its fields."""
         held = await self.nodes(instance_uuid=instance)
         found = next((node.uuid for node in held if node.instance == instance), None)
         node = None if found is None else await self.node(found)
@@ -162,9 +162,9 @@ class IronicApi:
         reasons = {name: found.get(name) for name in interfaces}
         # `result: null` means that the interface has no result.
         return [
-            f"{name}: {verdict.get('reason') or ''!s}"
-            for name, verdict in reasons.items()
-            if isinstance(verdict, dict) and verdict.get("result") is False
+            f"{name}: {result.get('reason') or ''!s}"
+            for name, result in reasons.items()
+            if isinstance(result, dict) and result.get("result") is False
         ]
 
     async def failures(self, ident: str, since: float) -> builtins.list[str]:

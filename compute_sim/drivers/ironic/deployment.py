@@ -25,14 +25,14 @@ from compute_sim.drivers.ironic.volume import WITHOUT_VOLUMES, Volumes, target_b
 
 log = structlog.get_logger()
 
-# The service whose verdict decides, as in Nova; the others (console, inspect, rescue ...) have nothing to do with a
+# The service whose answer decides, as in Nova; the others (console, inspect, rescue ...) have nothing to do with a
 # deployment.
 VALIDATED = ["boot", "deploy", "network", "power", "storage"]
 # A poll waits this part of the time that the deployment has taken: a deployment of minutes is not polled twice a
 # second.
 POLL_SHARE = 0.05
 NOT_FOUND = 404
-CLOCKS_APART_S = 30.0  # Ironic's clock and ours
+CLOCKS_APART_S = 30.0  # Ironic's clock and this one
 # This many refusals in a row are one lock that lasts. Under load two looks are seconds apart, and two short locks, as
 # of a power sync, would count as one.
 LOCK_TRIES = 8
@@ -62,7 +62,7 @@ class NodeDeployment:
         self._image = image_of(build.spec, config.images)
         self._began = clock.monotonic()
         self._began_at = clock.time()
-        self._taken = False  # we have requested the node: it may be ours though no answer confirms it
+        self._taken = False  # we have requested the node: it may be this instance's though no answer confirms it
         self._locked_since: float | None = None
         self._locked_answers = 0  # in a row
         self._busy_since: float | None = None  # Ironic has turned everything down since
@@ -240,7 +240,9 @@ class NodeDeployment:
         if holder is not None and holder.uuid != self._build.host_uuid:
             tag = holder.owner_tag
             if tag is None or tag.database_id != self._owner_tag.database_id or tag.attempt >= self._owner_tag.attempt:
-                raise BuildAbort("instance.elsewhere", f"node {holder.uuid} carries this instance, and not as ours")
+                raise BuildAbort(
+                    "instance.elsewhere", f"node {holder.uuid} carries this instance, and not as this database's"
+                )
             if waited > self._config.release_timeout_s:
                 left = f"node {holder.uuid} of attempt {tag.attempt} has not let go of the instance"
                 raise BuildAbort("node.not_released", f"{left}: it is {holder.condition}")
@@ -265,10 +267,10 @@ class NodeDeployment:
                 return
             if refused is not None:
                 await self._check_served_still()
-                why = f"{refused} (to attaching port {vif})"
+                reason = f"{refused} (to attaching port {vif})"
                 if refused.status == NOT_FOUND:  # the node was there at the last look
-                    raise BuildAbort("network.refused", why)
-                raise Reschedule("node.network", why)
+                    raise BuildAbort("network.refused", reason)
+                raise Reschedule("node.network", reason)
         if not await self._attach_volumes(node):
             return
         if self._config.validate and not self._validated:
@@ -303,7 +305,7 @@ class NodeDeployment:
     async def _attach_volumes(self, node: IronicNode) -> bool:
         """Make the instance's volumes targets of the node; False: look again.
 
-        The remains of another instance of this deployment are removed first: it would be attached to this one.
+        The remains of another instance of this database are removed first: it would be attached to this one.
         """
         wanted = await self._volumes.prepare(node.uuid, self._build.spec)
         if node.storage_interface in WITHOUT_VOLUMES:

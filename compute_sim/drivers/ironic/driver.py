@@ -104,7 +104,7 @@ class IronicDriver:
         self._network = network if network is not None else make_network(config, clock)
         self._volumes = volumes if volumes is not None else make_volumes(config)
         self._canary_gate = CanaryGate(self._api, project=config.canary_project or "", clock=clock)
-        # The nodes that are offered: as the first announcement has them, and then as `watch` has reported them.
+        # The nodes that are offered: as the first report has them, and then as `watch` has reported them.
         self._reported: dict[str, DriverHost] | None = None
         self._changed: Callable[[Sequence[str]], None] | None = None
 
@@ -156,7 +156,7 @@ class IronicDriver:
         undeployed again then, as the records have the tag that was seen.
         Raises NotOwned (another tag), MachineProtected, or DriverUnavailable: try again later.
         """
-        began = self._clock.monotonic()
+        started_at = self._clock.monotonic()
         refused: Refused | None = None
         while (node := await self._api.node(host_uuid)) is not None:
             if node.instance == instance_uuid:
@@ -164,7 +164,7 @@ class IronicDriver:
                     return
             elif instance_uuid not in self._records.undeploying(host_uuid) or not node.is_partly_torn_down:
                 break
-            took = self._clock.monotonic() - began
+            took = self._clock.monotonic() - started_at
             if took > self._config.clean_timeout_s:
                 reason = f"; {refused}" if refused is not None else ""
                 left = "still carries the instance" if node.instance else "is not undeployed"
@@ -177,12 +177,12 @@ class IronicDriver:
             await self._clock.sleep(max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, took)))
         self._records.record_teardown(host_uuid, instance_uuid, None)
         if node is not None and node.storage_interface not in WITHOUT_VOLUMES:
-            await self._detach_volumes(host_uuid, instance_uuid, attempt, database_id, began)
+            await self._detach_volumes(host_uuid, instance_uuid, attempt, database_id, started_at)
         await self._network.release(host_uuid, instance_uuid)
         await self._volumes.release(host_uuid, instance_uuid)
 
     async def _detach_volumes(
-        self, node: str, instance: str, attempt: int, database_id: str | None, began: float
+        self, node: str, instance: str, attempt: int, database_id: str | None, started_at: float
     ) -> None:
         """Remove the targets that were made for these attempts. Ironic takes that when the node is switched off, so
         perhaps after its cleaning; until then the node is not offered.
@@ -198,7 +198,7 @@ class IronicDriver:
             refusals = [refused for one in targets if (refused := await self._api.remove_volume_target(one.uuid))]
             if not refusals:
                 return
-            took = self._clock.monotonic() - began
+            took = self._clock.monotonic() - started_at
             if took > self._config.clean_timeout_s:
                 raise DriverUnavailable(f"node {node} keeps a volume target: {refusals[0]}")
             await self._clock.sleep(max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, took)))
@@ -224,7 +224,7 @@ class IronicDriver:
         return await NodeChange(change, api=self._api, config=self._config, clock=self._clock).run()
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
-        """The instances on all nodes, in any provision state; the tag names its deployment and its attempt."""
+        """The instances on all nodes, in any provision state; the tag names its database and its attempt."""
         wanted = None if hosts is None else frozenset(hosts)
         nodes = await self._nodes()
         return {
@@ -243,24 +243,24 @@ class IronicDriver:
         self._changed = callback
 
     async def watch(self) -> None:
-        """Look for nodes that have not been announced, until cancelled.
+        """Look for nodes that have not been reported, until cancelled.
 
-        ironic_sync reports a node to placement at once; no build goes there before its compute service has announced
-        it. A node that went is missing from the next whole announcement: ironic_sync has held it back, or removed it.
+        ironic_sync reports a node to placement at once; no build goes there before its compute service has reported
+        it. A node that went is missing from the next whole report: ironic_sync has held it back, or removed it.
         """
         while True:
-            began, pause_s = self._clock.monotonic(), min(OUTAGE_RETRY_S, self._config.watch_interval_s)
+            started_at, pause_s = self._clock.monotonic(), min(OUTAGE_RETRY_S, self._config.watch_interval_s)
             with contextlib.suppress(DriverUnavailable):  # the call that needs Ironic logs it
                 await isolate_driver(self).look()
-                pause_s = max(self._config.watch_interval_s, LOOK_SHARE * (self._clock.monotonic() - began))
+                pause_s = max(self._config.watch_interval_s, LOOK_SHARE * (self._clock.monotonic() - started_at))
             await self._pause(pause_s)
 
     async def look(self) -> None:
         """Report the nodes that came or changed since the last look. Raises DriverUnavailable."""
-        nodes, holding = await self._all_nodes(), self._holding()
-        owned = [node for node in nodes if self._is_owned(node, holding)]
-        await self._canary_gate.note(node for node in owned if self._is_reported(node, holding))
-        offered = {host.uuid: host for node in owned if (host := self._host(node, holding)).reported}
+        nodes, recorded = await self._all_nodes(), self._holding()
+        owned = [node for node in nodes if self._is_owned(node, recorded)]
+        await self._canary_gate.note(node for node in owned if self._is_reported(node, recorded))
+        offered = {host.uuid: host for node in owned if (host := self._host(node, recorded)).reported}
         known = self._reported or {}
         changed_nodes = [uuid for uuid, host in offered.items() if known.get(uuid) != host]
         self._reported = offered
@@ -293,18 +293,18 @@ class IronicDriver:
         )
 
     async def _nodes(self) -> builtins.list[IronicNode]:
-        """The nodes that this service announces, by uuid."""
-        nodes, holding = await self._all_nodes(), self._holding()
-        return [node for node in nodes if self._is_owned(node, holding) and self._is_reported(node, holding)]
+        """The nodes that this service reports, by uuid."""
+        nodes, recorded = await self._all_nodes(), self._holding()
+        return [node for node in nodes if self._is_owned(node, recorded) and self._is_reported(node, recorded)]
 
     async def _hosts(self) -> builtins.list[DriverHost]:
-        nodes, holding = await self._all_nodes(), self._holding()
-        return [self._host(node, holding) for node in nodes if self._is_owned(node, holding)]
+        nodes, recorded = await self._all_nodes(), self._holding()
+        return [self._host(node, recorded) for node in nodes if self._is_owned(node, recorded)]
 
     def _holding(self) -> Collection[str]:
         return self._records.holding_hosts()
 
-    def _host(self, node: IronicNode, holding: Collection[str]) -> DriverHost:
+    def _host(self, node: IronicNode, recorded: Collection[str]) -> DriverHost:
         attributes = dict(ATTRIBUTES)
         if project := node.serves(self._config):
             attributes[PROJECT] = project
@@ -316,22 +316,22 @@ class IronicDriver:
             enabled=not node.disabled_reason,
             disabled_reason=node.disabled_reason,
             attributes=attributes,
-            reported=self._is_reported(node, holding),
+            reported=self._is_reported(node, recorded),
         )
 
     async def _all_nodes(self) -> builtins.list[IronicNode]:
         return sorted(await self._api.nodes(), key=lambda node: node.uuid)
 
-    def _is_owned(self, node: IronicNode, holding: Collection[str]) -> bool:
-        """Whether this service, or one of its ring, announces the node. Shares decide about those without a tag.
+    def _is_owned(self, node: IronicNode, recorded: Collection[str]) -> bool:
+        """Whether this service, or one of its ring, reports the node. Shares decide about those without a tag.
 
-        holding: of nodes without a tag, those whose machine the cell has not ended. No other service's word that it
+        recorded: of nodes without a tag, those whose machine the cell has not ended. No other service's report that it
         is gone counts for certain: its reads are distinguished from the build by clocks only.
         """
         tag = node.owner_tag
         if tag is not None:
             return tag.cell == self._cell and tag.service in self._services
-        if self._has_recorded_machine(node, holding):
+        if self._has_recorded_machine(node, recorded):
             return True
         config = self._config
         if config.conductor_group is not None and node.conductor_group.lower() != config.conductor_group.lower():
@@ -340,14 +340,14 @@ class IronicDriver:
             return False
         return zlib.crc32(node.uuid.encode()) % config.shares == config.share
 
-    def _is_reported(self, node: IronicNode, holding: Collection[str]) -> bool:
-        """Of a node of ours, whether this service announces it: the ring decides about nodes without a tag only."""
-        if self.ring is None or node.owner_tag is not None or self._has_recorded_machine(node, holding):
+    def _is_reported(self, node: IronicNode, recorded: Collection[str]) -> bool:
+        """Of a node of this service, whether it reports it: the ring decides about nodes without a tag only."""
+        if self.ring is None or node.owner_tag is not None or self._has_recorded_machine(node, recorded):
             return True
         return self.ring.owns(node.uuid)
 
-    def _has_recorded_machine(self, node: IronicNode, holding: Collection[str]) -> bool:
-        if node.uuid in holding:
+    def _has_recorded_machine(self, node: IronicNode, recorded: Collection[str]) -> bool:
+        if node.uuid in recorded:
             return True
         return node.instance is not None and self._records.is_live(node.uuid, node.instance)
 
@@ -356,13 +356,13 @@ def _may_undeploy(node: IronicNode, attempt: int, database_id: str | None) -> bo
     """Whether this attempt or an earlier one has put the node's instance there. Raises NotOwned, MachineProtected."""
     tag = node.owner_tag
     if tag is None or tag.database_id != database_id:
-        named = "no tag of ours" if tag is None else f"the tag of database {tag.database_id}"
+        named = "no tag of berth" if tag is None else f"the tag of database {tag.database_id}"
         raise NotOwned(f"node {node.uuid} carries instance {node.instance} with {named}")
     if tag.attempt > attempt:
         return False
     if node.protected:
-        why = f" ({node.protected_reason})" if node.protected_reason else ""
-        raise MachineProtected(f"node {node.uuid} is protected in Ironic{why}: it is kept until that is unset")
+        reason = f" ({node.protected_reason})" if node.protected_reason else ""
+        raise MachineProtected(f"node {node.uuid} is protected in Ironic{reason}: it is kept until that is unset")
     return True
 
 

@@ -26,7 +26,7 @@ POLL_SHARE = 0.05  # of the time taken: a rebuild takes minutes
 
 
 class NodeChange:
-    """One order. `run` returns when the node is in the requested state."""
+    """One change. `run` returns when the node is in the requested state."""
 
     def __init__(self, change: ChangeOrder, *, api: IronicApi, config: IronicConfig, clock: Clock) -> None:
         self._change = change
@@ -39,11 +39,11 @@ class NodeChange:
         """Change it. Raises ChangeFault, NotOwned, or DriverUnavailable (only before anything was requested)."""
         if self._change.kind not in CHANGES:
             raise ChangeFault(UNSUPPORTED, f"bare metal has no {self._change.kind.value} here")
-        began = self._clock.monotonic()
+        started_at = self._clock.monotonic()
         while not await self._pass():
-            took = self._clock.monotonic() - began
+            took = self._clock.monotonic() - started_at
             pause = max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, POLL_SHARE * took))
-            await self._clock.sleep(pause)  # the order's own time bounds this
+            await self._clock.sleep(pause)  # the change's own time bounds this
         return ChangeResult(runs=self._change.kind is not ChangeKind.STOP)
 
     async def _pass(self) -> bool:
@@ -62,12 +62,12 @@ class NodeChange:
             return False
 
     def _checked(self, node: IronicNode | None) -> OwnerTag:
-        """The tag of the machine that the order means."""
+        """The tag of the machine that the change means."""
         if node is None or node.instance != self._change.spec.instance_uuid:
             raise ChangeFault(MACHINE_ABSENT, "the node does not carry this instance", runs=False)
         tag = node.owner_tag
         if tag is None or tag.database_id != self._change.database_id:
-            named = "no tag of ours" if tag is None else f"the tag of database {tag.database_id}"
+            named = "no tag of berth" if tag is None else f"the tag of database {tag.database_id}"
             raise NotOwned(f"node {node.uuid} carries instance {node.instance} with {named}")
         if tag.attempt != self._change.attempt:
             raise ChangeFault("machine.other", "another attempt's machine is here", runs=False)
@@ -111,17 +111,17 @@ class NodeChange:
         return False
 
     async def _rebuild(self, node: IronicNode, tag: OwnerTag) -> bool:
-        begun = tag.order == self._change.order
-        if node.provision_state in DEPLOYING and begun:
+        started = tag.order == self._change.order
+        if node.provision_state in DEPLOYING and started:
             self._requested = True
             return False
-        if node.provision_state == "active" and begun and self._requested:
+        if node.provision_state == "active" and started and self._requested:
             return True
         if node.provision_state not in {"active", "deploy failed", "error"}:
             raise ChangeFault("node.not_active", f"the node is {node.condition}")
-        if self._requested and begun:
+        if self._requested and started:
             raise ChangeFault("node.rebuild_failed", f"the node is {node.condition}", runs=False)
-        if not begun:
+        if not started:
             self._check_answer(await self._api.patch(node.uuid, self._image_patch(node, tag)), "to the new image")
             return False
         if self._config.validate and (refusals := await self._api.refusals(node.uuid, VALIDATED)):
@@ -134,7 +134,7 @@ class NodeChange:
         return False
 
     def _image_patch(self, node: IronicNode, tag: OwnerTag) -> list[dict[str, object]]:
-        """The new image instead of the old one, and the order in our tag, all or none."""
+        """The new image instead of the old one, and the change's number in the owner tag, all or none."""
         try:
             image = image_of(self._change.spec, self._config.images)
         except BuildAbort as fault:
@@ -144,7 +144,7 @@ class NodeChange:
         }
         gone = [name for name in node.info_entries if name in IMAGE_ENTRIES and name not in wanted]
         return [
-            # The tag first: when the node is not ours any more, this fails, and with it all of it.
+            # The tag first: when the node is not the instance's any more, this fails, and with it all of it.
             {"op": "replace", "path": OWNER_TAG, "value": to_builtins(replace(tag, order=self._change.order))},
             *({"op": "remove", "path": f"/instance_info/{name}"} for name in gone),
             *({"op": "add", "path": f"/instance_info/{name}", "value": value} for name, value in wanted.items()),

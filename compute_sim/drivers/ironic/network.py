@@ -69,7 +69,7 @@ class StaticNetwork:
         return Attachments(ports)
 
     async def release(self, node: str, instance: str) -> None:
-        """They are not ours to remove."""
+        """They are not berth's to remove."""
 
     async def close(self) -> None:
         """Nothing is open."""

@@ -1,7 +1,7 @@
 """`network = "neutron"`: ports are made in Neutron for the networks that a request names, and removed with its machine.
 
 berth's own login may use all networks and ports; a machine gets those that its project may use alone. A port that the
-request names is attached as it is and never changed here. A port of ours is known by its name, which holds the
+request names is attached as it is and never changed here. A port of berth's is known by its name, which holds the
 instance, the node and its number, together with its `device_id`, network and project. Ironic binds it to the node when
 it is attached; the machine configures itself by DHCP.
 """
@@ -113,13 +113,13 @@ class NeutronNetwork:
         )
 
     async def prepare(self, node: str, spec: InstanceSpec) -> Attachments:
-        """The ports that the request names, and one of ours for each network. Raises BuildAbort, DriverUnavailable."""
+        """The request's ports, and one of berth's for each network. Raises BuildAbort, DriverUnavailable."""
         for wanted in spec.networks:
             await self._check(wanted, spec, node)
         made: dict[tuple[str, str, str], str] = {}
         if any(wanted.network is not None for wanted in spec.networks):
-            ours = await self._owned_ports(node, spec.instance_uuid)
-            made = {(port.name, port.network_id, port.project_id): port.id for port in ours}
+            owned = await self._owned_ports(node, spec.instance_uuid)
+            made = {(port.name, port.network_id, port.project_id): port.id for port in owned}
         vifs: builtins.list[str] = []
         for number, wanted in enumerate(spec.networks):
             name = _name(node, spec.instance_uuid, str(number))
@@ -229,7 +229,7 @@ class NeutronNetwork:
 
 
 def _name(node: str, instance: str, number: str) -> str:
-    """The name of a port of ours."""
+    """The name of a port of berth's."""
     return f"berth-{instance}-{node}-{number}"
 
 

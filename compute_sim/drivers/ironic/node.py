@@ -67,12 +67,12 @@ BUILT = frozenset(
         "unrescuing",
     }
 )
-# In these a machine may be on a node that carries no instance by Ironic's word.
+# In these a machine may be on a node that carries no instance by Ironic's record.
 DEPLOYED = BUILT | DELETABLE
 
 
 class OwnerTag(Struct, frozen=True, omit_defaults=True):
-    """The proof that a node's instance is ours: written in the same PATCH as its `instance_uuid`."""
+    """The proof that a node's instance is this database's: written in the same PATCH as its `instance_uuid`."""
 
     database_id: Uuid
     cell: Word
@@ -90,13 +90,13 @@ class Unproven(Struct, frozen=True):
 
 
 class NodeExtra(Struct, frozen=True):
-    """Our entry of a node's `extra`."""
+    """The entry of berth in a node's `extra`."""
 
     berth_unproven: Unproven | None = None
 
 
 class InstanceInfo(Struct, frozen=True):
-    """Our entry of a node's `instance_info`; the others are not ours to read."""
+    """The entry of berth in a node's `instance_info`; the others are not read."""
 
     berth: OwnerTag | None = None
 
@@ -135,7 +135,7 @@ class IronicNode(Struct, frozen=True):
 
     @property
     def unproven(self) -> Unproven | None:
-        """The failure that it has to prove repaired; an entry that is not understood is no failure of ours."""
+        """The failure that it has to prove repaired; an entry that is not understood is no failure."""
         if UNPROVEN_ENTRY.encode() not in bytes(self.extra):
             return None
         try:
@@ -202,7 +202,7 @@ class IronicNode(Struct, frozen=True):
 
     @property
     def machine(self) -> str | None:
-        """The uuid of the instance whose machine is on it: by Ironic's word, else by our tag."""
+        """The uuid of the instance whose machine is on it: by Ironic's record, else by its owner tag."""
         tag = self.owner_tag
         return self.instance if self.instance is not None or tag is None else tag.instance
 

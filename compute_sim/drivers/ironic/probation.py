@@ -49,11 +49,11 @@ class CanaryGate:
         if not self._project:
             return
         free = (node for node in nodes if node.instance is None and node.owner_tag is None and node.unproven is None)
-        failed = [(node, why) for node in free if (why := failure_of(node))]
-        for node, why in failed[:MAX_WRITTEN]:
-            entry = to_builtins(Unproven(since=self._clock.time(), reason=why[:500]))
+        failed = [(node, reason) for node in free if (reason := failure_of(node))]
+        for node, reason in failed[:MAX_WRITTEN]:
+            entry = to_builtins(Unproven(since=self._clock.time(), reason=reason[:500]))
             refused = await self._api.patch(node.uuid, [{"op": "add", "path": UNPROVEN, "value": entry}])
-            log.warning("ironic.node_unproven", node=node.uuid, why=why, refused=str(refused or ""))
+            log.warning("ironic.node_unproven", node=node.uuid, reason=reason, refused=str(refused or ""))
 
     async def proved(self, uuid: str, project: str) -> None:
         """A build of this project has become active on the node."""

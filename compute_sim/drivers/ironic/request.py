@@ -77,13 +77,13 @@ def is_of_request(words: str, image: ImageSource | None) -> bool:
     """
     if any(one in words for one in _INVALID):
         return True
-    ours = () if image is None else (image.source, image.checksum, image.kernel, image.ramdisk)
-    names = {name for one in ours if one is not None for name in (one, one.removeprefix(GLANCE), f"{GLANCE}{one}")}
+    sources = () if image is None else (image.source, image.checksum, image.kernel, image.ramdisk)
+    names = {name for one in sources if one is not None for name in (one, one.removeprefix(GLANCE), f"{GLANCE}{one}")}
     return any(form.format(name) in words for form in _NAMING for name in names)
 
 
 def take_patch(spec: InstanceSpec, tag: OwnerTag, image: ImageSource | None) -> list[dict[str, Any]]:
-    """The PATCH that takes a node for an instance: its uuid, our tag, and what its deployment goes by, at once."""
+    """The PATCH that takes a node for an instance: uuid, owner tag, and what its deployment goes by, at once."""
     return [
         {"op": "add", "path": "/instance_uuid", "value": spec.instance_uuid},
         {"op": "add", "path": OWNER_TAG, "value": msgspec.to_builtins(tag)},
@@ -103,7 +103,7 @@ def free_patch() -> list[dict[str, Any]]:
 
 
 def instance_info(spec: InstanceSpec, image: ImageSource | None) -> dict[str, Any]:
-    """The entries beside our tag. Ironic makes `project_id` the node's lessee, until it is undeployed."""
+    """The entries besides the owner tag. Ironic makes `project_id` the node's lessee, until it is undeployed."""
     info: dict[str, Any] = {"project_id": spec.project_id}
     if spec.name:
         info["display_name"] = spec.name
@@ -149,5 +149,5 @@ def config_drive(spec: InstanceSpec, network_data: Mapping[str, Any]) -> dict[st
 
 def _hostname(spec: InstanceSpec) -> str:
     """The part of the name that a host name may hold, else the uuid."""
-    plain = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in spec.name).strip("-")
+    plain = "".join(one if one.isascii() and one.isalnum() else "-" for one in spec.name).strip("-")
     return plain[:MAX_HOSTNAME].strip("-").lower() or f"host-{spec.instance_uuid}"

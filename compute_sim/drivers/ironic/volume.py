@@ -54,7 +54,7 @@ class StaticVolumes:
         return spec.volumes
 
     async def release(self, node: str, instance: str) -> None:
-        """They are not ours to remove."""
+        """They are not berth's to remove."""
 
     async def close(self) -> None:
         """Nothing is open."""
@@ -70,7 +70,7 @@ def boots_from_volume(spec: InstanceSpec) -> bool:
 
 
 class TargetOwnerTag(Struct, frozen=True):
-    """The proof that a volume target is ours, in its `extra`: for which attempt of which instance it was made."""
+    """The proof that a volume target is berth's, in its `extra`: for which attempt of which instance it was made."""
 
     database_id: Uuid
     instance: Uuid
@@ -107,12 +107,12 @@ class Targets(Struct, frozen=True):
 
 def target_body(node: str, volume: VolumeRequest, tag: OwnerTag) -> dict[str, Any]:
     """The body that makes a volume a target of the node."""
-    ours = TargetOwnerTag(tag.database_id, tag.instance, tag.attempt)
+    owner_tag = TargetOwnerTag(tag.database_id, tag.instance, tag.attempt)
     return {
         "node_uuid": node,
         "volume_type": volume.type,
         "volume_id": volume.volume_id,
         "boot_index": volume.boot_index,
         "properties": volume.properties,
-        "extra": {"berth": msgspec.to_builtins(ours)},
+        "extra": {"berth": msgspec.to_builtins(owner_tag)},
     }

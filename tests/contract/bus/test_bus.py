@@ -241,8 +241,8 @@ async def test_retried_or_replayed_it_is_not_published_again_to_the_others(house
     await house.consume(bus, FEED, client)
     await bus.publish(event())
     await settled(bus, consumer.queue, dead=1)
-    (letter,) = await list_dead(bus.transport, consumer.queue)
-    assert letter.code == "test.no"
+    (dead_letter,) = await list_dead(bus.transport, consumer.queue)
+    assert dead_letter.code == "test.no"
     await settled(bus, consumer.queue, dead=1)  # the letter is back where it was
     assert len(await replay(bus.transport, consumer.queue)) == 1
     await settled(bus, consumer.queue)

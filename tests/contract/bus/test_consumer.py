@@ -43,8 +43,8 @@ async def test_a_retry_comes_back_after_its_delay_and_ends_as_a_dead_letter(
     await settled(bus, dead=1)
     assert [one.meta.delivery_attempt for one in handler.got] == [0, 1, 2]
     assert len({one.meta.id for one in handler.got}) == 1
-    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
-    assert (letter.code, letter.reason, letter.cause, letter.type) == (
+    (dead_letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (dead_letter.code, dead_letter.reason, dead_letter.cause, dead_letter.type) == (
         "not.yet",
         "come back",
         "why",
@@ -58,11 +58,11 @@ async def test_a_refused_command_without_a_reply_queue_is_a_dead_letter(house: H
     before = bus.clock.time()
     await bus.publish(boot(1), cause="why")
     await settled(bus, dead=1)
-    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
-    assert (letter.code, letter.reason, letter.cause) == ("request.invalid", "because", "why")
-    assert (letter.exchange, letter.routing_key) == (COMMANDS, "build.request.p")
-    assert letter.died_at is not None and abs(letter.died_at - before) < 60
-    assert json.loads(letter.body)["flavor"] == "m1.small"
+    (dead_letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (dead_letter.code, dead_letter.reason, dead_letter.cause) == ("request.invalid", "because", "why")
+    assert (dead_letter.exchange, dead_letter.routing_key) == (COMMANDS, "build.request.p")
+    assert dead_letter.died_at is not None and abs(dead_letter.died_at - before) < 60
+    assert json.loads(dead_letter.body)["flavor"] == "m1.small"
 
 
 UNREADABLE = [
@@ -82,11 +82,11 @@ UNREADABLE = [
 async def the_only_letter(bus: Bus) -> DeadLetter:
     """Read and purged: the next row begins without letters."""
     await settled(bus, dead=1)
-    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    (dead_letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
     await settled(bus, dead=1)  # what was looked at is given back
     assert await dead_letters.purge(bus.transport, REQUESTS) == 1
     await settled(bus)
-    return letter
+    return dead_letter
 
 
 async def test_what_cannot_be_read_is_a_dead_letter_with_its_code(house: House) -> None:
@@ -97,8 +97,8 @@ async def test_what_cannot_be_read_is_a_dead_letter_with_its_code(house: House) 
             await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=body))
             await bus.publish(boot(number))
             await handler.wait(number)
-            letter = await the_only_letter(bus)
-            assert (letter.code, letter.body, letter.truncated_from) == (code, body, 0)
+            dead_letter = await the_only_letter(bus)
+            assert (dead_letter.code, dead_letter.body, dead_letter.truncated_from) == (code, body, 0)
             assert handler.uuids == [boot(one).instance_uuid for one in range(1, number + 1)]
 
 
@@ -238,9 +238,11 @@ async def test_only_the_item_that_crashes_the_handler_is_given_up(house: House) 
     await house.consume(bus, REQUESTS, handler)
     await handler.wait(19)  # an empty queue shows only that all are fetched
     await settled(bus, dead=1)
-    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
-    assert letter.code == "handler.crashed"
-    assert letter.reason == "KeyError: 'seven'" and again in ([False], [False, True]), "alone, if it came with others"
+    (dead_letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert dead_letter.code == "handler.crashed"
+    assert dead_letter.reason == "KeyError: 'seven'" and again in ([False], [False, True]), (
+        "alone, if it came with others"
+    )
     assert sorted(handler.uuids) == sorted(boot(number).instance_uuid for number in range(20) if number != 7)
 
 
@@ -298,8 +300,8 @@ async def test_a_broken_invariant_ends_the_consumer(house: House) -> None:
             await running
     await consumer.drain(0.1)
     await settled(bus, dead=1)
-    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
-    assert (letter.code, letter.reason) == ("invariant.broken", "two owners")
+    (dead_letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (dead_letter.code, dead_letter.reason) == ("invariant.broken", "two owners")
 
 
 async def test_a_message_that_breaks_an_invariant_takes_no_neighbour_along(house: House) -> None:
@@ -328,8 +330,8 @@ async def test_a_message_that_breaks_an_invariant_takes_no_neighbour_along(house
         with pytest.raises(BrokenInvariant, match="thirteen"):
             await consumer.run()
     await settled(bus, dead=1)
-    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
-    assert boot(13).instance_uuid in letter.body.decode()
+    (dead_letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert boot(13).instance_uuid in dead_letter.body.decode()
     assert done == Counter(boot(number).instance_uuid for number in range(60) if number != 13)
 
 

@@ -143,9 +143,9 @@ async def test_a_message_that_ends_its_consumer_is_given_up_alone(house: House) 
     await until(lambda: depth_is(watching, GIVEN_UP, 1))
     assert handled == {one.instance_uuid for one in good}
     assert deaths == BY_QUEUE[REQUESTS].delivery_limit + 1
-    letter = await watching.transport.get(GIVEN_UP)
-    assert letter is not None and dead_letter_code_of(letter) == "broker.delivery_limit"
-    assert POISON.instance_uuid in letter.body.decode()
+    dead_letter = await watching.transport.get(GIVEN_UP)
+    assert dead_letter is not None and dead_letter_code_of(dead_letter) == "broker.delivery_limit"
+    assert POISON.instance_uuid in dead_letter.body.decode()
 
 
 class Flapping:
@@ -214,8 +214,8 @@ async def test_what_a_consumer_gives_up_on_is_not_taken_by_the_next(house: House
     (delivery,) = await held.wait(1)
     delivery.nack(requeue=False)
     await until(lambda: depth_is(bus, GIVEN_UP, 1))
-    letter = await bus.transport.get(GIVEN_UP)
-    assert letter is not None and dead_letter_code_of(letter) == "broker.rejected"
+    dead_letter = await bus.transport.get(GIVEN_UP)
+    assert dead_letter is not None and dead_letter_code_of(dead_letter) == "broker.rejected"
 
 
 # --- A hung batch holds up only itself, also after a further batch has come and gone.

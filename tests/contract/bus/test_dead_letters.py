@@ -41,7 +41,7 @@ async def _list(bus: Bus) -> int:
 async def _show(bus: Bus) -> int:
     """As the command and the page show one letter."""
     found = await dead_letters.list_dead(bus.transport, REQUESTS)
-    return len(found) if all(letter.body for letter in found) else 0
+    return len(found) if all(dead_letter.body for dead_letter in found) else 0
 
 
 async def _list_another(bus: Bus) -> int:
@@ -121,7 +121,7 @@ async def test_the_oldest_letters_are_listed_first_however_often_they_are_looked
         await settled(bus, dead=number + 1)
     seen = []
     for _ in range(4):
-        seen.append([letter.reason for letter in await dead_letters.list_dead(bus.transport, limit=2)])
+        seen.append([dead_letter.reason for dead_letter in await dead_letters.list_dead(bus.transport, limit=2)])
         await settled(bus, dead=6)
     assert seen == [["0", "1"]] * 4
 
@@ -181,8 +181,8 @@ async def test_item_7_a_forged_delete_is_parked_and_replaying_it_does_not_carry_
     )
     for _ in range(2):
         await settled(bus, dead=1)
-        (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
-        assert (letter.code, letter.routing_key) == ("message.wrong_key", "build.delete.evil")
+        (dead_letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+        assert (dead_letter.code, dead_letter.routing_key) == ("message.wrong_key", "build.delete.evil")
         await settled(bus, dead=1)  # what was looked at is given back
         assert await dead_letters.replay(bus.transport, REQUESTS) == ["m"]
     assert handler.got == []
@@ -209,7 +209,7 @@ async def test_a_full_queue_of_dead_letters_stops_no_consumer_and_keeps_what_it_
     await until(lambda: depth_is(bus, REQUESTS, 0))
     letters = await dead_letters.list_dead(bus.transport, REQUESTS)
     assert 3 <= len(letters) <= 5  # RabbitMQ counts a full queue a moment late
-    assert [letter.reason for letter in letters][:3] == ["bad 0", "bad 1", "bad 2"]
+    assert [dead_letter.reason for dead_letter in letters][:3] == ["bad 0", "bad 1", "bad 2"]
     assert dropped() - before == 9 - len(letters)
 
 
@@ -222,7 +222,7 @@ async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> N
     await bus.publish_all([(boot(number), str(number)) for number in range(5)])
     await settled(bus, dead=5)
     letters = await dead_letters.list_dead(bus.transport, REQUESTS)
-    assert sorted(letter.cause for letter in letters) == ["0", "1", "2", "3", "4"]
+    assert sorted(dead_letter.cause for dead_letter in letters) == ["0", "1", "2", "3", "4"]
     assert len(await dead_letters.list_dead(bus.transport, REQUESTS, limit=2)) == 2
     await settled(bus, dead=5)
     willing = True
@@ -251,8 +251,8 @@ async def test_a_command_that_a_compute_service_gave_up_is_counted_under_its_que
     await bus.publish(command, cause="why")
     await settled(bus, queue="compute.s1", dead=1)
     assert (await dead_letters.count(bus.transport)).by_queue == {"compute.s1": 1}
-    (letter,) = await dead_letters.list_dead(bus.transport, "compute.s1")
-    assert (letter.code, letter.routing_key) == ("compute.misrouted", "compute.destroy.s1")
+    (dead_letter,) = await dead_letters.list_dead(bus.transport, "compute.s1")
+    assert (dead_letter.code, dead_letter.routing_key) == ("compute.misrouted", "compute.destroy.s1")
 
 
 # --- Sending dead letters back, on both buses: they carry their age, and some may not go.
@@ -271,10 +271,10 @@ async def transport(request: pytest.FixtureRequest) -> AsyncIterator[Transport]:
 
 
 async def park(transport: Transport, name: str, headers: Mapping[str, str | int | float]) -> None:
-    letter = Outgoing(
+    dead_letter = Outgoing(
         exchange=DEAD, routing_key=QUEUE, body=b"{}", message_id=name, headers=dict(headers), mandatory=True
     )
-    await transport.publish(letter)
+    await transport.publish(dead_letter)
 
 
 async def taken(transport: Transport) -> Delivery:
@@ -312,13 +312,13 @@ async def test_what_may_not_go_stays_parked(transport: Transport) -> None:
     for name, at in (("old", 1_000), ("new", 9_000), ("older", 500)):
         await park(transport, name, {SENT_AT: at})
 
-    def is_new(letter: DeadLetter) -> bool:
-        return (letter.sent_at or 0.0) > 5.0
+    def is_new(dead_letter: DeadLetter) -> bool:
+        return (dead_letter.sent_at or 0.0) > 5.0
 
     assert await dead_letters.replay(transport, QUEUE, may_go=is_new) == ["new"]
     assert (await taken(transport)).message_id == "new"
     left = await dead_letters.list_dead(transport, QUEUE)
-    assert sorted(letter.id for letter in left) == ["old", "older"]
+    assert sorted(dead_letter.id for dead_letter in left) == ["old", "older"]
 
 
 @pytest.mark.parametrize("header", ["x-death", UNREAD])
@@ -327,7 +327,9 @@ async def test_what_another_queue_has_parked_is_a_letter_of_none(transport: Tran
     await park(transport, "passed on", {header: "x"})
     await park(transport, "ours", {SENT_AT: 1_000})
     assert await dead_letters.replay(transport, QUEUE) == ["ours"]
-    assert [letter.id for letter in await dead_letters.list_dead(transport, dead_letters.UNKNOWN)] == ["passed on"]
+    assert [dead_letter.id for dead_letter in await dead_letters.list_dead(transport, dead_letters.UNKNOWN)] == [
+        "passed on"
+    ]
 
 
 # --- Letters of what other programs publish.
@@ -346,9 +348,9 @@ async def test_the_letter_of_a_body_beyond_the_bound_is_cut_and_is_not_sent_back
     body = b"{" * size
     await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, body=body))
     await settled(bus, dead=1)
-    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
-    assert (letter.body, letter.truncated_from) == (body[:MAX_DEAD_LETTER_BYTES], size)
-    assert letter.blocks_replay == dead_letters.TRUNCATED
+    (dead_letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (dead_letter.body, dead_letter.truncated_from) == (body[:MAX_DEAD_LETTER_BYTES], size)
+    assert dead_letter.blocks_replay == dead_letters.TRUNCATED
     assert await dead_letters.replay(bus.transport, REQUESTS) == []
     await settled(bus, dead=1)
     assert await dead_letters.purge(bus.transport, REQUESTS) == 1
@@ -360,9 +362,9 @@ async def test_a_letter_that_has_all_of_a_clients_message_is_sent_back(house: Ho
     await house.consume(bus, REQUESTS, Answering())
     await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, body=b"{" * MAX_DEAD_LETTER_BYTES))
     await settled(bus, dead=1)
-    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
-    assert (letter.truncated_from, letter.blocks_replay) == (0, "")
-    assert await dead_letters.replay(bus.transport, REQUESTS) == [letter.id]
+    (dead_letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (dead_letter.truncated_from, dead_letter.blocks_replay) == (0, "")
+    assert await dead_letters.replay(bus.transport, REQUESTS) == [dead_letter.id]
     await settled(bus, dead=1)
 
 
@@ -377,8 +379,8 @@ async def test_what_the_broker_gives_up_of_requests_ends_and_becomes_one_letter(
     (got,) = await ended.wait(1)
     assert (got.message, got.dead_letter_code) == (request, "broker.expired")
     await settled(bus, dead=1)
-    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
-    assert (letter.code, letter.routing_key, letter.body) == ("broker.expired", KEY, encode(request))
+    (dead_letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (dead_letter.code, dead_letter.routing_key, dead_letter.body) == ("broker.expired", KEY, encode(request))
     assert await dead_letters.replay(bus.transport, REQUESTS) == ["sound"]
 
 

@@ -178,9 +178,9 @@ async def test_a_message_id_of_bytes_is_parked_with_its_body_and_its_bytes(watch
     """The message that stopped two schedulers for 4 min 43 s."""
     await watched.publish(b"{not json", message_id=FF, type=FULL, correlation_id=FULL)
     await settled_with(watched, dead=1)
-    (letter,) = await dead_letters.list_dead(watched.bus.transport, REQUESTS)
-    assert (letter.code, letter.body) == ("message.unknown_type", b"{not json")
-    assert letter.id == ("\\xff" * 200)[:255]
+    (dead_letter,) = await dead_letters.list_dead(watched.bus.transport, REQUESTS)
+    assert (dead_letter.code, dead_letter.body) == ("message.unknown_type", b"{not json")
+    assert dead_letter.id == ("\\xff" * 200)[:255]
     delivery = await watched.bus.transport.get(DEAD_LETTERS)
     assert delivery is not None
     assert (delivery.type, delivery.correlation_id) == (FULL.decode(errors="surrogateescape"),) * 2
@@ -237,9 +237,9 @@ async def test_keys_of_bytes_and_of_full_length_are_read(watched: Watched) -> No
 async def test_letters_of_foreign_bytes_can_be_replayed(watched: Watched) -> None:
     await watched.publish(b"{", message_id=FF, correlation_id=FF, type=b"\xff")
     await settled_with(watched, dead=1)
-    (letter,) = await dead_letters.list_dead(watched.bus.transport, REQUESTS)
+    (dead_letter,) = await dead_letters.list_dead(watched.bus.transport, REQUESTS)
     await settled_with(watched, dead=1)
-    assert await dead_letters.replay(watched.bus.transport, REQUESTS, [letter.id]) == [letter.id]
+    assert await dead_letters.replay(watched.bus.transport, REQUESTS, [dead_letter.id]) == [dead_letter.id]
     await settled_with(watched, dead=1)
 
 
@@ -260,9 +260,9 @@ async def test_what_cannot_be_settled_is_parked_and_its_neighbours_are_settled(
     await until(lambda: sum(one.meta.delivery_attempt == 1 for one in watched.handler.got) >= 2)
     watched.answer = Done()
     await settled_with(watched, dead=1)
-    (letter,) = await dead_letters.list_dead(watched.bus.transport, REQUESTS)
-    assert (letter.code, letter.reason) == ("outcome.not_applied", "ValueError: cannot be written")
-    assert boot(1).instance_uuid in letter.body.decode()
+    (dead_letter,) = await dead_letters.list_dead(watched.bus.transport, REQUESTS)
+    assert (dead_letter.code, dead_letter.reason) == ("outcome.not_applied", "ValueError: cannot be written")
+    assert boot(1).instance_uuid in dead_letter.body.decode()
 
 
 async def test_what_cannot_even_be_parked_is_dead_lettered_by_the_broker(

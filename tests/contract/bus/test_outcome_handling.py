@@ -61,7 +61,7 @@ async def test_letters_that_were_confirmed_are_not_parked_again(house: House) ->
     await house.consume(bus, REQUESTS, Answering(lambda _: Refuse("no")), concurrency=1)
     await until(lambda: flapping.confirmed >= COUNT)
     letters = await dead_letters.list_dead(bus.transport, REQUESTS, limit=1000)
-    times = Counter(letter.id for letter in letters)
+    times = Counter(dead_letter.id for dead_letter in letters)
     assert len(times) == COUNT
     assert set(times.values()) == {1}, f"{len(letters)} letters of {COUNT} messages"
 

@@ -80,13 +80,15 @@ async def delay(transport: Transport, queue: str, body: bytes = b"x") -> None:
 
 
 async def park(transport: Transport, queue: str, name: str, **headers: str | int | float) -> None:
-    letter = Outgoing(exchange=DEAD, routing_key=queue, body=b"{}", message_id=name, headers=headers, mandatory=True)
-    await transport.publish(letter)
+    dead_letter = Outgoing(
+        exchange=DEAD, routing_key=queue, body=b"{}", message_id=name, headers=headers, mandatory=True
+    )
+    await transport.publish(dead_letter)
 
 
 async def ids(transport: Transport, queue: str | None = None) -> list[str]:
     """In no order: a look may come before all that the last one held is back in line."""
-    return sorted(letter.id for letter in await dead_letters.list_dead(transport, queue))
+    return sorted(dead_letter.id for dead_letter in await dead_letters.list_dead(transport, queue))
 
 
 @EVERY_ADAPTER
@@ -105,9 +107,9 @@ async def test_what_was_delayed_for_a_removed_queue_delays_no_other_and_is_a_dea
     await got.wait(1)
     assert got.bodies == [b"mine"]
     await until(lambda: depth_is(transport, DEAD_LETTERS, MANY))
-    (letter,) = await dead_letters.list_dead(transport, "compute.gone", limit=1)
-    assert (letter.queue, letter.code, letter.type) == ("compute.gone", "broker.expired", "t.v1")
-    assert letter.reason == "its queue was gone when its retry was due"
+    (dead_letter,) = await dead_letters.list_dead(transport, "compute.gone", limit=1)
+    assert (dead_letter.queue, dead_letter.code, dead_letter.type) == ("compute.gone", "broker.expired", "t.v1")
+    assert dead_letter.reason == "its queue was gone when its retry was due"
 
 
 @EVERY_ADAPTER
@@ -150,8 +152,8 @@ async def test_where_a_letter_comes_from_is_not_taken_from_its_publisher(rig: Ri
     (delivery,) = await got.wait(1)
     delivery.nack(requeue=False)
     await until(lambda: depth_is(transport, DEAD_LETTERS, 1))
-    (letter,) = await dead_letters.list_dead(transport)
-    assert (letter.queue, letter.code) == (queue, "broker.rejected")
+    (dead_letter,) = await dead_letters.list_dead(transport)
+    assert (dead_letter.queue, dead_letter.code) == (queue, "broker.rejected")
 
 
 @EVERY_ADAPTER
@@ -161,8 +163,8 @@ async def test_what_is_written_past_the_exchange_comes_from_nowhere(rig: Rig) ->
     await transport.publish(
         Outgoing(exchange="", routing_key=DEAD_LETTERS, body=b"{}", message_id="m", headers={"berth-queue": queue})
     )
-    (letter,) = await dead_letters.list_dead(transport)
-    assert letter.queue == UNKNOWN
+    (dead_letter,) = await dead_letters.list_dead(transport)
+    assert dead_letter.queue == UNKNOWN
     assert await dead_letters.replay(transport, queue) == []
     assert await dead_letters.purge(transport, UNKNOWN) == 1
 

@@ -263,8 +263,8 @@ async def test_a_request_that_is_given_up_is_a_dead_letter_and_its_requester_get
             await asker.request(boot(1), BuildAccepted, timeout_s=PATIENCE_S)
         assert refused.value.code == "handler.crashed"
     await settled(server, dead=1)
-    (letter,) = await list_dead(server.transport, REQUESTS)
-    assert letter.code == ("handler.crashed" if how == "crash" else "not.yet")
+    (dead_letter,) = await list_dead(server.transport, REQUESTS)
+    assert dead_letter.code == ("handler.crashed" if how == "crash" else "not.yet")
 
 
 FORGET_SERVICE = CellServiceDelete(service="s", reason="r", by="o")

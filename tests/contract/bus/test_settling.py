@@ -103,10 +103,10 @@ async def test_past_its_delivery_limit_a_message_is_a_dead_letter(rig: Rig) -> N
     await transport.publish(command(b"poison", message_id="m1"))
     await until(lambda: depth_is(transport, DEAD_LETTERS, 1))
     assert counts == [0, 1, 2]
-    letter = await transport.get(DEAD_LETTERS)
-    assert letter is not None
-    assert (letter.body, letter.message_id) == (b"poison", "m1")
-    assert letter.headers["x-first-death-reason"] == "delivery_limit"
+    dead_letter = await transport.get(DEAD_LETTERS)
+    assert dead_letter is not None
+    assert (dead_letter.body, dead_letter.message_id) == (b"poison", "m1")
+    assert dead_letter.headers["x-first-death-reason"] == "delivery_limit"
 
 
 async def test_what_is_lost_with_its_connection_counts_as_given_back(rig: Rig) -> None:
@@ -312,9 +312,9 @@ async def test_what_a_queue_gives_up_waits_for_room_among_the_dead_letters(
     parked: list[bytes] = []
 
     async def both_are_parked() -> bool:
-        while (letter := await transport.get(DEAD_LETTERS)) is not None:
-            parked.append(letter.body)
-            letter.ack()
+        while (dead_letter := await transport.get(DEAD_LETTERS)) is not None:
+            parked.append(dead_letter.body)
+            dead_letter.ack()
         return parked.count(b"poison") == 2
 
     await until(both_are_parked, ROOM_S)

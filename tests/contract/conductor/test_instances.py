@@ -1,4 +1,4 @@
-"""One suite for both keepers of a cell's instances, the outbox and handled messages included."""
+"""One suite for both stores of a cell's instances, the outbox and handled messages included."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_a_nul_in_the_words_of_a_host_leaves_the_records_readable(make: Ma
 
 
 @pytest.mark.parametrize(
-    ("stated", "begun"),
+    ("stated", "started"),
     [
         (NOTHING, 2),
         (Stated((DatabaseMark(1, (9,)),)), 2),
@@ -135,7 +135,7 @@ async def test_a_nul_in_the_words_of_a_host_leaves_the_records_readable(make: Ma
         (Stated(conductor=4), 5),
     ],
 )
-async def test_a_set_back_begins_an_incarnation_above_every_known_one(make: Make, stated: Stated, begun: int) -> None:
+async def test_a_set_back_begins_an_incarnation_above_every_known_one(make: Make, stated: Stated, started: int) -> None:
     one, other = make(), make()
     await one.open()
     await other.open()
@@ -147,19 +147,19 @@ async def test_a_set_back_begins_an_incarnation_above_every_known_one(make: Make
     async with one.transaction() as transaction:
         change = await transaction.recognise(stated)
         assert one.incarnation == 1, "it is none before it is on record"
-    assert change is not None and change.incarnation == one.incarnation == begun
+    assert change is not None and change.incarnation == one.incarnation == started
     assert await other.has_due(0.0)
     with pytest.raises(Recovering):
         async with other.transaction() as transaction:
             await transaction.recognise(stated)
     third = make()
     await third.open()
-    assert (other.incarnation, third.incarnation) == (begun, begun)
+    assert (other.incarnation, third.incarnation) == (started, started)
     assert other.is_recovering
     await restored(one)
     async with third.transaction() as transaction:
         again = await transaction.recognise()
-    assert again is not None and again.incarnation == begun + 1, "as this process knows"
+    assert again is not None and again.incarnation == started + 1, "as this process knows"
 
 
 async def test_a_cell_that_recovers_takes_no_step_but_those_of_its_recovery(make: Make) -> None:
@@ -273,10 +273,10 @@ async def test_services_that_have_not_listed_are_kept_until_they_have(make: Make
 
 
 async def test_a_recovery_that_is_set_back_itself_begins_anew(store: InstanceStore) -> None:
-    for begun in (2, 3):
+    for started in (2, 3):
         await restored(store)
         async with store.transaction() as transaction:
-            assert await transaction.begin_recovery() == begun
+            assert await transaction.begin_recovery() == started
     assert store.is_recovering
 
 
@@ -406,8 +406,8 @@ async def test_a_mark_above_what_is_on_record_begins_a_recovery_once(make: Make,
             await transaction.recognise(replace(stated, is_known=False))
     async with one.transaction() as transaction:
         change = await transaction.recognise(stated)
-    begun = mark.database_incarnation + 1
-    assert change is not None and (change.incarnation, change.recovers) == (begun, True)
+    started = mark.database_incarnation + 1
+    assert change is not None and (change.incarnation, change.recovers) == (started, True)
     for store in (one, other):
         with pytest.raises(Recovering):
             async with store.transaction() as transaction:
@@ -421,7 +421,7 @@ async def test_a_mark_above_what_is_on_record_begins_a_recovery_once(make: Make,
             assert await transaction.recognise(stated) is None
     async with other.transaction() as transaction:
         change = await transaction.recognise(Stated((DatabaseMark(mark.database_incarnation, (9,)),)))
-    assert change is not None and change.incarnation == begun + 1
+    assert change is not None and change.incarnation == started + 1
 
 
 async def test_a_mark_above_that_is_heard_amid_a_recovery_begins_it_anew(store: InstanceStore) -> None:
@@ -601,8 +601,8 @@ async def test_an_operators_word_ends_with_the_history_that_it_was_given_in(stor
     machines = [UnknownMachine(one, 3, HOST, UnknownMachineKind.QUARANTINED, "newer") for one in (A, B, C)]
     words = dict(zip((A, B, C), (DESTROY, ADOPT, PROTECT), strict=True))
     await store.safety.record("s", machines, 1.0)
-    for uuid, word in words.items():
-        await store.safety.decide([DecidedMachine(uuid)], word, "ann", 2.0)
+    for uuid, decision in words.items():
+        await store.safety.decide([DecidedMachine(uuid)], decision, "ann", 2.0)
     assert {one.machine.uuid: one.decision for one in await store.safety.record("s", machines, 3.0)} == words
     await restored(store)
     with pytest.raises(Transient, match="recognised"):
@@ -619,9 +619,9 @@ async def test_what_is_due_is_taken_by_one(make: Make, store: InstanceStore) -> 
     other = make()
     await other.open()
     await insert(store, instance(A, deadline=5.0), instance(B, deadline=4.0), instance(C, deadline=50.0))
-    async with store.transaction() as mine, other.transaction() as theirs:
+    async with store.transaction() as mine, other.transaction() as others:
         assert [one.uuid for one in await mine.lock_due(10.0, 1)] == [B]
-        assert [one.uuid for one in await theirs.lock_due(10.0, 9)] == [A]
+        assert [one.uuid for one in await others.lock_due(10.0, 9)] == [A]
 
 
 async def test_messages_are_handled_once_by_whichever_consumer_gets_them(make: Make, store: InstanceStore) -> None:
@@ -663,7 +663,7 @@ async def test_old_records_of_handled_messages_go(store: InstanceStore) -> None:
 
 async def test_briefs_are_of_what_should_be_on_a_host_and_of_what_is_named(store: InstanceStore) -> None:
     await insert(store, instance(A, State.ACTIVE), instance(B, State.FAILED), instance(C, State.BUILDING))
-    found = {brief.uuid: brief for brief in await store.summaries([HOST], [B])}
+    found = {summary.uuid: summary for summary in await store.summaries([HOST], [B])}
     assert sorted(found) == [A, B]
     assert found[A].service == "s" and found[B].service == "s"
     assert (found[A].state, found[A].host_uuid, found[A].attempt, found[A].since) == (State.ACTIVE, HOST, 1, 3.0)
@@ -686,7 +686,7 @@ async def test_briefs_of_a_host_name_what_moves_off_it(store: InstanceStore) -> 
 async def test_a_brief_has_why_what_no_client_wants_any_more_has_failed(store: InstanceStore) -> None:
     refused = replace(instance(A, State.DELETED), code=MACHINE_EXISTS)
     await insert(store, refused, instance(B, State.DELETED), replace(instance(C, State.ACTIVE), code=MACHINE_EXISTS))
-    found = {brief.uuid: brief.code for brief in await store.summaries([], [A, B, C])}
+    found = {summary.uuid: summary.code for summary in await store.summaries([], [A, B, C])}
     assert found == {A: MACHINE_EXISTS, B: "", C: ""}
 
 
@@ -730,9 +730,9 @@ async def test_no_step_is_recorded_in_a_set_back_database_by_a_process_that_has_
 async def step(store: InstanceStore, message_id: str, uuids: list[str], *, new: set[str], state: State) -> set[str]:
     """The engine's operations: optimistic first, with locks after a conflict. Returns which ids were new."""
     for attempt in range(2):
-        begun = store.transaction() if attempt else store.optimistic(new)
+        started = store.transaction() if attempt else store.optimistic(new)
         try:
-            async with begun as transaction:
+            async with started as transaction:
                 transaction.durable = False
                 fresh = await transaction.first_time([message_id])
                 known = await transaction.lock(uuids)
@@ -863,7 +863,7 @@ async def test_what_is_not_committed_is_seen_by_no_other_transaction(make: Make,
                 known = await transaction.lock([A])
                 await transaction.update([replace(known[A], attempt=2)])
                 seen = await optimistic.lock([A])
-                assert [brief.attempt for brief in await other.summaries([], [A])] == [1]
+                assert [summary.attempt for summary in await other.summaries([], [A])] == [1]
             assert seen[A].attempt == 1
             await optimistic.update([replace(seen[A], attempt=7)])
     assert (await recorded(store))[A].attempt == 2

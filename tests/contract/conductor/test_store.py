@@ -1,4 +1,4 @@
-"""One suite for both keepers of a cell's leases, fences, losses, unexplained machines and breakers."""
+"""One suite for both stores of a cell's leases, fences, stale machines, unknown machines and breakers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cell_conductor.store.safety import ADOPT, DESTROY, PROTECT, DecidedMachine,
 from tests.contract.conductor.test_instances import restored
 from tests.unit.conductor.scenario import SPEC, selection
 
-# --- One suite for both stores of leases: one keeper at a time, and what a former one would record is refused.
+# --- One suite for both stores of leases: one leader at a time, and what a former one would record is refused.
 
 
 UP = Lease(service="a", epoch=7, interval_s=1.0, since=5.0)
@@ -95,7 +95,7 @@ OWN, EARLIER, NONE = "its own term", "the term before its own", "none"
 async def test_who_becomes_the_keeper_and_of_which_term(
     instances: InstanceStore, caller: str, term: str, held: bool, becomes: str
 ) -> None:
-    """`one` is the keeper on record. Both adapters are asked by the same function."""
+    """`one` is the leader on record. Both adapters are asked by the same function."""
     leases = instances.leases
     first = await leases.hold_leadership("one", LONG_S if held else OVER_S, None)
     assert first is not None
@@ -127,7 +127,7 @@ async def test_what_is_gone_is_deleted_with_what_has_changed(instances: Instance
 async def test_no_lease_counts_or_is_written_in_a_database_whose_set_back_is_not_recognised(
     instances: InstanceStore,
 ) -> None:
-    """A search for a machine in doubt counted as complete, though its service had never been asked; and what a keeper
+    """A search for a machine in doubt counted as complete, though its service had never been asked; and what a leader
     had recorded before was lost for good, as it took it to be on record.
     """
     leases = instances.leases
@@ -229,7 +229,7 @@ async def test_what_is_at_a_service_by_the_record_is_found_unless_its_host_is_fe
     assert await instances.at_service("a", 10) == [kept[1].uuid]
 
 
-# --- One suite for both keepers of a cell's fences.
+# --- One suite for both stores of a cell's fences.
 
 
 A, B, C = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
@@ -392,13 +392,13 @@ async def test_what_touches_a_host_is_found_in_pages(instances: InstanceStore) -
 
 async def test_after_a_fence_is_lifted_an_older_decision_fences_nothing(instances: InstanceStore) -> None:
     """Its message may be delivered again, after a conductor has died."""
-    fences, lifting = instances.fences, replace(FENCE, version=4, state=FenceState.UNFENCING)
+    fences, unfencing = instances.fences, replace(FENCE, version=4, state=FenceState.UNFENCING)
     await fences.put(FENCE)
-    assert await fences.put(lifting) is lifting
+    assert await fences.put(unfencing) is unfencing
     assert await fences.unfence(HOST, 4, 9.0)
     assert not await fences.unfence(HOST, 4, 9.0)
-    lifted = replace(lifting, state=FenceState.UNFENCED, at=9.0)
-    for late in (FENCE, replace(FENCE, version=4), lifting):
+    lifted = replace(unfencing, state=FenceState.UNFENCED, at=9.0)
+    for late in (FENCE, replace(FENCE, version=4), unfencing):
         assert await fences.put(late) == lifted
     assert await fences.fences() == [] and not await give_up(instances, "s")
     newer = replace(FENCE, version=5)
@@ -406,34 +406,34 @@ async def test_after_a_fence_is_lifted_an_older_decision_fences_nothing(instance
 
 
 async def test_a_lift_that_overtakes_its_fence_is_kept(instances: InstanceStore) -> None:
-    fences, lifting = instances.fences, replace(FENCE, version=4, state=FenceState.UNFENCING)
+    fences, unfencing = instances.fences, replace(FENCE, version=4, state=FenceState.UNFENCING)
     for _ in ("first", "again"):
-        assert await fences.put(lifting) == replace(lifting, state=FenceState.UNFENCED)
+        assert await fences.put(unfencing) == replace(unfencing, state=FenceState.UNFENCED)
         assert (await fences.put(FENCE)).version == 4
         assert await fences.fences() == []
-    later = replace(lifting, version=5)
+    later = replace(unfencing, version=5)
     assert await fences.put(later) == replace(later, state=FenceState.UNFENCED)
     await fences.put(replace(FENCE, version=6))
-    on_record = replace(lifting, version=7)
+    on_record = replace(unfencing, version=7)
     assert await fences.put(on_record) is on_record and await fences.fences() == [on_record], "it is lifted by `lift`"
 
 
 async def test_a_fence_that_was_lifted_long_ago_goes_and_no_other(instances: InstanceStore) -> None:
-    fences, lifting = instances.fences, replace(FENCE, version=4, state=FenceState.UNFENCING, at=1.0)
+    fences, unfencing = instances.fences, replace(FENCE, version=4, state=FenceState.UNFENCING, at=1.0)
     hosts = (A, B, C, HOST)
     for host_uuid in hosts:
         await fences.put(replace(FENCE, host_uuid=host_uuid, at=1.0))
     for host_uuid in (A, B, C):
-        await fences.put(replace(lifting, host_uuid=host_uuid))
+        await fences.put(replace(unfencing, host_uuid=host_uuid))
     assert await fences.unfence(A, 4, 7.0) and await fences.unfence(B, 4, 8.0)
     assert await fences.purge_ended(7.0, 10) == 0
     assert await fences.purge_ended(9.0, 1) == 1
-    assert (await fences.put(replace(lifting, host_uuid=B))).at == 8.0, "in order of the hosts"
+    assert (await fences.put(replace(unfencing, host_uuid=B))).at == 8.0, "in order of the hosts"
     assert await fences.purge_ended(9.0, 10) == 1 and await fences.purge_ended(9.0, 10) == 0
     assert [one.host_uuid for one in await fences.fences()] == sorted([C, HOST])
 
 
-# --- One suite for both keepers of unexplained machines and breakers.
+# --- One suite for both stores of unknown machines and breakers.
 
 
 A, B, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab1")
@@ -484,9 +484,9 @@ async def test_an_operators_word_is_for_one_attempt_of_a_quarantined_machine(saf
     assert newer.decision == PROTECT, "an attempt that is listed otherwise does not show that the machine is gone"
     (marked,) = await safety.record("s", [replace(newer.machine, kind=UnknownMachineKind.FOREIGN)], 5.0)
     assert marked.decision == PROTECT
-    for attempt, verdict in ((5, DESTROY), (6, ADOPT)):
+    for attempt, decision in ((5, DESTROY), (6, ADOPT)):
         await safety.record("s", [OURS], 6.0)
-        await safety.decide([DecidedMachine(A)], verdict, "op", 7.0)
+        await safety.decide([DecidedMachine(A)], decision, "op", 7.0)
         (newer,) = await safety.record("s", [replace(OURS, attempt=attempt)], 8.0)
         assert newer.decision == ""
 
@@ -494,13 +494,13 @@ async def test_an_operators_word_is_for_one_attempt_of_a_quarantined_machine(saf
 async def test_an_operators_word_is_kept_while_reports_record_the_machine_again(safety: Safety) -> None:
     await safety.record("s", [OURS], 1.0)
     for number in range(20):
-        verdict = DESTROY if number % 2 else PROTECT
+        decision = DESTROY if number % 2 else PROTECT
         async with asyncio.TaskGroup() as group:
             group.create_task(safety.record("s", [OURS, replace(OURS, uuid=B)], 3.0))
-            decided = group.create_task(safety.decide([DecidedMachine(A)], verdict, "op", 2.0))
+            decided = group.create_task(safety.decide([DecidedMachine(A)], decision, "op", 2.0))
             group.create_task(safety.record("s", [OURS, replace(OURS, uuid=B)], 3.0))
         assert decided.result() == [(HOST, A)]
-        assert {one.machine.uuid: one.decision for one in await safety.records()} == {A: verdict, B: ""}
+        assert {one.machine.uuid: one.decision for one in await safety.records()} == {A: decision, B: ""}
 
 
 async def test_a_word_about_one_host_is_not_for_the_others(safety: Safety) -> None:

@@ -1,4 +1,4 @@
-"""One suite for both books: writes, an operator's reads, purges, and replicas of a book in memory."""
+"""One suite for both stores: writes, an operator's reads, purges, and replicas of a placement in memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from bus.contracts.placement import (
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from bus.persistence.memory_database import turn
-from placement_worker import book as resource_book
+from placement_worker import book as placement_service
 from placement_worker.book import PlacementService, Published
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
@@ -41,7 +41,7 @@ from placement_worker.store.memory_table import MemoryPlacementTable
 from placement_worker.store.postgres_rows import PostgresPlacementRows
 from tests.contract.books import HOSTS, VMS, Placements, roomy_host
 
-# --- One suite for both books; and whatever one answers to a random history, the other answers too.
+# --- One suite for both stores; and whatever one answers to a random history, the other answers too.
 
 
 PATIENCE_S = 60.0
@@ -57,11 +57,11 @@ async def store(make: Placements) -> PlacementService:
     return made
 
 
-def report(host: str, version: int, *, child: bool = False, source: str = "s", **amounts: int) -> InventoryUpdate:
+def report(host: str, version: int, *, child: bool = False, reporter: str = "s", **amounts: int) -> InventoryUpdate:
     root = ProviderReport(uuid=host, name=f"host-{host[0]}", inventories=_inventories(amounts), traits=("CUSTOM_X",))
     children = [ProviderReport(uuid=CHILD, name="child", parent_uuid=host, inventories=_inventories({"VGPU": 2}))]
     return InventoryUpdate(
-        reporter=source, version=version, root_uuid=host, providers=(root, *(children if child else ()))
+        reporter=reporter, version=version, root_uuid=host, providers=(root, *(children if child else ()))
     )
 
 
@@ -107,7 +107,7 @@ async def test_a_repeated_claim_is_answered_again_and_an_older_attempt_is_fenced
 async def test_a_release_by_a_run_fences_no_run_after_it(store: PlacementService) -> None:
     """The Release of a run whose record was lost was on its way; the build of the record after it failed."""
     await store.apply_reports([report(FOUR[0], 1, VCPU=2)])
-    lost, later = (partial(claim, CONSUMERS[0], FOUR[0], owner=run) for run in ("lost", "later"))
+    lost, later = (partial(claim, CONSUMERS[0], FOUR[0], owner=claim_owner) for claim_owner in ("lost", "later"))
     release = Release(consumer=CONSUMERS[0], attempt=1, project_id="p", owner="lost")
     assert await outcomes(store, lost(), release, lost(), later()) == [
         "claimed",
@@ -123,7 +123,7 @@ async def test_a_release_by_a_run_fences_no_run_after_it(store: PlacementService
         *["consumer_conflict"] * 3,
     ]
     unclaimed = replace(release, consumer=CONSUMERS[1])
-    of_unclaimed = [claim(CONSUMERS[1], FOUR[0], owner=run) for run in ("lost", "later")]
+    of_unclaimed = [claim(CONSUMERS[1], FOUR[0], owner=claim_owner) for claim_owner in ("lost", "later")]
     assert await outcomes(store, unclaimed, *of_unclaimed) == ["absent", "consumer_conflict", "claimed"]
 
 
@@ -203,7 +203,7 @@ async def publish_when_free(store: PlacementService, limit: int) -> list[int]:
 async def test_while_one_publishes_the_others_find_it_taken(
     make: Placements, store: PlacementService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource_book, "LEASE_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(placement_service, "LEASE_S", 10 * PATIENCE_S)
     other, sends = make(), Sends()
     await other.open()
     await store.apply_reports([report(host, 1, VCPU=1) for host in FOUR])
@@ -220,7 +220,7 @@ async def test_while_one_publishes_the_others_find_it_taken(
 async def test_a_turn_that_is_cut_short_is_begun_anew_at_once_by_its_own_process(
     store: PlacementService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource_book, "LEASE_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(placement_service, "LEASE_S", 10 * PATIENCE_S)
     sends = Sends()
     await store.apply_reports([report(host, 1, VCPU=1) for host in FOUR])
     cut = asyncio.create_task(store.publish(sends, 10))
@@ -234,7 +234,7 @@ async def test_a_turn_that_is_cut_short_is_begun_anew_at_once_by_its_own_process
 async def test_one_that_hangs_is_not_waited_for_and_moves_nothing_back_when_it_comes_to(
     make: Placements, store: PlacementService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource_book, "LEASE_S", 0.001)
+    monkeypatch.setattr(placement_service, "LEASE_S", 0.001)
     other, sends = make(), Sends()
     await other.open()
     await store.apply_reports([report(host, 1, VCPU=1) for host in FOUR])
@@ -250,14 +250,14 @@ async def test_one_that_hangs_is_not_waited_for_and_moves_nothing_back_when_it_c
 async def test_one_that_comes_to_does_not_end_the_turn_of_who_took_over(
     make: Placements, store: PlacementService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource_book, "LEASE_S", 0.001)
+    monkeypatch.setattr(placement_service, "LEASE_S", 0.001)
     other, third, late, now = make(), make(), Sends(), Sends()
     await other.open()
     await third.open()
     await store.apply_reports([report(host, 1, VCPU=1) for host in FOUR])
     hung = asyncio.create_task(store.publish(late, 2))
     await late.sending.wait()
-    monkeypatch.setattr(resource_book, "LEASE_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(placement_service, "LEASE_S", 10 * PATIENCE_S)
 
     async def take_over() -> None:
         while (await other.publish(now, 3)).taken:
@@ -322,7 +322,7 @@ def history(rng: random.Random) -> list[list[ClaimItem] | list[InventoryUpdate]]
 def _any_report(rng: random.Random, version: int) -> InventoryUpdate:
     amounts = {name: rng.randint(0, 4) + 1 for name in ("VCPU", "DISK_GB") if rng.random() < 0.8}
     made = report(
-        rng.choice(FOUR), version - rng.randint(0, 2), child=rng.random() < 0.2, source=rng.choice("st"), **amounts
+        rng.choice(FOUR), version - rng.randint(0, 2), child=rng.random() < 0.2, reporter=rng.choice("st"), **amounts
     )
     return replace(made, providers=()) if rng.random() < 0.1 else made
 
@@ -357,7 +357,7 @@ def _any_item(rng: random.Random) -> ClaimItem:
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("seed", range(4))
-async def test_both_books_answer_alike(postgres_url: str, seed: int) -> None:
+async def test_both_stores_answer_alike(postgres_url: str, seed: int) -> None:
     stores: list[PlacementService] = [
         PlacementService(PostgresPlacementRows(Database(postgres_url, "placement"))),
         PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session(turn))),
@@ -377,7 +377,7 @@ async def test_both_books_answer_alike(postgres_url: str, seed: int) -> None:
     await stores[0].close()
 
 
-# --- An operator's reads of placement, on both books: a host's tree with its holders, and what projects hold.
+# --- An operator's reads of placement, on both stores: a host's tree with its holders, and what projects hold.
 
 
 @pytest.fixture

@@ -66,14 +66,14 @@ class Rig:
 class BusRig(Rig):
     """Placement's handlers on a bus in memory."""
 
-    def __init__(self, book: PlacementService) -> None:
+    def __init__(self, service: PlacementService) -> None:
         clock = SystemClock()
         broker = MemoryBroker(clock)
         self.buses = [
             Bus(API, MemoryTransport(broker, process), process=process, clock=clock, rng=random.Random(process))
             for process in ("scheduler", "placement")
         ]
-        handlers = PlacementHandlers(book, clock=clock, committed=lambda: None, claimed=lambda: None)
+        handlers = PlacementHandlers(service, clock=clock, committed=lambda: None, claimed=lambda: None)
         self.consumers = [
             Consumer(self.buses[1], "placement.requests", handlers.requests),
             Consumer(self.buses[1], "placement.reads", handlers.reads),
@@ -103,12 +103,12 @@ class BusRig(Rig):
 
 @pytest.fixture(params=["fake", "bus"])
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    book = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
-    await book.apply_reports([roomy_host(HOST)])
+    service = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
+    await service.apply_reports([roomy_host(HOST)])
     if request.param == "fake":
-        yield Rig(PlacementClaims(book))
+        yield Rig(PlacementClaims(service))
         return
-    over_bus = BusRig(book)
+    over_bus = BusRig(service)
     await over_bus.open()
     yield over_bus
     await over_bus.close()
@@ -202,9 +202,11 @@ class Walk:
         state = known.get(consumer)
         attempt = (state.attempt if state else 0) + draw.choice((0, 1, 1, 1))
         generation = state.generation if state and state.allocations else None
-        sources: list[ProviderAllocations] = [self.amounts()]
-        sources += [known[one].allocations for one in (consumer, migration) if one in known and known[one].allocations]
-        moved = Migration(uuid=migration, source=total_of([draw.choice(sources)]))
+        reporters: list[ProviderAllocations] = [self.amounts()]
+        reporters += [
+            known[one].allocations for one in (consumer, migration) if one in known and known[one].allocations
+        ]
+        moved = Migration(uuid=migration, source=total_of([draw.choice(reporters)]))
         limits = draw.choice(({}, {"VCPU": draw.randint(4, 30), "INSTANCES": 5}))
         claim = Claim(
             consumer=consumer,

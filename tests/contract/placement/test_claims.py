@@ -1,4 +1,4 @@
-"""Claims on both books: gangs, runs, limits, and to whom a claim was lost."""
+"""Claims on both stores: gangs, runs, limits, and to whom a claim was lost."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from bus.contracts.placement import (
     ReleaseResult,
     ServerGroup,
 )
-from placement_worker import book as resource_book
+from placement_worker import book as placement_service
 from placement_worker.book import PlacementService
 from placement_worker.store import claims
 from tests.contract.books import HOSTS, VMS, Placements, at, build, claimed, used
 
-# --- The claims of a gang, on both books: all of them or none, whatever else is claimed at once.
+# --- The claims of a gang, on both stores: all of them or none, whatever else is claimed at once.
 
 
 APART = ServerGroup(uuid="e0000000-0000-4000-8000-000000000000", policy=GroupPolicy.ANTI_AFFINITY)
@@ -268,7 +268,7 @@ async def test_the_query_shows_a_migration_and_another_client_as_no_build(pooled
     assert held[build(2, 2).consumer].attempt == 0
 
 
-# --- To whom a claim was lost, on both books: the consumers that last took what it lacked.
+# --- To whom a claim was lost, on both stores: the consumers that last took what it lacked.
 
 
 HOST, OTHER = HOSTS[:2]
@@ -370,7 +370,7 @@ async def test_a_pool_that_many_share_has_no_newest_holder(
         assert len(await lost_to(store, wants(2, {HOST: {"VCPU": 1}}))) == found
 
 
-# --- A project's limits in the claim, on both books: never passed, however many claim at once.
+# --- A project's limits in the claim, on both stores: never passed, however many claim at once.
 
 
 FOUR = {"VCPU": 4}
@@ -458,8 +458,8 @@ async def test_processes_that_claim_at_once_on_hosts_of_their_own_do_not_pass_it
 async def test_a_page_of_the_snapshot_has_no_more_bytes_than_a_message(
     store: PlacementService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource_book, "_bytes_of", lambda _: 10)
-    monkeypatch.setattr(resource_book, "MAX_PAGE_BYTES", 25)
+    monkeypatch.setattr(placement_service, "_bytes_of", lambda _: 10)
+    monkeypatch.setattr(placement_service, "MAX_PAGE_BYTES", 25)
     uuids: list[str] = []
     sizes: list[int] = []
     more = True

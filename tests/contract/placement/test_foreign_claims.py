@@ -1,4 +1,4 @@
-"""Claims for a control plane that writes its allocations by Placement's API, on both books."""
+"""Claims for a control plane that writes its allocations by Placement's API, on both stores."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ GROUP = ServerGroup(uuid="e0000000-0000-4000-8000-000000000000", policy=GroupPol
 TOGETHER = replace(GROUP, policy=GroupPolicy.AFFINITY)
 
 
-def asked(vm: str, *hosts: int, run: str = "r", **fields: object) -> Claim:
+def asked(vm: str, *hosts: int, claim_owner: str = "r", **fields: object) -> Claim:
     options = tuple(ClaimOption(allocations={HOSTS[n]: {"VCPU": 1}}, host=HOSTS[n]) for n in hosts)
-    return Claim(consumer=vm, options=options, project_id="p", owner=run, external=True, **fields)  # type: ignore[arg-type]
+    return Claim(consumer=vm, options=options, project_id="p", owner=claim_owner, external=True, **fields)  # type: ignore[arg-type]
 
 
 async def claimed(store: PlacementService, claim: Claim) -> ClaimResult:
@@ -56,7 +56,7 @@ async def test_a_redelivered_call_adopts_what_it_has_claimed(store: PlacementSer
     assert (first.option, again.outcome, again.option) == (0, ClaimOutcome.CLAIMED, None)
     assert again.allocations == {HOSTS[0]: {"VCPU": 1}}
     assert await held(store, VMS[0]) == ([HOSTS[0]], "r", 0)
-    other = await claimed(store, asked(VMS[0], 1, run="s"))
+    other = await claimed(store, asked(VMS[0], 1, claim_owner="s"))
     assert (other.outcome, other.allocations) == (ClaimOutcome.CONSUMER_CONFLICT, again.allocations)
 
 

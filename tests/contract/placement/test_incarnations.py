@@ -96,7 +96,7 @@ async def test_what_one_process_was_told_counts_in_all_of_them(make: Placements,
     assert await requested(again, (Release(consumer=VMS[0]), 1)) == [ORDER_OUTDATED]
 
 
-async def test_it_is_recorded_again_where_placements_own_database_has_forgotten_it(store: PlacementService) -> None:
+async def test_it_is_recorded_again_where_placements_own_database_has_lost_it(store: PlacementService) -> None:
     await claimed(store, claim(0), claim(1))
     assert await requested(store, (claim(2), 2)) == ["claimed"]
     if isinstance(store.rows, MemoryPlacementRows):

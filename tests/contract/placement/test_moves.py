@@ -449,7 +449,7 @@ def test_together_they_hold_the_larger_of_each_whatever_is_tried(
     assert allocations_at_source(source, held, kept, roots) == source == whole_source(source, source)
 
 
-def test_the_book_names_where_the_source_is_now() -> None:
+def test_placement_names_where_the_source_is_now() -> None:
     requested = {"host": {"VCPU": 4, "VGPU": 1}}
     # A reshape has moved the VGPU to a child of the host meanwhile.
     kept = {"host": {"VCPU": 4}, "child": {"VGPU": 1}}

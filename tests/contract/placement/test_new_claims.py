@@ -139,31 +139,31 @@ def some_claims(
 
 @pytest.fixture
 async def opened(postgres_url: str) -> AsyncIterator[list[PlacementService]]:
-    """Two processes on one book, and one on a copy of it."""
+    """Two processes on one placement, and one on a copy of it."""
     rows = [
         Counting(Database(postgres_url, "placement")),
         PostgresPlacementRows(Database(postgres_url, "placement")),
         Decided(Database(postgres_url, "placement_apart")),
     ]
     made = [PlacementService(one) for one in rows]
-    for book in made:
-        await book.open()
+    for service in made:
+        await service.open()
     yield made
-    for book in made:
-        await book.close()
+    for service in made:
+        await service.close()
 
 
-async def rows_of(book: PlacementService) -> list[list[str]]:
-    assert isinstance(book.rows, PostgresPlacementRows)
-    async with book.rows.database.raw() as connection:
+async def rows_of(service: PlacementService) -> list[list[str]]:
+    assert isinstance(service.rows, PostgresPlacementRows)
+    async with service.rows.database.raw() as connection:
         return [sorted(map(str, await connection.fetch(statement))) for statement in ROWS]
 
 
 async def test_what_is_taken_at_once_is_what_is_decided(opened: list[PlacementService]) -> None:
     """The same replies, rows, and bytes in the feed."""
     rng = random.Random(1)
-    book, _, copy = opened
-    assert isinstance(book.rows, Counting)
+    service, _, copy = opened
+    assert isinstance(service.rows, Counting)
     uuids = [(new_uuid(rng), new_uuid(rng)) for _ in range(24)]
     consumers: list[str] = []
     spec_generations: dict[str, int] = {}
@@ -171,18 +171,18 @@ async def test_what_is_taken_at_once_is_what_is_decided(opened: list[PlacementSe
     for number in range(ROUNDS):
         if number % 50 == 0:
             updates = trees(rng, uuids, number + 1)
-            assert await book.apply_reports(updates) == await copy.apply_reports(updates)
+            assert await service.apply_reports(updates) == await copy.apply_reports(updates)
             spec_generations = {
                 state.uuid: state.spec_generation for state in (await copy.snapshot(None, 1000)).providers
             }
         claims = some_claims(rng, uuids, spec_generations, consumers)
-        replies = await book.apply(claims)
+        replies = await service.apply(claims)
         assert replies == await copy.apply(claims), claims
         outcomes.update(reply.outcome for reply in replies if isinstance(reply, ClaimResult))
-    assert await rows_of(book) == await rows_of(copy)
-    async with book.rows.database.raw() as connection:
+    assert await rows_of(service) == await rows_of(copy)
+    async with service.rows.database.raw() as connection:
         assert await audit.findings(connection) == []
-    assert book.rows.ways[True] > 40 and book.rows.ways[False] > 20, book.rows.ways
+    assert service.rows.ways[True] > 40 and service.rows.ways[False] > 20, service.rows.ways
     assert set(outcomes) == set(ClaimOutcome) - {ClaimOutcome.POLICY_VIOLATED, ClaimOutcome.INCOMPLETE}
 
 
@@ -190,16 +190,16 @@ async def test_what_another_takes_while_a_claim_waits_for_it_is_not_given_twice(
     opened: list[PlacementService], postgres_url: str
 ) -> None:
     """It waits for the host's lock, and then sees what the lock's last holder left."""
-    book = opened[0]
-    assert isinstance(book.rows, Counting)
-    await book.apply_reports([roomy_host(HOSTS[0])])
+    service = opened[0]
+    assert isinstance(service.rows, Counting)
+    await service.apply_reports([roomy_host(HOSTS[0])])
     holder, watcher = await asyncpg.connect(postgres_url), await asyncpg.connect(postgres_url)
     found = []
     for vm, (amount, taken) in enumerate(((40, 70), (20, 0))):
         async with holder.transaction():
             await holder.execute("UPDATE placement.providers SET generation = generation + 7")
             await holder.execute("UPDATE placement.inventories SET used = used + $1", taken)
-            claiming = asyncio.create_task(book.apply([build(vm, 0, amount)]))
+            claiming = asyncio.create_task(service.apply([build(vm, 0, amount)]))
             async with asyncio.timeout(PATIENCE_S):
                 while not await watcher.fetchval(WAITING):
                     assert not claiming.done()
@@ -208,9 +208,9 @@ async def test_what_another_takes_while_a_claim_waits_for_it_is_not_given_twice(
     assert isinstance(full, ClaimResult) and full.outcome is ClaimOutcome.NO_CAPACITY
     assert isinstance(claimed, ClaimResult) and claimed.outcome is ClaimOutcome.CLAIMED
     assert claimed.generations == {HOSTS[0]: 1 + 7 + 7 + 1}
-    newest = (await book.changes(0, 100)).changes[-1]
+    newest = (await service.changes(0, 100)).changes[-1]
     assert (newest.sequence, newest.generation, newest.used["VCPU"]) == (claimed.sequence, 16, 90)
-    assert book.rows.ways == {False: 1, True: 1}
+    assert service.rows.ways == {False: 1, True: 1}
     for connection in (holder, watcher):
         await connection.close()
 
@@ -226,7 +226,7 @@ async def test_small_groups_that_name_hosts_in_opposite_orders_do_not_deadlock(
     async with holder.transaction():
         await holder.execute("UPDATE placement.providers SET generation = 9 WHERE uuid = $1", HOSTS[1])
         ways = [[build(at, at) for at in (0, 1, 2)], [build(at + 3, at) for at in (2, 1, 0)]]
-        both = asyncio.gather(*(book.apply(way) for book, way in zip(opened, ways, strict=False)))
+        both = asyncio.gather(*(service.apply(way) for service, way in zip(opened, ways, strict=False)))
         async with asyncio.timeout(PATIENCE_S):
             while await watcher.fetchval(WAITING) < 2:
                 assert not both.done()
@@ -241,7 +241,7 @@ async def test_two_processes_give_the_last_room_of_a_project_to_one(opened: list
     await opened[0].apply_reports([roomy_host(host) for host in HOSTS[:2]])
     for number in range(0, len(VMS), 2):
         wanted = [build(number + at, at, 1, limits={INSTANCES: number // 2 + 1}) for at in (0, 1)]
-        replies = await asyncio.gather(*(book.apply([one]) for book, one in zip(opened, wanted, strict=False)))
+        replies = await asyncio.gather(*(service.apply([one]) for service, one in zip(opened, wanted, strict=False)))
         assert Counter(getattr(reply, "outcome", None) for (reply,) in replies) == {
             ClaimOutcome.CLAIMED: 1,
             ClaimOutcome.OVER_QUOTA: 1,

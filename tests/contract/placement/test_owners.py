@@ -31,7 +31,7 @@ from bus.contracts.placement import (
 from bus.persistence.database import Database
 from placement_worker.book import PlacementService
 from placement_worker.domain.claims import ClaimItem
-from placement_worker.domain.refusal import Why, WriteRefusal
+from placement_worker.domain.refusal import RefusalCode, WriteRefusal
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.trees import CreateProvider, DeleteTree, SetInventories, SetTraits, UpdateProvider
 from placement_worker.domain.values import ABOVE_CELLS, Provider, stored_inventory
@@ -57,11 +57,11 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[PlacementServic
 
 
 def first(version: int, *children: str, vcpus: int = 4) -> InventoryUpdate:
-    return host(MINE, version, *children, source=FIRST, vcpus=vcpus)
+    return host(MINE, version, *children, reporter=FIRST, vcpus=vcpus)
 
 
-def second(version: int, *, vcpus: int = 9, takes_over: str | None = None, source: str = SECOND) -> InventoryUpdate:
-    return replace(host(MINE, version, source=source, vcpus=vcpus), former_reporter=takes_over)
+def second(version: int, *, vcpus: int = 9, takes_over: str | None = None, reporter: str = SECOND) -> InventoryUpdate:
+    return replace(host(MINE, version, reporter=reporter, vcpus=vcpus), former_reporter=takes_over)
 
 
 async def outcomes(store: PlacementService, *updates: InventoryUpdate) -> list[str]:
@@ -74,7 +74,7 @@ async def capacity(store: PlacementService) -> float | None:
     return None if provider is None else provider.inventories["VCPU"][0]
 
 
-async def test_the_book_keeps_the_inventory_of_the_first(store: PlacementService) -> None:
+async def test_placement_keeps_the_inventory_of_the_first(store: PlacementService) -> None:
     """The inventory that was reported last counted."""
     assert await outcomes(store, first(1)) == ["applied"]
     assert await outcomes(store, second(1), replace(second(2), providers=())) == [TAKEN, TAKEN]
@@ -91,8 +91,8 @@ async def test_of_two_in_one_group_the_first_has_it(store: PlacementService) -> 
 
 
 async def test_other_sources_may_report_below_a_host_and_beside_it(store: PlacementService) -> None:
-    assert await outcomes(store, host(MINE, 1, source="agent"), first(1)) == ["applied", "unchanged"]
-    assert await outcomes(store, host(MINE, 2, source="agent", vcpus=5)) == ["applied"]
+    assert await outcomes(store, host(MINE, 1, reporter="agent"), first(1)) == ["applied", "unchanged"]
+    assert await outcomes(store, host(MINE, 2, reporter="agent", vcpus=5)) == ["applied"]
 
 
 @pytest.mark.parametrize("is_held", [False, True])
@@ -100,7 +100,7 @@ async def test_who_has_given_a_node_to_another_source_takes_it_out_no_more(
     store: PlacementService, is_held: bool
 ) -> None:
     """An Ironic's removals are repeated for days; each took out, or closed, the node that another one had by then."""
-    east, west = (host(MINE, 1, source=f"ironic_{name}") for name in ("east", "west"))
+    east, west = (host(MINE, 1, reporter=f"ironic_{name}") for name in ("east", "west"))
     assert await outcomes(store, east) == ["applied"]
     if is_held:
         await store.apply([claim(MINE)])
@@ -133,9 +133,9 @@ async def test_what_the_conductor_has_not_released_is_taken_over_by_none(store: 
     """A worker with its cell's rights could name any owner, and have its hosts."""
     await outcomes(store, first(1))
     assert await outcomes(store, second(1, takes_over=FIRST)) == [TAKEN]
-    for source, root, bus in ((THIRD, MINE, "c1"), (FIRST, CHILD, "c1"), (FIRST, MINE, "c2")):
-        await store.release_roots(source, [root], bus=bus)
-        assert await outcomes(store, second(2, takes_over=FIRST)) == [TAKEN], (source, root, bus)
+    for reporter, root, bus in ((THIRD, MINE, "c1"), (FIRST, CHILD, "c1"), (FIRST, MINE, "c2")):
+        await store.release_roots(reporter, [root], bus=bus)
+        assert await outcomes(store, second(2, takes_over=FIRST)) == [TAKEN], (reporter, root, bus)
     await store.release_roots(FIRST, [MINE], bus="c1")
     assert await outcomes(store, first(2)) == ["unchanged"], "it has come back"
     assert await outcomes(store, second(3, takes_over=FIRST)) == [TAKEN]
@@ -167,7 +167,7 @@ async def test_it_is_not_taken_over_once_its_owner_reports_it(store: PlacementSe
 
 
 async def test_a_takeover_that_is_refused_otherwise_leaves_the_owner(store: PlacementService) -> None:
-    other = host(CHILD, 1, source=FIRST)
+    other = host(CHILD, 1, reporter=FIRST)
     await outcomes(store, first(1), other)
     await store.release_roots(FIRST, [MINE], bus="c1")
     (report,) = second(1).providers
@@ -226,11 +226,12 @@ async def test_two_hosts_that_have_swapped_their_names_are_put_right(store: Plac
 
 async def test_hosts_that_exchange_names_are_all_changed_or_none(store: PlacementService) -> None:
     """Found by reading: of two that were applied together the second was refused for what the first had changed. The
-    book in memory then had two providers of one name, and PostgreSQL failed the whole group, whenever it was repeated.
+    placement in memory then had two providers of one name, and PostgreSQL failed the whole group, whenever it was
+    repeated.
     """
     mine, other, child = (ProviderReport(uuid=one, name=f"n-{one[0]}") for one in (MINE, OTHER, CHILD))
     below = replace(child, parent_uuid=MINE)
-    tree = host(MINE, 1, source="agent")
+    tree = host(MINE, 1, reporter="agent")
     await outcomes(store, replace(tree, providers=(mine, below)), replace(host(OTHER, 1), providers=(other,)))
     taking = (replace(other, name=child.name), replace(mine, parent_uuid=OTHER))
     giving = (replace(mine, is_reference=True), replace(below, name=other.name))
@@ -289,11 +290,11 @@ async def test_rest_puts_no_host_that_a_source_reports_below_another(store: Plac
     assert all(isinstance(one, Provider) for one in created)
     put, other = (UpdateProvider(uuid, uuid, parent=CHILD, may_move=True) for uuid in (MINE, NO_HOST))
     refused, moved = await store.write_trees([put, other])
-    assert isinstance(refused, WriteRefusal) and refused.why is Why.BAD_PARENT
+    assert isinstance(refused, WriteRefusal) and refused.code is RefusalCode.BAD_PARENT
     assert isinstance(moved, Provider) and moved.parent == CHILD
     await outcomes(store, replace(first(2), providers=()))
     (gone,) = await store.write_trees([put])
-    assert isinstance(gone, WriteRefusal) and gone.why is Why.NO_PROVIDER
+    assert isinstance(gone, WriteRefusal) and gone.code is RefusalCode.NO_PROVIDER
 
 
 async def test_the_hosts_of_a_service_are_those_that_it_owns(store: PlacementService) -> None:
@@ -306,7 +307,7 @@ async def test_the_hosts_of_a_service_are_those_that_it_owns(store: PlacementSer
         return len(done.reply.hosts)
 
     assert await has("s1") == 0
-    await outcomes(store, first(1, CHILD), host(MINE, 1, source="agent"))
+    await outcomes(store, first(1, CHILD), host(MINE, 1, reporter="agent"))
     await outcomes(store, second(1))
     assert (await has("s1"), await has("s2"), await has("s1", "c2")) == (1, 0, 0)
     assert await store.reads.hosts_of_service(ServiceHostsQuery(service="s1", cell="c1")) == ServiceHostsPage(
@@ -338,11 +339,11 @@ async def postgres(postgres_url: str) -> AsyncIterator[PlacementService]:
     await made.close()
 
 
-def host(root: str, version: int, *children: str, source: str = "compute", vcpus: int = 4) -> InventoryUpdate:
+def host(root: str, version: int, *children: str, reporter: str = "compute", vcpus: int = 4) -> InventoryUpdate:
     inventory = {"VCPU": Inventory(total=vcpus)}
     reports = [ProviderReport(uuid=root, name=root, inventories=inventory)]
     reports += [ProviderReport(uuid=child, name=child, parent_uuid=root, inventories=inventory) for child in children]
-    return InventoryUpdate(reporter=source, version=version, root_uuid=root, providers=tuple(reports))
+    return InventoryUpdate(reporter=reporter, version=version, root_uuid=root, providers=tuple(reports))
 
 
 def claim(*roots: str, attempt: int = 1, **fields: object) -> Claim:
@@ -360,7 +361,7 @@ async def ask(store: PlacementService, bus: str, item: ClaimItem) -> str:
     return str(answer.outcome)
 
 
-def test_the_book_and_the_bus_mean_the_same_above() -> None:
+def test_placement_and_the_bus_mean_the_same_above() -> None:
     assert ABOVE_CELLS == API
 
 
@@ -386,8 +387,8 @@ async def test_a_foreign_report_refuses_alone(store: PlacementService) -> None:
 
 
 async def test_services_of_one_cell_hand_hosts_to_each_other(store: PlacementService) -> None:
-    await notify(store, "c1", host(MINE, 1, source="dead"))
-    assert await notify(store, "c1", host(MINE, 1, source="heir", vcpus=5)) == ["applied"]
+    await notify(store, "c1", host(MINE, 1, reporter="dead"))
+    assert await notify(store, "c1", host(MINE, 1, reporter="heir", vcpus=5)) == ["applied"]
 
 
 async def test_a_tree_takes_no_providers_from_another_cells_tree(store: PlacementService) -> None:
@@ -397,8 +398,8 @@ async def test_a_tree_takes_no_providers_from_another_cells_tree(store: Placemen
 
 
 async def test_what_the_top_has_reported_no_cell_reports(store: PlacementService) -> None:
-    await notify(store, API, host(MINE, 1, source="ironic"))
-    assert await notify(store, "c1", host(MINE, 2, source="ironic")) == ["inventory.foreign_cell"]
+    await notify(store, API, host(MINE, 1, reporter="ironic"))
+    assert await notify(store, "c1", host(MINE, 2, reporter="ironic")) == ["inventory.foreign_cell"]
     assert await ask(store, "c1", claim(MINE)) == "claimed"
     # A bare-metal node: deleted in its cell, or its allocation stays for ever.
     assert await ask(store, "c1", Release(consumer=CONSUMER)) == "released"
@@ -447,7 +448,7 @@ async def test_the_bus_that_a_message_came_on_decides(store: PlacementService) -
     assert str(done.reply.outcome) == "provider_removed"
 
 
-async def test_a_source_learns_which_version_of_its_report_the_book_has(store: PlacementService) -> None:
+async def test_a_reporter_learns_which_version_of_its_report_placement_has(store: PlacementService) -> None:
     sent: list[tuple[str, Message]] = []
 
     async def send(bus: str, messages: Sequence[Message]) -> None:
@@ -460,7 +461,7 @@ async def test_a_source_learns_which_version_of_its_report_the_book_has(store: P
     assert sent == [("c1", known)], "a report that comes twice is not outdated"
 
 
-async def test_a_trait_that_the_book_does_not_know_holds_up_no_report(store: PlacementService) -> None:
+async def test_a_trait_that_placement_does_not_know_holds_up_no_report(store: PlacementService) -> None:
     handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
     (free,) = host(MINE, 1).providers
     for version, vcpus in ((1, 4), (2, 1)):
@@ -521,7 +522,7 @@ async def unbind(store: PlacementService) -> None:
 
 
 @pytest.mark.postgres
-async def test_a_host_of_an_older_book_is_bound_by_its_next_report(postgres: PlacementService) -> None:
+async def test_a_host_of_an_older_placement_is_bound_by_its_next_report(postgres: PlacementService) -> None:
     await notify(postgres, API, host(MINE, 1))
     await unbind(postgres)
     assert await notify(postgres, "c1", host(MINE, 2)) == ["applied"]

@@ -1,4 +1,4 @@
-"""Each project's total is kept beside its consumers, on both books: always their sum, whatever moves them."""
+"""Each project's total is kept beside its consumers, on both stores: always their sum, whatever moves them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server groups in the claim, on both books: apart, together, and no third instance in between."""
+"""Server groups in the claim, on both stores: apart, together, and no third instance in between."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from bus.contracts.placement import (
 )
 from bus.persistence.database import Database
 from placement_worker.book import PlacementService
-from placement_worker.domain.refusal import Why, WriteRefusal
+from placement_worker.domain.refusal import RefusalCode, WriteRefusal
 from placement_worker.domain.report_group import split_by_root
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.trees import CreateProvider, DeleteTree, SetTraits
@@ -39,7 +39,7 @@ from tests.contract.books import HOSTS, VMS, Placements
 from tests.kit.waiting import PATIENCE_S
 from tests.unit.replica.worlds import dump
 
-# --- A flat host turns nested while it is in use: both books move inventory and allocations in one transaction.
+# --- A flat host turns nested while it is in use: both stores move inventory and allocations in one transaction.
 
 
 ROOT, LEFT, RIGHT, POOL = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abcd")
@@ -137,7 +137,7 @@ async def test_a_conductors_next_claim_goes_on_as_if_nothing_had_moved(store: Pl
     assert await used(store) == {ROOT: {}, LEFT: {}, RIGHT: {}, POOL: {"VCPU": 1}}
 
 
-async def test_a_claim_chosen_for_the_flat_host_has_raced_not_filled(store: PlacementService) -> None:
+async def test_a_claim_chosen_for_the_flat_host_conflicts_and_is_not_over_capacity(store: PlacementService) -> None:
     await reported(store, FLAT)
     spec_generation = (await store.snapshot(None, 1)).providers[0].spec_generation
     await reported(store, NESTED)
@@ -237,11 +237,11 @@ async def test_a_report_whose_holders_change_beside_it_holds_up_no_other_of_its_
 HOST, NEIGHBOUR, DEVICE, THEIRS = HOSTS[:4]
 
 
-def tree(version: int, *, source: str = "compute-c1", root: str = HOST) -> InventoryUpdate:
+def tree(version: int, *, reporter: str = "compute-c1", root: str = HOST) -> InventoryUpdate:
     host = ProviderReport(uuid=root, name=f"host-{root[0]}", inventories={"VCPU": Inventory(total=8)})
     device = ProviderReport(uuid=DEVICE, name="gpu", parent_uuid=root, inventories={"VGPU": Inventory(total=2)})
     providers = (host, device) if root == HOST else (host,)
-    return InventoryUpdate(reporter=source, version=version, root_uuid=root, providers=providers)
+    return InventoryUpdate(reporter=reporter, version=version, root_uuid=root, providers=providers)
 
 
 async def outcomes(store: PlacementService, *updates: InventoryUpdate) -> list[str]:
@@ -263,7 +263,7 @@ async def test_a_tree_is_deleted_with_what_other_sources_have_below_it(store: Pl
     removed = [one.provider for one in (await store.changes(0, 100)).changes if one.removed]
     assert sorted(removed) == sorted([HOST, DEVICE, THEIRS])
     (again,) = await store.write_trees([DeleteTree(HOST)])
-    assert isinstance(again, WriteRefusal) and again.why is Why.NO_PROVIDER
+    assert isinstance(again, WriteRefusal) and again.code is RefusalCode.NO_PROVIDER
 
 
 async def test_a_tree_stays_whole_while_a_consumer_holds_something_of_it(store: PlacementService) -> None:
@@ -271,7 +271,7 @@ async def test_a_tree_stays_whole_while_a_consumer_holds_something_of_it(store: 
     option = ClaimOption(allocations={DEVICE: {"VGPU": 2}})
     await store.apply([Claim(consumer=VMS[0], options=(option,), project_id="p")])
     (refused,) = await store.write_trees([DeleteTree(HOST)])
-    assert refused == WriteRefusal(Why.PROVIDER_IN_USE, "consumers hold VGPU 2 of it", HOST)
+    assert refused == WriteRefusal(RefusalCode.PROVIDER_IN_USE, "consumers hold VGPU 2 of it", HOST)
     assert sorted(await providers(store)) == sorted([HOST, DEVICE])
     await store.apply([Release(consumer=VMS[0])])
     (done,) = await store.write_trees([DeleteTree(HOST)])
@@ -280,11 +280,11 @@ async def test_a_tree_stays_whole_while_a_consumer_holds_something_of_it(store: 
 
 async def test_a_deleted_host_has_no_owner_and_no_late_report_brings_it_back(store: PlacementService) -> None:
     await outcomes(store, tree(5))
-    assert await outcomes(store, tree(1, source="compute-c2")) == ["host.other_service"]
+    assert await outcomes(store, tree(1, reporter="compute-c2")) == ["host.other_service"]
     await store.write_trees([DeleteTree(HOST)])
     assert await outcomes(store, tree(5)) == ["stale"]  # delivered once more
     assert await providers(store) == []
-    assert await outcomes(store, tree(2, source="compute-c2")) == ["applied"]
+    assert await outcomes(store, tree(2, reporter="compute-c2")) == ["applied"]
     assert await outcomes(store, tree(6)) == ["host.other_service"]
     assert sorted(await providers(store)) == sorted([HOST, DEVICE])
 
@@ -309,26 +309,26 @@ def device(uuid: str, parent: str, total: int = 8) -> ProviderReport:
 
 
 def host(
-    root: str, version: int, *children: ProviderReport, source: str = "s", traits: tuple[str, ...] = ()
+    root: str, version: int, *children: ProviderReport, reporter: str = "s", traits: tuple[str, ...] = ()
 ) -> InventoryUpdate:
     host = ProviderReport(uuid=root, name=f"host-{root[0]}", inventories={"VCPU": Inventory(total=100)}, traits=traits)
-    return InventoryUpdate(reporter=source, version=version, root_uuid=root, providers=(host, *children))
+    return InventoryUpdate(reporter=reporter, version=version, root_uuid=root, providers=(host, *children))
 
 
-def taken_out(root: str, version: int, source: str = "s") -> InventoryUpdate:
-    return InventoryUpdate(reporter=source, version=version, root_uuid=root)
+def taken_out(root: str, version: int, reporter: str = "s") -> InventoryUpdate:
+    return InventoryUpdate(reporter=reporter, version=version, root_uuid=root)
 
 
-async def follow(store: PlacementService, book: Replica) -> None:
+async def follow(store: PlacementService, replica: Replica) -> None:
     """Fold in what the feed carries, and see that placement then equals the store."""
-    page = await store.changes(book.sequence, 10_000)
-    assert book.apply(page.changes) is None
-    assert book.sequence == page.head
+    page = await store.changes(replica.sequence, 10_000)
+    assert replica.apply(page.changes) is None
+    assert replica.sequence == page.head
     whole = Replica()
     snapshot = await store.snapshot(None, 1000)
     whole.load(snapshot.providers, snapshot.sequence)
-    assert dump(book) == dump(whole)
-    assert len(book) == len(whole)
+    assert dump(replica) == dump(whole)
+    assert len(replica) == len(whole)
 
 
 async def spec_generation(store: PlacementService, uuid: str) -> int:
@@ -346,34 +346,36 @@ async def claimed(store: PlacementService, vm: str, provider: str, **amounts: in
 
 async def test_children_that_move_between_two_reports_of_one_transaction_are_followed(store: PlacementService) -> None:
     """Removed and made again in one transaction, their generations went back and replicas kept the old ones."""
-    book = Replica()
+    replica = Replica()
     await outcomes(store, host(A, 2, *(device(uuid, A) for uuid in DEVICES)), host(B, 2))
     for _ in range(5):  # usage moves the generations on
         assert await claimed(store, VMS[0], DEVICES[0], VGPU=1) == "claimed"
         await store.apply([Release(consumer=VMS[0])])
-    await follow(store, book)
+    await follow(store, replica)
     assert await outcomes(store, host(A, 3), host(B, 3, *(device(uuid, B, 6) for uuid in DEVICES))) == ["applied"] * 2
-    await follow(store, book)
-    rows = [book.row_of(uuid) for uuid in DEVICES]
-    assert {book.uuid_of(book.root_of(row)) for row in rows if row is not None} == {B}
+    await follow(store, replica)
+    rows = [replica.row_of(uuid) for uuid in DEVICES]
+    assert {replica.uuid_of(replica.root_of(row)) for row in rows if row is not None} == {B}
     for uuid, vm in zip(DEVICES, VMS, strict=False):
         assert await claimed(store, vm, uuid, VGPU=6) == "claimed"
-    await follow(store, book)
-    root = book.row_of(B)
+    await follow(store, replica)
+    root = replica.row_of(B)
     assert root is not None
-    assert book.inventory_of(rows[0] or 0)["VGPU"][2] == 0, "nothing of it is left"
+    assert replica.inventory_of(rows[0] or 0)["VGPU"][2] == 0, "nothing of it is left"
 
 
 async def test_a_root_taken_out_by_one_source_and_reported_by_another_is_followed(store: PlacementService) -> None:
-    book = Replica()
+    replica = Replica()
     for version in range(2, 6):
         await outcomes(store, host(A, version, traits=(f"CUSTOM_{version}",)))
-    await follow(store, book)
-    assert await outcomes(store, taken_out(A, 6), host(A, 1, source="heir", traits=("CUSTOM_HEIR",))) == ["applied"] * 2
-    await follow(store, book)
-    row = book.row_of(A)
+    await follow(store, replica)
+    assert (
+        await outcomes(store, taken_out(A, 6), host(A, 1, reporter="heir", traits=("CUSTOM_HEIR",))) == ["applied"] * 2
+    )
+    await follow(store, replica)
+    row = replica.row_of(A)
     assert row is not None
-    assert book.traits_of(row) == ("CUSTOM_HEIR",)
+    assert replica.traits_of(row) == ("CUSTOM_HEIR",)
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["in one transaction", "later"])
@@ -402,7 +404,7 @@ async def test_a_trait_that_a_client_has_set_ends_with_its_provider(store: Place
     for writes in [[gone, back]] if at_once else [[gone], [back]]:
         assert all(isinstance(one, Provider) for one in await store.write_trees(writes))
     for version, traits in ((1, ("CUSTOM_OWN",)), (2, ())):
-        assert await outcomes(store, host(A, version, source="heir", traits=traits)) == ["applied"]
+        assert await outcomes(store, host(A, version, reporter="heir", traits=traits)) == ["applied"]
     (state,) = (await store.snapshot(None, 1000)).providers
     assert state.traits == ()
 
@@ -425,14 +427,14 @@ async def test_what_moves_to_a_device_that_is_taken_out_then_is_stranded_there(
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["in one transaction", "later"])
-async def test_a_claim_chosen_for_a_provider_that_was_made_anew_has_raced(
+async def test_a_claim_chosen_for_a_provider_that_was_made_anew_conflicts(
     store: PlacementService, at_once: bool
 ) -> None:
     """It had SGX, it went, it came back without: the claim was chosen for another host."""
     sgx, new = DEVICES[0], VMS[0]
     assert await outcomes(store, host(sgx, 1, traits=("HW_CPU_X86_SGX",))) == ["applied"]
     option = ClaimOption(allocations={sgx: {"VCPU": 1}}, spec_generations={sgx: await spec_generation(store, sgx)})
-    gone, back = taken_out(sgx, 2), host(sgx, 1, source="heir")
+    gone, back = taken_out(sgx, 2), host(sgx, 1, reporter="heir")
     for updates in [[gone, back]] if at_once else [[gone], [back]]:
         assert await outcomes(store, *updates) == ["applied"] * len(updates)
     (reply,) = await store.apply([Claim(consumer=VMS[0], options=(option,), project_id="p")])
@@ -461,7 +463,7 @@ STEPS = st.lists(st.tuples(st.lists(updates(), min_size=1, max_size=5), HOLDS), 
 Steps = list[tuple[list[tuple[str, str, tuple[tuple[str, int, int], ...]]], dict[str, str | None]]]
 
 
-def update_of(source: str, root: str, nodes: tuple[tuple[str, int, int], ...], version: int) -> InventoryUpdate:
+def update_of(reporter: str, root: str, nodes: tuple[tuple[str, int, int], ...], version: int) -> InventoryUpdate:
     reports = [
         ProviderReport(
             uuid=uuid,
@@ -471,15 +473,15 @@ def update_of(source: str, root: str, nodes: tuple[tuple[str, int, int], ...], v
         )
         for at, (uuid, place, total) in enumerate(nodes)
     ]
-    return InventoryUpdate(reporter=source, version=version, root_uuid=root, providers=tuple(reports))
+    return InventoryUpdate(reporter=reporter, version=version, root_uuid=root, providers=tuple(reports))
 
 
 async def check(store: PlacementService, steps: Steps, versions: Iterator[int]) -> None:
     """After each transaction the feed has carried what the snapshot holds, and nothing has gone back."""
-    book = Replica()
+    replica = Replica()
     await store.open()
     snapshot = await store.snapshot(None, 1000)
-    book.load(snapshot.providers, snapshot.sequence)
+    replica.load(snapshot.providers, snapshot.sequence)
     spec_generations: dict[str, set[int]] = {}
     for reports, holds in steps:
         for part in split_by_root([update_of(*one, next(versions)) for one in reports]):
@@ -497,7 +499,7 @@ async def check(store: PlacementService, steps: Steps, versions: Iterator[int]) 
             option = ClaimOption(allocations={provider or A: {"VGPU": 1}})
             write = Release(consumer=vm) if provider is None else Claim(consumer=vm, options=(option,), project_id="p")
             await store.apply([write])
-        await follow(store, book)
+        await follow(store, replica)
 
 
 @pytest.fixture(scope="module")
@@ -524,13 +526,13 @@ def test_the_feed_agrees_with_the_snapshot_in_postgresql(postgres_url: str, vers
 
 
 def replay(
-    run: Callable[[Coroutine[None, None, None]], None], store: PlacementService, versions: Iterator[int]
+    claim_owner: Callable[[Coroutine[None, None, None]], None], store: PlacementService, versions: Iterator[int]
 ) -> None:
     @given(steps=STEPS)
     @settings(max_examples=25, deadline=None)
     def each(steps: Steps) -> None:
-        run(emptied(store))
-        run(check(store, steps, versions))
+        claim_owner(emptied(store))
+        claim_owner(check(store, steps, versions))
 
     each()
 

@@ -1,4 +1,4 @@
-"""Placement's purges, in both books, and a snapshot that the feed no longer reaches."""
+"""Placement's purges, in both stores, and a snapshot that the feed no longer reaches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from placement_worker.replica.book import Replica
 from placement_worker.replica.catch_up import LocalReplica
 from tests.contract.books import HOSTS, KINDS, books
 
-# --- Placement's purges, in both books: nothing that any client may still need, and never much at once.
+# --- Placement's purges, in both stores: nothing that any client may still need, and never much at once.
 
 
 KEPT, GONE = (f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 3))
@@ -53,27 +53,35 @@ async def ticking(request: pytest.FixtureRequest) -> AsyncIterator[PlacementServ
 
 
 async def notify(
-    ticking: PlacementService, root: str, source: str, version: int, *children: str, gone: bool = False, name: str = ""
+    ticking: PlacementService,
+    root: str,
+    reporter: str,
+    version: int,
+    *children: str,
+    gone: bool = False,
+    name: str = "",
 ) -> str:
     inventory = {"VCPU": Inventory(total=4)}
     reports = [ProviderReport(uuid=root, name=name or f"h-{root}", inventories=inventory)]
     reports += [ProviderReport(uuid=child, name=child, parent_uuid=root, inventories=inventory) for child in children]
-    update = InventoryUpdate(reporter=source, version=version, root_uuid=root, providers=() if gone else tuple(reports))
+    update = InventoryUpdate(
+        reporter=reporter, version=version, root_uuid=root, providers=() if gone else tuple(reports)
+    )
     (result,) = await ticking.apply_reports([update])
     assert isinstance(result, InventoryResult)
     return result.outcome
 
 
 async def trim(
-    ticking: PlacementService, *, sources_s: float = 0.0, fences_s: float = LONG_S, limit: int = 100
+    ticking: PlacementService, *, reporters_s: float = 0.0, fences_s: float = LONG_S, limit: int = 100
 ) -> bool:
-    return await ticking.trim(keep_changes=0, keep_ended_attempts_s=fences_s, keep_reporters_s=sources_s, limit=limit)
+    return await ticking.trim(keep_changes=0, keep_ended_attempts_s=fences_s, keep_reporters_s=reporters_s, limit=limit)
 
 
-async def test_a_source_of_a_host_that_is_gone_is_forgotten_after_its_time(ticking: PlacementService) -> None:
+async def test_a_reporter_of_a_host_that_is_gone_is_purged_after_its_time(ticking: PlacementService) -> None:
     await notify(ticking, GONE, "s", 5)
     await notify(ticking, GONE, "s", 6, gone=True)
-    await trim(ticking, sources_s=LONG_S)
+    await trim(ticking, reporters_s=LONG_S)
     assert await notify(ticking, GONE, "s", 4) == "stale"  # an old report brings no host back
     await trim(ticking)
     assert await notify(ticking, GONE, "s", 4) == "applied"
@@ -89,7 +97,7 @@ async def test_a_source_that_still_answers_for_something_is_kept(ticking: Placem
     assert [provider.uuid for provider in page.providers] == [KEPT]
 
 
-async def test_a_dead_source_whose_host_another_took_over_is_forgotten(ticking: PlacementService) -> None:
+async def test_a_dead_reporter_whose_host_another_took_over_is_purged(ticking: PlacementService) -> None:
     await notify(ticking, KEPT, "dead", 5, CHILD)
     await notify(ticking, KEPT, "heir", 1, CHILD)
     await trim(ticking)
@@ -116,7 +124,7 @@ async def test_little_is_dropped_at_once_and_the_rest_is_reported(ticking: Place
     assert await claimed(last) == {last: "claimed"}
 
 
-async def test_few_changes_are_forgotten_at_once(ticking: PlacementService) -> None:
+async def test_few_changes_are_purged_at_once(ticking: PlacementService) -> None:
     await notify(ticking, KEPT, "s", 1)
     option = ClaimOption(allocations={KEPT: {"VCPU": 1}})
     for number in range(4):
@@ -272,14 +280,14 @@ async def trimmed(store: PlacementService) -> None:
         pass
 
 
-def capacity(book: Replica, uuid: str) -> int:
-    row = book.row_of(uuid)
+def capacity(current: Replica, uuid: str) -> int:
+    row = current.row_of(uuid)
     assert row is not None
-    return book.inventory_of(row)["VCPU"][0].capacity
+    return current.inventory_of(row)["VCPU"][0].capacity
 
 
 @pytest.mark.parametrize("is_trimmed", [False, True], ids=["feed reaches back", "feed does not"])
-async def test_a_book_is_of_one_number_however_long_its_snapshot_took(
+async def test_a_placement_is_of_one_number_however_long_its_snapshot_took(
     store: PlacementService, is_trimmed: bool
 ) -> None:
     """At each moment the first host or the last one has 100 VCPUs, and the other one has 1; never both have 100."""
@@ -295,8 +303,8 @@ async def test_a_book_is_of_one_number_however_long_its_snapshot_took(
             await trimmed(store)
 
     replica = LocalReplica(Slow(store, meanwhile))
-    book = await replica.fresh()
-    assert (capacity(book, FIRST), capacity(book, LAST)) in {(100, 1), (1, 1), (1, 100)}, "a state that never was"
+    current = await replica.fresh()
+    assert (capacity(current, FIRST), capacity(current, LAST)) in {(100, 1), (1, 1), (1, 100)}, "a state that never was"
 
 
 async def test_a_writer_reads_its_own_write(store: PlacementService) -> None:
@@ -313,6 +321,6 @@ async def test_a_writer_reads_its_own_write(store: PlacementService) -> None:
     replica = LocalReplica(Slow(store, meanwhile))
     other = asyncio.create_task(replica.fresh())
     await own.wait()
-    book = await replica.fresh()
+    current = await replica.fresh()
     await other
-    assert capacity(book, FIRST) == 7
+    assert capacity(current, FIRST) == 7

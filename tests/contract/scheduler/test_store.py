@@ -106,7 +106,7 @@ async def test_a_unit_that_ends_with_an_exception_has_written_and_sent_nothing(
     assert sent.rows == []
 
 
-async def test_a_change_is_announced_with_its_commit(store: SchedulerStore, sent: Sent) -> None:
+async def test_a_change_is_reported_with_its_commit(store: SchedulerStore, sent: Sent) -> None:
     announcement = OutboxMessage("api", ObjectsRevision(revision=1))
     async with store.operation() as unit:
         await unit.lock_objects()

@@ -1,63 +1,90 @@
 """What an audit reads of whole records: instances that hold nothing, and the members of a gang."""
 
 from __future__ import annotations
-
-import contextlib
-import json
-import random
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator
+from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
-
-import pytest
 from msgspec.structs import replace
-
-from berth.audit.gather import _gangs, _roots
+from berth.audit.gather import _gangs
+from berth.audit.gather import _roots
 from berth.audit.invariants import RunningFact
-from berth.audit.unclaimed import HostReports, Unclaimed, catch_up, claim_again, find_unclaimed
+from berth.audit.unclaimed import HostReports
+from berth.audit.unclaimed import Unclaimed
+from berth.audit.unclaimed import catch_up
+from berth.audit.unclaimed import claim_again
+from berth.audit.unclaimed import find_unclaimed
 from berth.commands import book
 from berth.commands.book import audited
-from berth.settings import DatabaseSettings, Settings
+from berth.settings import DatabaseSettings
+from berth.settings import Settings
 from berth.site import Site
 from bus.bus import Bus
-from bus.clock import SystemClock, new_uuid
+from bus.clock import SystemClock
+from bus.clock import new_uuid
 from bus.consuming.consumer import Consumer
 from bus.contracts.book import ConsumerRecord
-from bus.contracts.build import BuildRequest, BuildState, DeleteRequest
-from bus.contracts.cell import InstanceSpec, Selection
-from bus.contracts.moves import ActionKind, ActionState, CellAction
-from bus.contracts.placement import ClaimResult, Inventory, InventoryUpdate, ProviderReport, Release
-from bus.memory import MemoryBroker, MemoryTransport
+from bus.contracts.build import BuildRequest
+from bus.contracts.build import BuildState
+from bus.contracts.build import DeleteRequest
+from bus.contracts.cell import InstanceSpec
+from bus.contracts.cell import Selection
+from bus.contracts.moves import ActionKind
+from bus.contracts.moves import ActionState
+from bus.contracts.moves import CellAction
+from bus.contracts.placement import ClaimResult
+from bus.contracts.placement import Inventory
+from bus.contracts.placement import InventoryUpdate
+from bus.contracts.placement import ProviderReport
+from bus.contracts.placement import Release
+from bus.memory import MemoryBroker
+from bus.memory import MemoryTransport
 from bus.persistence.database import Database
 from cell_conductor.domain.desires import DESIRED_STATES
 from cell_conductor.domain.events import ActionRequested
-from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import UnknownMachine, UnknownMachineKind, is_provably_ended
+from cell_conductor.domain.instance import Instance
+from cell_conductor.domain.instance import State
+from cell_conductor.domain.report import UnknownMachine
+from cell_conductor.domain.report import UnknownMachineKind
+from cell_conductor.domain.report import is_provably_ended
 from cell_conductor.domain.steps import StepContext
-from cell_conductor.domain.table import awaited_request_of, step
-from cell_conductor.placement_requests import PendingRequest, PlacementRequests
-from cell_conductor.store.postgres import MIGRATIONS, PostgresInstances
+from cell_conductor.domain.table import awaited_request_of
+from cell_conductor.domain.table import step
+from cell_conductor.placement_requests import PendingRequest
+from cell_conductor.placement_requests import PlacementRequests
+from cell_conductor.store.postgres import MIGRATIONS
+from cell_conductor.store.postgres import PostgresInstances
 from cell_conductor.store.postgres_keyed import PostgresKeyed
 from cell_conductor.store.safety import Safety
-from cell_conductor.store.tables import INSERT, columns, with_parameters
+from cell_conductor.store.tables import INSERT
+from cell_conductor.store.tables import columns
+from cell_conductor.store.tables import with_parameters
 from placement_worker.book import PlacementService
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.operations.audit import generations
-from scheduler_worker.domain.builds import (
-    FAILED_OR_REFUSED,
-    SCHEDULED,
-    Actor,
-    BuildUpdate,
-    Gang,
-    NewBuild,
-    RecordedBuild,
-)
-from scheduler_worker.domain.deletes import PendingDelete, plan_deletes
+from scheduler_worker.domain.builds import FAILED_OR_REFUSED
+from scheduler_worker.domain.builds import SCHEDULED
+from scheduler_worker.domain.builds import Actor
+from scheduler_worker.domain.builds import BuildUpdate
+from scheduler_worker.domain.builds import Gang
+from scheduler_worker.domain.builds import NewBuild
+from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.deletes import PendingDelete
+from scheduler_worker.domain.deletes import plan_deletes
 from scheduler_worker.domain.recorded_moves import RecordedAction
 from scheduler_worker.domain.requests import RequestDelivery
 from scheduler_worker.store.postgres import MIGRATIONS as SCHEDULER_MIGRATIONS
 from scheduler_worker.store.postgres import PostgresBuilds
-from tests.integration.placement.conftest import Book, claim
+from tests.integration.placement.conftest import claim
 from tests.kit.sent import Sent
+from tests.integration.placement.conftest import PlacementDatabase
+
+import contextlib
+import json
+import random
+
+import pytest
+
 
 # --- An instance that runs by its cell's record and holds nothing in placement, as after a restore: it is found and
 # claimed again.
@@ -76,7 +103,7 @@ class Restored:
     def __init__(self, url: str) -> None:
         self.url = url
         self.rng = random.Random(7)
-        self.book = Book(url)
+        self.book = PlacementDatabase(url)
         self.cell = Database(url, "cell_cell1", pool_size=1)
         self.site = Site(Settings(database=DatabaseSettings(url=url)))
         self.hosts: list[str] = []
@@ -87,8 +114,8 @@ class Restored:
         host: int = 0,
         age_s: float = HOUR_S,
         state: State = State.ACTIVE,
-        then: State | None = None,
-        newest: int = 1,
+        next_state: State | None = None,
+        highest_attempt: int = 1,
         amounts: Mapping[str, int] = VCPUS,
     ) -> str:
         """An instance by its cell's record, of two VCPUs unless `amounts` differ."""
@@ -97,11 +124,11 @@ class Restored:
         record = Instance(
             uuid=uuid,
             state=state,
-            next_state=then,
+            next_state=next_state,
             spec=InstanceSpec(instance_uuid=uuid, project_id="p"),
             selections=(selection,),
             attempt=1,
-            highest_attempt=newest,
+            highest_attempt=highest_attempt,
             since=SystemClock().time() - age_s,
         )
         async with self.cell.raw() as connection:
@@ -124,7 +151,7 @@ class Restored:
 
     async def ahead(self) -> str:
         """An instance on the first host; placement has carried out a forgotten claim of the second one for it."""
-        uuid, [here, there] = await self.instance(newest=2), self.hosts
+        uuid, [here, there] = await self.instance(highest_attempt=2), self.hosts
         later = replace(claim(uuid, {there: {"VCPU": 2}}, attempt=3), consumer_generation=1, release_first=True)
         for one in (claim(uuid, {here: {"VCPU": 2}}), later):
             [reply] = await self.book.store.apply([one])
@@ -243,7 +270,7 @@ async def test_what_was_deleted_while_the_audit_read_is_not_claimed(restored: Re
 
 async def test_what_was_refused_a_claim_by_a_later_attempt_is_claimed_once_there_is_room(restored: Restored) -> None:
     """A machine that is adopted after a restore claims under its next number, which a refusal uses up."""
-    uuid, other = await restored.instance(newest=2), new_uuid(restored.rng)
+    uuid, other = await restored.instance(highest_attempt=2), new_uuid(restored.rng)
     full = claim(other, {restored.hosts[0]: {"VCPU": 4}})
     refused = claim(uuid, {restored.hosts[0]: {"VCPU": 2}}, attempt=2, release_first=True)
     await restored.book.store.apply([claim(uuid, {restored.hosts[1]: {"VCPU": 2}}), full])
@@ -362,7 +389,7 @@ async def test_what_is_young_or_not_active_is_not_judged(restored: Restored) -> 
     await restored.instance(age_s=60.0)
     for state in (State.BUILDING, State.DELETED, State.FAILED):
         await restored.instance(state=state)
-    await restored.instance(state=State.CLAIMING, then=State.BUILDING)
+    await restored.instance(state=State.CLAIMING, next_state=State.BUILDING)
     assert await restored.found() == set()
 
 
@@ -478,8 +505,8 @@ async def test_a_repair_releases_what_by_its_cells_record_is_over(restored: Rest
     """
     restored.hosts = await restored.book.hosts(len(DESIRED_STATES), restored.rng, VCPU=2)
     phases = {
-        await restored.instance(host=host, state=state, then=then): (state, then)
-        for host, (state, then) in enumerate(DESIRED_STATES)
+        await restored.instance(host=host, state=state, next_state=next_state): (state, next_state)
+        for host, (state, next_state) in enumerate(DESIRED_STATES)
     }
     released = await released_of(restored, dict(zip(phases, restored.hosts, strict=True)), request_state)
     over = {(one, None) for one in (State.TOMBSTONE, State.FAILED, State.DELETED, State.OFFLOADED)}
@@ -562,7 +589,7 @@ async def test_a_member_that_was_only_given_the_cell_of_an_older_allocation_is_n
         kept = {(uuid, "p"): held for uuid in (KEPT, KEPT_DELETED)}
         deletes = [
             PendingDelete(
-                position=at, request=DeleteRequest(instance_uuid=uuid, project_id="p"), delivery=RequestDelivery()
+                batch_index=at, request=DeleteRequest(instance_uuid=uuid, project_id="p"), delivery=RequestDelivery()
             )
             for at, uuid in enumerate((KEPT, KEPT_DELETED, DELETED))
         ]

@@ -108,12 +108,12 @@ class Cell:
     async def _send_rings(self) -> None:
         """As the cell's keeper does: who is in which ring, whenever that changes. `away` are dead, by its word."""
         rings: dict[str, dict[str, int]] = {}
-        for beat in self.heartbeats():
-            if beat.ring is not None:
-                ring = rings.setdefault(beat.ring, {})
-                ring.pop(beat.service, None)
-                if not beat.stopping and beat.service not in self.silenced:
-                    ring[beat.service] = beat.epoch
+        for heartbeat in self.heartbeats():
+            if heartbeat.ring is not None:
+                ring = rings.setdefault(heartbeat.ring, {})
+                ring.pop(heartbeat.service, None)
+                if not heartbeat.stopping and heartbeat.service not in self.silenced:
+                    ring[heartbeat.service] = heartbeat.epoch
         if rings == self._rings:
             return
         self._rings, self._ring_number = rings, self._ring_number + 1
@@ -286,9 +286,9 @@ class Driver(IronicDriver):
         async with asyncio.timeout(PATIENCE_S):
             await super().destroy(host_uuid, instance_uuid, attempt, database_id)
 
-    async def change(self, order: ChangeOrder) -> ChangeResult:
+    async def change(self, command: ChangeOrder) -> ChangeResult:
         async with asyncio.timeout(PATIENCE_S):
-            return await super().change(order)
+            return await super().change(command)
 
 
 class Metal:

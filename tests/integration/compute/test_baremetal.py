@@ -1,4 +1,4 @@
-"""The bare-metal driver: builds on nodes, what is not ours, and which service offers a node."""
+"""The bare-metal driver: builds on nodes, what is not berth's, and which service offers a node."""
 
 from __future__ import annotations
 
@@ -96,14 +96,14 @@ async def test_a_failed_deployment_is_for_another_host_and_can_be_cleared(metal:
 
 
 async def test_a_node_whose_undeploying_failed_is_undeployed_again(metal: Metal, driver: Driver) -> None:
-    """Ironic drops instance and mark then. The delete ended, and the machine ran on in a node that none undeployed."""
+    """Ironic drops instance and tag then. The delete ended, and the machine ran on in a node that none undeployed."""
     await driver.spawn(build(metal.first))
     metal.pool.behaviour = replace(QUICK, undeploy_fails=True)
     destroying = asyncio.create_task(driver.destroy(metal.first))
     await metal.in_state("error")
     assert [(one.instance_uuid, one.attempt) for one in (await driver.list())[metal.first]] == [(INSTANCE, 1)]
-    orders = len(metal.requested)
-    await until(lambda: len(metal.requested) > orders)
+    commands = len(metal.requested)
+    await until(lambda: len(metal.requested) > commands)
     assert not destroying.done()
     metal.pool.behaviour = QUICK
     await destroying
@@ -123,9 +123,9 @@ async def test_a_node_that_is_never_undeployed_is_named(metal: Metal) -> None:
     with pytest.raises(DriverUnavailable, match=r"is not undeployed and is in (error|deleting): "):
         await driver.destroy(metal.first)  # as the agent repeats it
     await metal.in_state("error")
-    orders = len(metal.requested)
+    commands = len(metal.requested)
     await (await metal.driver()).destroy(metal.first)  # of a service that has lost its records
-    assert len(metal.requested) == orders, "nothing proves any more that it was ours: it is left to its operator"
+    assert len(metal.requested) == commands, "nothing proves any more that it was ours: it is left to its operator"
 
 
 async def test_two_instances_race_for_one_node_and_one_wins(metal: Metal, driver: Driver) -> None:
@@ -216,13 +216,13 @@ async def test_a_new_lessee_is_announced_at_once(cell: Cell, metal: Metal) -> No
         return [host.attributes.get("project_id") for host in hosts]
 
     await until(projects)
-    for lessee in ("guest", "another"):  # the first may be announced by the first scan, which announces all nodes
+    for lessee in ("guest", "another"):  # the first may be reported by the first scan, which reports all nodes
         assert projects()[-1] != lessee
         metal.node["lessee"] = lessee
         await until(lambda lessee=lessee: projects()[-1] == lessee)  # type: ignore[misc]
 
 
-# --- what is not ours
+# --- what is not berth's
 
 
 async def test_a_nodes_mark_is_written_with_its_instance_and_goes_with_it(metal: Metal, driver: Driver) -> None:

@@ -199,7 +199,7 @@ class Neutron:
 
 
 class Region(Struct):
-    """One Keystone, Ironic and Neutron, and a driver of theirs."""
+    """One Keystone, Ironic and Neutron, and a driver on them."""
 
     keystone: KeystoneStandIn
     neutron: Neutron
@@ -346,7 +346,7 @@ async def watched(metal: Metal, request: pytest.FixtureRequest) -> AsyncIterator
 
 
 def unproven(node: dict[str, Any]) -> str:
-    return str(node["extra"].get("berth_unproven", {}).get("why", ""))
+    return str(node["extra"].get("berth_unproven", {}).get("reason", ""))
 
 
 @pytest.mark.parametrize("watched", [""], indirect=True)
@@ -371,7 +371,7 @@ async def test_a_warning_is_an_attribute(metal: Metal, watched: Watched) -> None
 
 
 @pytest.mark.parametrize(
-    ("failure", "why"),
+    ("failure", "reason"),
     [
         ({"health": "Critical"}, "health is Critical"),
         ({"fault": "power failure", "maintenance": True}, "fault: power failure"),
@@ -382,16 +382,16 @@ async def test_a_warning_is_an_attribute(metal: Metal, watched: Watched) -> None
     ],
 )
 async def test_a_repaired_node_takes_a_canary_before_customers(
-    metal: Metal, watched: Watched, failure: dict[str, Any], why: str
+    metal: Metal, watched: Watched, failure: dict[str, Any], reason: str
 ) -> None:
     metal.node.update(failure)
     await watched.until(lambda _: unproven(metal.node))
-    assert unproven(metal.node) == why
+    assert unproven(metal.node) == reason
     metal.node.update(health="OK", fault=None, maintenance=False, provision_state="available")
     await watched.until(lambda host: host.enabled and host.attributes["project_id"] == CANARY)
     with pytest.raises(Reschedule) as caught:
         await watched.build("customer")
-    assert (caught.value.code, why in caught.value.reason) == ("node.unproven", True)
+    assert (caught.value.code, reason in caught.value.reason) == ("node.unproven", True)
     await watched.build(CANARY)
     assert unproven(metal.node) == ""
     await watched.until(lambda host: "project_id" not in host.attributes)
@@ -399,7 +399,7 @@ async def test_a_repaired_node_takes_a_canary_before_customers(
 
 
 async def test_a_canary_that_fails_proves_nothing(metal: Metal, watched: Watched) -> None:
-    metal.node["extra"] = {"berth_unproven": {"since": 1.0, "why": "disk 2"}, "rack": "7"}
+    metal.node["extra"] = {"berth_unproven": {"since": 1.0, "reason": "disk 2"}, "rack": "7"}
     metal.pool.behaviour = FAILING
     assert await fault(watched.build(CANARY)) == (Reschedule, "node.deploy_failed")
     await watched.driver.destroy(metal.first)
@@ -427,7 +427,7 @@ async def test_a_node_with_an_instance_of_anothers_is_not_written_on(metal: Meta
 
 async def test_a_customers_build_that_ends_late_proves_nothing(metal: Metal) -> None:
     """It began before the node failed."""
-    metal.node["extra"] = {"berth_unproven": {"since": 1.0, "why": "disk 2"}}
+    metal.node["extra"] = {"berth_unproven": {"since": 1.0, "reason": "disk 2"}}
     api = IronicApi(metal.config(canary_project=CANARY), clock=SystemClock())
     api.open()
     probation = CanaryGate(api, project=CANARY, clock=SystemClock())

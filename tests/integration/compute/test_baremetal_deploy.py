@@ -225,17 +225,17 @@ async def test_a_node_that_lets_go_between_two_reads_ends_no_build(metal: Metal,
     """It was taken for another deployment's: `instance.elsewhere`, final, and the build on a good node was over."""
     failing, good, _ = metal.nodes
     await driver.spawn(build(failing))
-    raced = False
+    met = False
 
     def let_go(request: httpx.Request) -> None:
         """After a list has named the node as the holder."""
-        nonlocal raced
-        if "instance_uuid" in request.url.params and not raced:
-            raced = True
+        nonlocal met
+        if "instance_uuid" in request.url.params and not met:
+            met = True
             metal.nodes[failing].update(instance_uuid=None, instance_info={}, provision_state="cleaning")
 
     await (await metal.driver(way=Way(after=let_go))).spawn(build(good, attempt=2))
-    assert raced and metal.nodes[good]["provision_state"] == "active"
+    assert met and metal.nodes[good]["provision_state"] == "active"
 
 
 async def test_a_node_that_leaves_available_under_the_take_is_given_back(metal: Metal, driver: Driver) -> None:
@@ -246,11 +246,11 @@ async def test_a_node_that_leaves_available_under_the_take_is_given_back(metal: 
         if request.method == "PATCH" and node["instance_uuid"] is None:
             node.update(provision_state="manageable")
 
-    raced = await metal.driver(way=Way(taken_in_hand), clean_timeout_s=0.02)
-    assert await fault(raced.spawn(build(node["uuid"]))) == (Reschedule, "node.deploy_failed")
+    met = await metal.driver(way=Way(taken_in_hand), clean_timeout_s=0.02)
+    assert await fault(met.spawn(build(node["uuid"]))) == (Reschedule, "node.deploy_failed")
     assert node["provision_state"] == "manageable"
     with pytest.raises(DriverUnavailable, match="still carries the instance and is in manageable"):
-        await raced.destroy(node["uuid"])
+        await met.destroy(node["uuid"])
     node.update(provision_state="available")  # its operator provides it again
     await driver.destroy(node["uuid"])
     assert node["instance_uuid"] is None and "berth" not in node["instance_info"]
@@ -344,8 +344,8 @@ async def test_a_rebuild_writes_the_new_image_with_a_new_config_drive_once(metal
     assert "kernel" not in info and "image_checksum" not in info, "nothing of the old image"
     assert metal.pool.config_drives[node]["user_data"] == "again"
     assert list(metal.requested) == [("PATCH", node), ("PUT", node)]
-    mark = info["berth"]
-    assert (mark["attempt"], mark["order"], mark["instance"]) == (1, 3, INSTANCE)
+    tag = info["berth"]
+    assert (tag["attempt"], tag["order"], tag["instance"]) == (1, 3, INSTANCE)
     assert metal.node["provision_state"] == "active"
     unknown = order(node, ChangeKind.REBUILD, 4, image="debian-13")
     assert await fault(driver.change(unknown)) == (ChangeFault, "image.unknown")
@@ -428,9 +428,9 @@ class Volumes:
     def targets(self) -> dict[str, int]:
         return {one["volume_id"]: one["boot_index"] for one in self.kept.values()}
 
-    def put(self, volume: str, index: int, mark: dict[str, object] | None) -> None:
+    def put(self, volume: str, index: int, tag: dict[str, object] | None) -> None:
         uuid = f"90000000-0000-4000-8000-{index:012d}"
-        extra = {} if mark is None else {"berth": mark}
+        extra = {} if tag is None else {"berth": tag}
         kept = {"uuid": uuid, "node_uuid": self._node, "volume_id": volume, "boot_index": index, "extra": extra}
         self.kept[uuid] = kept
 

@@ -34,15 +34,15 @@ async def cell(request: pytest.FixtureRequest) -> AsyncIterator[Cell]:
 async def read_all(cell: Cell, service: str = SERVICE) -> tuple[dict[str, ListedMachine], list[str], int]:
     """The machines by instance, the hosts, and how many pages they came in."""
     machines, hosts, pages = dict[str, ListedMachine](), list[str](), 0
-    question = ListMachines(service=service, database_id=DATABASE_ID)
+    query = ListMachines(service=service, database_id=DATABASE_ID)
     while True:
-        page = await cell.bus.request(question, MachinesPage, timeout_s=PATIENCE_S)
+        page = await cell.bus.request(query, MachinesPage, timeout_s=PATIENCE_S)
         machines |= {one.instance_uuid: one for one in page.machines}
         hosts += page.hosts
         pages += 1
         if not page.more:
             return machines, hosts, pages
-        question = ListMachines(
+        query = ListMachines(
             service=service, database_id=DATABASE_ID, after_host=page.next_host, after_instance=page.next_instance
         )
 
@@ -64,9 +64,9 @@ class Gated(SimulatedDriver):
 
 
 def stop(host: str, instance: str) -> ChangeMachine:
-    order = spawn(host, instance)
+    command = spawn(host, instance)
     return ChangeMachine(
-        spec=order.spec, attempt=1, host_uuid=host, allocations=order.allocations, service=SERVICE,
+        spec=command.spec, attempt=1, host_uuid=host, allocations=command.allocations, service=SERVICE,
         database_id=DATABASE_ID, change=ChangeKind.STOP, change_number=1,
     )  # fmt: skip
 
@@ -121,7 +121,7 @@ async def test_a_node_s_machine_is_listed_with_the_spec_of_its_order(metal: Meta
     await life.kill()
     await metal.serve(cell)
     machines, hosts, _ = await read_all(cell)
-    one, order = machines[instance], spawn(node, instance)
+    one, command = machines[instance], spawn(node, instance)
     assert sorted(hosts) == sorted(metal.nodes)
-    assert (one.spec, one.allocations, one.complete) == (order.spec, order.allocations, True)
+    assert (one.spec, one.allocations, one.complete) == (command.spec, command.allocations, True)
     await cell.close()

@@ -104,7 +104,7 @@ async def test_a_service_that_receives_its_name_from_one_started_later_ends(cell
     later = fleet.records.epoch + 1
     await beat(cell, later, 7)
     await beat(cell, later, 8)
-    with pytest.raises(ServiceNameInUse, match=f"its heartbeats have epoch {later}, ours {later - 1}"):
+    with pytest.raises(ServiceNameInUse, match=f"its heartbeats have epoch {later}, this one {later - 1}"):
         await ended(life)
 
 
@@ -236,7 +236,7 @@ async def test_nothing_is_announced_or_begun_before_all_that_waited_in_the_queue
     await cell.ended(doomed, 1, ComputeOutcome.DESTROYED)
     (made,) = [one.__self__ for one in callbacks(life) if isinstance(one.__self__, offering.StartupGate)]
     on_barrier(made, replace(markers[0], epoch=markers[0].epoch - 1), ())  # of a former life
-    assert not made.begun.is_set()
+    assert not made.opened.is_set()
     on_barrier(made, markers[0], ())
     await until(lambda: all(is_offered(cell, uuid) for uuid in hosts_of(fleet)))
     await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
@@ -389,7 +389,7 @@ async def test_a_host_whose_name_is_taken_is_reported_again_until_the_name_is_fr
     changes = PendingHostReports(SystemClock())
     changes.inventory.take()  # that of the start
     hosts = HostConflicts(service="s2", changes=changes, clock=SystemClock())
-    telling = asyncio.create_task(hosts.announce())
+    telling = asyncio.create_task(hosts.report_refused())
     for _ in range(2):
         hosts.on_inventory_conflict(
             InventoryConflict(reporter="compute-s2", root_uuid=HOST, code="provider.name_taken", reason="h")

@@ -48,10 +48,10 @@ async def test_nothing_is_built_or_destroyed_by_an_old_conductor_or_the_outbox_o
             await life.stop()
             life = await cell.compute(settings, fleet)
         await until(lambda: cell.heartbeats()[-1].database_incarnation == 2)
-        order = Destroy(service=SERVICE, instance_uuid=kept, attempt=1, host_uuid=first, database_id=DATABASE_ID)
+        command = Destroy(service=SERVICE, instance_uuid=kept, attempt=1, host_uuid=first, database_id=DATABASE_ID)
         session = MemoryDatabase(cell.clock).session()
         async with session.transaction() as transaction:
-            row = await transaction.send_later([OutboxMessage(CELL, order, database_incarnation=1)])
+            row = await transaction.send_later([OutboxMessage(CELL, command, database_incarnation=1)])
         assert row
         relay = Relay(MemoryRows(session), {CELL: new}, clock=cell.clock)
         relay._resend(*next((one, body.body) for one, body in session.database.outbox.items()))
@@ -60,9 +60,9 @@ async def test_nothing_is_built_or_destroyed_by_an_old_conductor_or_the_outbox_o
             await old.request(query, MachineLookupResult, timeout_s=PATIENCE_S)
         assert refused.value.code == ORDER_OUTDATED
         async with asyncio.timeout(PATIENCE_S):
-            while len(letters := await list_dead(cell.bus.transport, f"compute.{SERVICE}")) < 2:  # noqa: ASYNC110
+            while len(dead_letters := await list_dead(cell.bus.transport, f"compute.{SERVICE}")) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert {one.code for one in letters} == {ORDER_OUTDATED}
+        assert {one.code for one in dead_letters} == {ORDER_OUTDATED}
         assert fleet.machine(first, kept) is not None and fleet.machine(second, wanted) is None
         await new.publish(spawn(second, wanted))
         await until(lambda: fleet.machine(second, wanted) is not None)

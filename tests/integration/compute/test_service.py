@@ -42,7 +42,7 @@ async def serve(cell: Cell, settings: ComputeConfig | None = None, **faults: Any
 
 # --- commands and results
 
-# (what goes wrong, by a rate; the orders with their attempts, each with what it is answered, if it is; and how often
+# (what goes wrong, by a rate; the commands with their attempts, each with what it is answered, if it is; and how often
 # builds were accepted; the attempt whose machine is left, 0: none)
 ANSWERS = {
     "a machine is built and destroyed": ({}, [("spawn", 1, ACTIVE, ""), ("destroy", 1, DESTROYED, "")], 1, 0),
@@ -75,14 +75,14 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize(("faults", "orders", "accepted", "left"), ANSWERS.values(), ids=ANSWERS)
+@pytest.mark.parametrize(("faults", "commands", "accepted", "left"), ANSWERS.values(), ids=ANSWERS)
 async def test_commands_are_answered(
-    cell: Cell, faults: dict[str, float], orders: list[tuple[str, int, Any, str]], accepted: int, left: int
+    cell: Cell, faults: dict[str, float], commands: list[tuple[str, int, Any, str]], accepted: int, left: int
 ) -> None:
     fleet, (host, *_) = await serve(cell, **faults)
     instance, count = cell.instance(), 0
-    for order, attempt, outcome, code in orders:
-        await (cell.spawn if order == "spawn" else cell.destroy)(host, instance, attempt)
+    for command, attempt, outcome, code in commands:
+        await (cell.spawn if command == "spawn" else cell.destroy)(host, instance, attempt)
         if outcome is None:
             continue
         count += 1
@@ -151,8 +151,8 @@ async def test_a_vanished_machine_and_an_unknown_one_are_reported_as_they_are(ce
     fleet.put(other, SimulatedMachine(foreign, 1, {}))
     page = (await cell.asked())[0]
     assert running([page]).items() >= {host: [], other: [(stray, 5), (foreign, 1)]}.items()
-    marks = {one.instance_uuid: one.database_id for host in page.hosts for one in host.running or ()}
-    assert marks == {stray: DATABASE_ID, foreign: None}
+    tags = {one.instance_uuid: one.database_id for host in page.hosts for one in host.running or ()}
+    assert tags == {stray: DATABASE_ID, foreign: None}
     await cell.spawn(host, gone)  # a late copy is not answered `active` for what is lost
     assert (await cell.outcome(gone, 1, count=2)).code == "instance.lost"
     await cell.destroyed(other, stray, 5)
@@ -181,7 +181,7 @@ async def test_start_publishes_hosts_inventory_and_heartbeats(cell: Cell) -> Non
     assert child.parent_uuid is not None and child.inventories["VGPU"].total == 8
     assert len({update.version for update in trees}) == 10
     assert {update.reporter for update in trees} == {f"compute-{SERVICE}"}
-    sequences = [beat.sequence for beat in cell.heartbeats()]
+    sequences = [heartbeat.sequence for heartbeat in cell.heartbeats()]
     assert sequences == sorted(set(sequences))
     await life.stop()
     await until(lambda: cell.heartbeats()[-1].stopping)

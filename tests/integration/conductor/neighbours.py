@@ -71,7 +71,7 @@ class Leases(Alone):
         """It alone."""
         return {"s1": Lease(service="s1", epoch=1)} if self.is_down else {}
 
-    def forgotten(self) -> Collection[str]:
+    def deleted(self) -> Collection[str]:
         """None."""
         return ()
 
@@ -186,7 +186,7 @@ class Neighbours:
         )
         return MachinesPage(machines=machines, hosts=HOSTS)
 
-    def _find(self, question: LookUpMachines) -> MachineLookupResult:
+    def _find(self, query: LookUpMachines) -> MachineLookupResult:
         machines = tuple(
             LookedUpMachine(
                 instance_uuid=uuid,
@@ -197,9 +197,9 @@ class Neighbours:
                 project_id="p",
             )
             for (host, uuid), attempt in self.running.items()
-            if uuid in question.instance_uuids
+            if uuid in query.instance_uuids
         )
-        return MachineLookupResult(machines=machines, hosts=HOSTS if question.thorough else ())
+        return MachineLookupResult(machines=machines, hosts=HOSTS if query.thorough else ())
 
     def _command(self, message: Message) -> ComputeResult | None:
         if isinstance(message, Spawn):
@@ -241,16 +241,16 @@ class Neighbours:
     async def recoveries(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """The schedulers tell what they and placement have of the cell."""
         for received in batch:
-            question = received.message
-            assert isinstance(question, CellRecovering)
+            query = received.message
+            assert isinstance(query, CellRecovering)
             page = CellKnown(
                 cell=CELL,
-                process=question.process,
-                database_incarnation=question.database_incarnation,
-                query_id=question.query_id,
-                instances=tuple(map(self._known, question.asked or sorted(self.held))),
+                process=query.process,
+                database_incarnation=query.database_incarnation,
+                query_id=query.query_id,
+                instances=tuple(map(self._known, query.asked or sorted(self.held))),
             )
-            await self.bus.publish(page, cause=question.query_id)
+            await self.bus.publish(page, cause=query.query_id)
         return [Done()] * len(batch)
 
     def _known(self, uuid: str) -> KnownRecord:
@@ -308,7 +308,7 @@ class Cell:
         self.engine = self.new_engine()
         requests = requests_of(self.engine, self.clock)
         self.hosts = hosts_of(
-            self.engine, self.store, self.clock, self.config, self.bus, outdated=lambda _service, _epoch: None
+            self.engine, self.store, self.clock, self.config, self.bus, superseded=lambda _service, _epoch: None
         )
         known, leases = KnownReader(self.bus), cast("Any", self.leases)
         self.recovery = CellRecovery(

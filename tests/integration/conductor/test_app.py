@@ -83,7 +83,7 @@ async def test_a_conductor_runs_drains_and_opens_its_own_cell_only(postgres_url:
         return [Done()] * len(batch)
 
     consumers = [
-        Consumer(around.bus, "compute.control.{service}", report_requested, service="s1", source="compute-s1"),  # type: ignore[arg-type]
+        Consumer(around.bus, "compute.control.{service}", report_requested, service="s1", reporter="compute-s1"),  # type: ignore[arg-type]
         Consumer(around.bus, "placement.requests", around.placement),
         Consumer(around.bus, "compute.{service}", around.compute, service="s1"),
     ]
@@ -322,16 +322,16 @@ async def test_its_room_is_not_offered_until_it_is_gone(world: World) -> None:
     assert [processors for processors, _ in groupby(world.offered())][-3:] == [12, 10, 14]
 
 
-@pytest.mark.parametrize("verdict", [PROTECT, DESTROY])
-async def test_an_operators_word_frees_it_with_the_machine_and_not_before(world: World, verdict: str) -> None:
+@pytest.mark.parametrize("decision", [PROTECT, DESTROY])
+async def test_an_operators_word_frees_it_with_the_machine_and_not_before(world: World, decision: str) -> None:
     await world.start("conductor")
     world.put()
     await world.start("compute")
     await world.offers(12)
     world.received.clear()
-    await until(lambda: world.store.safety.decide([DecidedMachine(OURS)], verdict, "op", 1.0))
+    await until(lambda: world.store.safety.decide([DecidedMachine(OURS)], decision, "op", 1.0))
     await world.look()
-    if verdict == PROTECT:
+    if decision == PROTECT:
         world.put(OURS.replace("a", "b"), vcpus=1)  # what is offered then is reported anew
         await world.look()
         await world.offers(11)
@@ -440,7 +440,7 @@ async def test_an_operator_sees_what_a_recovery_waits_for_and_decides(postgres_u
     status, shown = await berth(postgres_url, "recovery", "show", "--cell", CELL_NAME, "--json")
     assert shown[0]["absent"] == {"gone": True}
     async with schedulers.raw() as connection:
-        rows = await connection.fetch("SELECT kind, name, who, why FROM object_log ORDER BY revision")
+        rows = await connection.fetch("SELECT kind, name, actor, reason FROM object_log ORDER BY revision")
     assert [tuple(row) for row in rows] == [
         ("repair", CELL_NAME, "ann", "the disk"),
         ("repair", CELL_NAME, "ann", ""),
@@ -475,8 +475,8 @@ async def test_all_undecided_machines_of_a_service_are_decided_about_by_one_comm
     words = ("quarantine", "release", "--service", "s", "--protect", "--by", "op", "--json")
     status, decided = await berth(postgres_url, *words)
     assert (status, decided["machines"]) == (0, 1_217)
-    verdicts = {one.machine.uuid: one.decision for one in await store.safety.records()}
-    assert (verdicts.pop(A), verdicts.pop(ours[0].uuid), set(verdicts.values())) == ("", "destroy", {"protect"})
+    decisions = {one.machine.uuid: one.decision for one in await store.safety.records()}
+    assert (decisions.pop(A), decisions.pop(ours[0].uuid), set(decisions.values())) == ("", "destroy", {"protect"})
     assert (await berth(postgres_url, *words))[0] == 1, "none is undecided"
     status, decided = await berth(postgres_url, "quarantine", "release", A, ours[0].uuid, "--protect", "--json")
     assert (status, decided["instances"]) == (0, [ours[0].uuid, A])
@@ -529,7 +529,7 @@ async def test_a_machine_is_given_back_to_its_instance_by_an_operators_word(post
     assert status == 0, output
     assert [(one.decision, one.decided_by) for one in await first.safety.records()] == [("adopt", "ann")]
     async with schedulers.raw() as connection:
-        logged = [tuple(row) for row in await connection.fetch("SELECT name, who, why FROM object_log")]
+        logged = [tuple(row) for row in await connection.fetch("SELECT name, actor, reason FROM object_log")]
     assert logged == [(A, "ann", "moved")]
     for one in (first, second, schedulers):
         await one.close()
@@ -566,7 +566,7 @@ async def test_what_was_decided_in_one_cell_is_told_though_another_does_not_answ
         assert (decided, list(faults)) == ({"cell1": [(HOST, A)]}, ["cell2"])
         reset, missed = await quarantine.reset(env, [(name, "s", 1.0) for name in at], "ann")
         assert (reset, list(missed)) == ({("cell1", "s", 1.0): True}, [("cell2", "s", 1.0)])
-        adopted, refused = await quarantine.adopt(env, [(HOST, A), (HOST, B)], who="ann", why="moved")
+        adopted, refused = await quarantine.adopt(env, [(HOST, A), (HOST, B)], actor="ann", reason="moved")
         assert (adopted, [one.code for one in refused.values()]) == ({(HOST, A): "cell1"}, ["database.unavailable"])
         with pytest.raises(DatabaseUnavailable):
             await quarantine.decide(env, {"cell2": machines["cell2"]}, PROTECT, "ann")

@@ -1,4 +1,4 @@
-"""A cell that received a fence: what waits ends, and a host is sent its losses before the fence is lifted."""
+"""A cell that received a fence: what waits ends, and a host is sent its stale machines before the fence is ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import ComputeHosts, HostReport, Running
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.memory import MemoryBroker, MemoryTransport
-from cell_conductor.fences import ANNOUNCE_S, FenceController
+from cell_conductor.fences import PUBLISH_S, FenceController
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
 from tests.kit.waiting import until
 from tests.unit.conductor.world import hosts_of, requests_of
@@ -61,7 +61,7 @@ class FencedCell(Cell):
             self.clock,
             self.config,
             self.bus,
-            outdated=lambda _service, _epoch: None,
+            superseded=lambda _service, _epoch: None,
             fences=self.fences,
         )
 
@@ -179,7 +179,7 @@ async def test_a_fence_is_announced_again_to_schedulers_that_may_have_forgotten_
     await cell.fence(1, 1)
     await until(lambda: cell.states(1)[:1] == [FenceState.FENCED])
     running = asyncio.create_task(other.run(cell.engine))
-    clock.offset = ANNOUNCE_S
+    clock.offset = PUBLISH_S
     await until(lambda: len(cell.states(1)) == 2)
     assert cell.states(1)[-1] is FenceState.FENCED
     running.cancel()

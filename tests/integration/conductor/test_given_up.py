@@ -78,12 +78,12 @@ async def hand_over_as_given_up(cell: Cell, message: Message) -> None:
     )
 
 
-# --- A request that comes again, or is given up, after the cell was set back and has recovered.
+# --- A request that comes again, or is given up, after the cell was restored and has recovered.
 
 
 @pytest.mark.parametrize("is_given_up", [False, True], ids=["delivered again", "given up"])
 async def test_a_running_machine_keeps_its_allocation(cell: Cell, *, is_given_up: bool) -> None:
-    """The build was carried out and its delivery never acknowledged; then the cell's database was set back."""
+    """The build was carried out and its delivery never acknowledged; then the cell's database was restored."""
     build = replace(cell.build(1, 2), requested_at=cell.clock.time())
     uuid = build.spec.instance_uuid
     await cell.around.bus.publish(build)

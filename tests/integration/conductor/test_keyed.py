@@ -57,7 +57,7 @@ async def other(postgres_url: str) -> AsyncIterator[asyncpg.Connection]:
 
 
 async def fenced(store: PostgresInstances) -> None:
-    """A fence that is to be lifted is on record."""
+    """A fence that is to be ended is on record."""
     await store.fences.put(replace(LIFTING, version=2, state=FenceState.FENCED))
     await store.fences.put(LIFTING)
 
@@ -66,7 +66,7 @@ async def fenced(store: PostgresInstances) -> None:
 async def test_what_a_fence_asks_for_reads_no_whole_table(
     store: PostgresInstances, other: asyncpg.Connection, statement: str, arguments: tuple[object, ...]
 ) -> None:
-    """Of 100,000 instances it took 100 ms and 600 ms, the first one twice a second for each fence to be lifted."""
+    """Of 100,000 instances it took 100 ms and 600 ms, the first one twice a second for each fence to be ended."""
     await other.execute("SET enable_seqscan = off")
     plan = " ".join(row[0] for row in await other.fetch(f"EXPLAIN {statement}", *arguments))
     assert "instances_host" in plan and "instances_source" in plan and "Seq Scan" not in plan, plan
@@ -204,6 +204,6 @@ async def test_what_cannot_be_read_proves_nothing(store: PostgresInstances, othe
     assert await store.fences.fences() == [] and await store.fences.purge_ended(9.0, 10) == 0
     newer = replace(LIFTING, state=FenceState.FENCED)
     assert await store.fences.put(newer) is newer
-    lifting = replace(LIFTING, version=4)
-    await store.fences.put(lifting)
+    unfencing = replace(LIFTING, version=4)
+    await store.fences.put(unfencing)
     assert not await store.fences.unfence(HOST, 4, 9.0), "its host may have a machine to destroy"

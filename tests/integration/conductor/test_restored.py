@@ -1,4 +1,4 @@
-"""A cell whose database is set back or replaced."""
+"""A cell whose database is restored or replaced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scheduler_worker.unanswered import SilentRequests
 from tests.integration.conductor.neighbours import WAIT_S, Cell
 from tests.kit.waiting import until
 
-# --- A conductor's database is set back or replaced, also under conductors that go on running.
+# --- A conductor's database is restored or replaced, also under conductors that go on running.
 
 
 async def _active(cell: Cell) -> tuple[str, str]:
@@ -94,7 +94,7 @@ async def test_a_conductor_does_not_go_on_with_the_database_that_replaces_its_ow
     assert cell.store.database_id == before
 
 
-# --- A cell whose database was set back to before a delete has it commanded once more by the schedulers' watch.
+# --- A cell whose database was restored to before a delete has it commanded once more by the schedulers' watch.
 
 
 async def none_is_accepted(instances: Mapping[str, int]) -> set[str]:

@@ -238,7 +238,7 @@ class Regions:
     def __init__(self, database_url: str) -> None:
         self._brokers = {name: MemoryBroker(SystemClock()) for name in ("api", *CELLS)}
         self._database_url = database_url
-        self.book = Replica()
+        self.replica = Replica()
         api = self._brokers["api"]
         self.ironics = {
             cell: IronicStandIn(MemoryAnnouncer(api, f"ironic-{cell}"), clock=SystemClock(), rng=random.Random(cell))
@@ -258,7 +258,7 @@ class Regions:
     async def start(self) -> None:
         placement = placement_worker.app.build(self.environment("placement"), PlacementConfig(), CELLS)
         scheduler = scheduler_worker.app.build(
-            self.environment("scheduler"), SchedulerConfig(), CELLS, replica=self.book
+            self.environment("scheduler"), SchedulerConfig(), CELLS, replica=self.replica
         )
         await self.workers.start(("placement", placement))
         await self.workers.start(("scheduler", scheduler))
@@ -324,8 +324,8 @@ class Regions:
 
     def free(self) -> set[str]:
         """Nodes that a scheduler can place on."""
-        column = self.book.column(CLASS)
-        return set() if column is None else {self.book.uuid_of(int(row)) for row in column.root_free.nonzero()[0]}
+        column = self.replica.column(CLASS)
+        return set() if column is None else {self.replica.uuid_of(int(row)) for row in column.root_free.nonzero()[0]}
 
     async def until_free(self, nodes: set[str]) -> None:
         await until(lambda: self.free() == nodes)

@@ -83,7 +83,7 @@ def _on_rabbitmq(url: str, prefix: str, database_url: str) -> Site:
     )
 
 
-class Book:
+class Placement:
     """Takes inventory updates off the bus as a placement worker does."""
 
     def __init__(self) -> None:
@@ -113,14 +113,14 @@ class Book:
 
 
 @asynccontextmanager
-async def book_on(site: Site) -> AsyncIterator[Book]:
+async def placement_on(site: Site) -> AsyncIterator[Placement]:
     bus = environment(site, "book").bus()
     await bus.open()
-    book = Book()
-    consumer = Consumer(bus, "placement.inventory", book.take)
+    placement = Placement()
+    consumer = Consumer(bus, "placement.inventory", placement.take)
     await consumer.start()
     try:
-        yield book
+        yield placement
     finally:
         await consumer.drain(1.0)
         await bus.close()
@@ -173,27 +173,31 @@ async def asking(base: str) -> AsyncIterator[Callable[..., Awaitable[None]]]:
 
 
 async def test_a_nodes_life_in_the_book(site: Site) -> None:
-    async with stand_in(site, 4) as ironic, book_on(site) as book, running(site, ironic.url, resync_interval_s=3600.0):
+    async with (
+        stand_in(site, 4) as ironic,
+        placement_on(site) as placement,
+        running(site, ironic.url, resync_interval_s=3600.0),
+    ):
         uuid, *others = ironic.pool.nodes
-        await book.until(lambda: book.offered() == {uuid, *others})
+        await placement.until(lambda: placement.offered() == {uuid, *others})
         async with asking(f"{ironic.url}/v1/nodes/{uuid}") as ask:
             await ask("PUT", "/maintenance", {"reason": "disk"})
-            await book.until(lambda: book.offered() == set(others))
-            assert book.causes[uuid].startswith("req-")
+            await placement.until(lambda: placement.offered() == set(others))
+            assert placement.causes[uuid].startswith("req-")
             await ask("DELETE", "/maintenance")
-            await book.until(lambda: uuid in book.offered())
+            await placement.until(lambda: uuid in placement.offered())
             value = "11111111-2222-4333-8444-555555555555"
             await ask("PATCH", "", [{"op": "add", "path": "/instance_uuid", "value": value}])
-            await book.until(lambda: uuid not in book.offered())
+            await placement.until(lambda: uuid not in placement.offered())
             await ask("PUT", "/states/provision", {"target": "active"})
             await until(lambda: ironic.pool.idle)
             await ask("PUT", "/states/provision", {"target": "deleted"})
-            await book.until(lambda: uuid in book.offered())
+            await placement.until(lambda: uuid in placement.offered())
             assert ironic.pool.nodes[uuid]["provision_state"] == "available"
             await ask("PUT", "/traits", {"traits": ["CUSTOM_NEW"]})
-            await book.until(lambda: book.newest[uuid].providers[0].traits == ("CUSTOM_NEW",))
+            await placement.until(lambda: placement.newest[uuid].providers[0].traits == ("CUSTOM_NEW",))
             await ask("DELETE", "")
-            await book.until(lambda: book.newest[uuid].providers == ())
+            await placement.until(lambda: placement.newest[uuid].providers == ())
 
 
 GIVEN_AGGREGATE = "7f1c2a44-0000-4000-8000-00000000000a"
@@ -242,7 +246,7 @@ class Rest:
 
 
 @asynccontextmanager
-async def book_with_rest(site: Site) -> AsyncIterator[Rest]:
+async def placement_with_rest(site: Site) -> AsyncIterator[Rest]:
     """A placement worker, and its REST API."""
     applications: list[Any] = []
     worker = placement_worker.app.build(
@@ -261,7 +265,7 @@ async def book_with_rest(site: Site) -> AsyncIterator[Rest]:
 async def test_nodes_that_ironic_hides_for_a_while_keep_what_operators_gave_them(site: Site) -> None:
     """The role of ironic-sync's user was taken away for seconds: no node was left, in a list or singly."""
     settings = {"resync_interval_s": 0.05}
-    async with stand_in(site, 4) as ironic, book_with_rest(site) as rest, running(site, ironic.url, **settings):
+    async with stand_in(site, 4) as ironic, placement_with_rest(site) as rest, running(site, ironic.url, **settings):
         nodes = list(ironic.pool.nodes)
         for node in nodes:
             await rest.until_reserved(node, 0)
@@ -280,7 +284,7 @@ async def test_nodes_that_ironic_hides_for_a_while_keep_what_operators_gave_them
 
 async def test_a_node_that_is_absent_for_long_is_removed(site: Site) -> None:
     settings = {"resync_interval_s": 0.05, "absent_retention_s": 0.2}
-    async with stand_in(site, 2) as ironic, book_with_rest(site) as rest, running(site, ironic.url, **settings):
+    async with stand_in(site, 2) as ironic, placement_with_rest(site) as rest, running(site, ironic.url, **settings):
         first, second = ironic.pool.nodes
         await rest.until_reserved(first, 0)
         del ironic.pool.nodes[first]
@@ -289,38 +293,42 @@ async def test_a_node_that_is_absent_for_long_is_removed(site: Site) -> None:
 
 
 async def test_a_child_node_is_in_no_list_and_not_offered(site: Site) -> None:
-    async with stand_in(site, 2) as ironic, book_on(site) as book, running(site, ironic.url, resync_interval_s=0.05):
+    async with (
+        stand_in(site, 2) as ironic,
+        placement_on(site) as placement,
+        running(site, ironic.url, resync_interval_s=0.05),
+    ):
         parent, child = ironic.pool.nodes
-        await book.until(lambda: book.offered() == {parent, child})
+        await placement.until(lambda: placement.offered() == {parent, child})
         async with asking(f"{ironic.url}/v1/nodes/{child}") as ask:
             await ask("PATCH", "", [{"op": "add", "path": "/parent_node", "value": parent}])
-            await book.until(lambda: book.offered() == {parent})
+            await placement.until(lambda: placement.offered() == {parent})
             await ask("PATCH", "", [{"op": "remove", "path": "/parent_node"}])
-            await book.until(lambda: book.offered() == {parent, child})
+            await placement.until(lambda: placement.offered() == {parent, child})
 
 
 async def test_changes_while_no_process_ran_are_found(site: Site) -> None:
-    async with stand_in(site, 2) as ironic, book_on(site) as book:
+    async with stand_in(site, 2) as ironic, placement_on(site) as placement:
         first, second = ironic.pool.nodes
         async with running(site, ironic.url):
-            await book.until(lambda: book.offered() == {first, second})
+            await placement.until(lambda: placement.offered() == {first, second})
         ironic.pool.nodes[first]["maintenance"] = True
         async with running(site, ironic.url):
-            await book.until(lambda: book.offered() == {second})
+            await placement.until(lambda: placement.offered() == {second})
 
 
 async def test_one_of_two_processes_works_and_the_other_takes_over(site: Site) -> None:
-    async with stand_in(site, 1) as ironic, book_on(site) as book:
+    async with stand_in(site, 1) as ironic, placement_on(site) as placement:
         (uuid,) = ironic.pool.nodes
         async with running(site, ironic.url, leader_poll_interval_s=0.05) as first:
             async with running(site, ironic.url, "sync2", leader_poll_interval_s=0.05):
-                await book.until(lambda: book.offered() == {uuid})
+                await placement.until(lambda: placement.offered() == {uuid})
                 assert first.not_ready() == []
-            version = book.newest[uuid].version
+            version = placement.newest[uuid].version
             async with running(site, ironic.url, "sync3", leader_poll_interval_s=0.05):
                 await ironic.pool.set_maintenance(ironic.pool.nodes[uuid], True, "x", "req-1")
-                await book.until(lambda: book.offered() == set())
-                assert book.newest[uuid].version > version
+                await placement.until(lambda: placement.offered() == set())
+                assert placement.newest[uuid].version > version
 
 
 @pytest.mark.rabbitmq
@@ -330,28 +338,32 @@ async def test_ironic_has_a_broker_and_a_vhost_of_its_own(own_broker: RabbitMQ, 
     transports = partial(MemoryTransport, MemoryBroker(SystemClock()))
     site = Site(transports, AmqpAnnouncer(theirs), "ironic", postgres_url)
     settings: dict[str, Any] = {"resync_interval_s": 3600.0, "broker": NotificationBroker(url=theirs)}
-    async with stand_in(site, 2) as ironic, book_on(site) as book, running(site, ironic.url, **settings):
+    async with stand_in(site, 2) as ironic, placement_on(site) as placement, running(site, ironic.url, **settings):
         first, second = ironic.pool.nodes
-        await book.until(lambda: book.offered() == {first, second})
+        await placement.until(lambda: placement.offered() == {first, second})
         await ironic.pool.set_maintenance(ironic.pool.nodes[first], True, "x", "req-1")
-        await book.until(lambda: book.offered() == {second})
-        assert book.causes[first] == "req-1"
+        await placement.until(lambda: placement.offered() == {second})
+        assert placement.causes[first] == "req-1"
 
 
 @pytest.mark.rabbitmq
 async def test_the_broker_goes_and_comes_back(own_broker: RabbitMQ, postgres_url: str) -> None:
     """Ironic's exchange is gone with it, our binding too: bind again once it is back, and read all."""
     site = _on_rabbitmq(own_broker.url(), "", postgres_url)
-    async with stand_in(site, 2) as ironic, book_on(site) as book, running(site, ironic.url, resync_interval_s=3600.0):
+    async with (
+        stand_in(site, 2) as ironic,
+        placement_on(site) as placement,
+        running(site, ironic.url, resync_interval_s=3600.0),
+    ):
         first, second = ironic.pool.nodes
-        await book.until(lambda: book.offered() == {first, second})
+        await placement.until(lambda: placement.offered() == {first, second})
         await asyncio.to_thread(own_broker.shut_down)
         ironic.pool.nodes[first]["maintenance"] = True
         await asyncio.to_thread(own_broker.start)
-        await book.until(lambda: book.offered() == {second})
+        await placement.until(lambda: placement.offered() == {second})
         await ironic.pool.set_maintenance(ironic.pool.nodes[second], True, "x", "req-2")
-        await book.until(lambda: book.offered() == set())
-        assert book.causes[second] == "req-2", "a notification arrived: the binding is back"
+        await placement.until(lambda: placement.offered() == set())
+        assert placement.causes[second] == "req-2", "a notification arrived: the binding is back"
 
 
 # --- Every recorded scenario through running workers: Ironic's notifications on RabbitMQ and its REST API over
@@ -365,13 +377,13 @@ RNG = random.Random(1)
 
 
 class Workers:
-    """Placement, ironic-sync and a scheduler on one broker and one database; the scheduler's replica is `book`."""
+    """Placement, ironic-sync and a scheduler on one broker and one database; the scheduler's replica is `replica`."""
 
     def __init__(self, url: str, prefix: str, database_url: str) -> None:
         self._url, self._prefix, self._database_url = url, prefix, database_url
         self.announcer = AmqpAnnouncer(url, f"{prefix}ironic")
         self.ironic = IronicStandIn(self.announcer, clock=SystemClock(), rng=RNG)
-        self.book = Replica()
+        self.replica = Replica()
 
     def environment(self, process: str, cells: tuple[str, ...] = ()) -> Environment:
         def transport(name: str) -> RabbitTransport:
@@ -397,7 +409,7 @@ class Workers:
         cells = ("cell1",)
         placement = placement_worker.app.build(self.environment("placement", cells), PlacementConfig(), cells)
         scheduler = scheduler_worker.app.build(
-            self.environment("scheduler", cells), SchedulerConfig(), cells, replica=self.book
+            self.environment("scheduler", cells), SchedulerConfig(), cells, replica=self.replica
         )
         try:
             await workers.start(("placement", placement))
@@ -418,11 +430,11 @@ class Workers:
 
     def seen(self, uuid: str) -> Any:
         """A provider of the scheduler's replica in the form of nova-expected.json."""
-        row = self.book.row_of(uuid)
+        row = self.replica.row_of(uuid)
         if row is None:
             return None
-        traits = list(self.book.traits_of(row))
-        ((name, (numbers, _, _)),) = self.book.inventory_of(row).items() or [("", (None, 0, 0))]
+        traits = list(self.replica.traits_of(row))
+        ((name, (numbers, _, _)),) = self.replica.inventory_of(row).items() or [("", (None, 0, 0))]
         if numbers is None:
             return {"resource_class": None, "traits": traits}
         assert numbers.capacity == numbers.total - numbers.reserved

@@ -17,7 +17,7 @@ from placement_worker.store.postgres_rows import PostgresPlacementRows
 Hold = Mapping[str, Mapping[str, int]]
 
 
-class Book:
+class PlacementDatabase:
     """A store on its own database, with words for what tests do to it."""
 
     def __init__(self, url: str) -> None:
@@ -49,12 +49,15 @@ class Book:
         assert all(getattr(result, "outcome", None) == "applied" for result in results), results
         return uuids
 
-    def host(self, uuid: str, *, source: str = "test", version: int | None = None, **amounts: int) -> InventoryUpdate:
+    def host(self, uuid: str, *, reporter: str = "test", version: int | None = None, **amounts: int) -> InventoryUpdate:
         self.versions += 1
         inventories = {name: Inventory(total=total) for name, total in amounts.items()}
         report = ProviderReport(uuid=uuid, name=f"host-{uuid}", inventories=inventories)
         return InventoryUpdate(
-            reporter=source, version=self.versions if version is None else version, root_uuid=uuid, providers=(report,)
+            reporter=reporter,
+            version=self.versions if version is None else version,
+            root_uuid=uuid,
+            providers=(report,),
         )
 
     async def findings(self) -> list[str]:
@@ -76,8 +79,8 @@ def claim(consumer: str, *holds: Hold, **fields: Any) -> Claim:
 
 
 @pytest.fixture
-async def book(postgres_url: str) -> AsyncIterator[Book]:
-    made = Book(postgres_url)
+async def placement(postgres_url: str) -> AsyncIterator[PlacementDatabase]:
+    made = PlacementDatabase(postgres_url)
     await made.open()
     yield made
     await made.close()

@@ -35,7 +35,7 @@ from placement_worker.store.postgres_rows import PostgresPlacementRows, Postgres
 from tests.kit.claims import amounts_and_units
 from tests.kit.databases import WAITING
 
-from .conftest import Book, claim
+from .conftest import PlacementDatabase, claim
 
 pytestmark = pytest.mark.postgres
 
@@ -51,9 +51,11 @@ async def one(store: PlacementService, item: ClaimItem) -> ClaimResult:
     return reply
 
 
-async def test_two_stores_race_for_few_hosts_and_nothing_is_overcommitted(book: Book, rng: random.Random) -> None:
-    hosts = await book.hosts(4, rng, VCPU=50)
-    second = await book.another()
+async def test_two_stores_race_for_few_hosts_and_nothing_is_overcommitted(
+    placement: PlacementDatabase, rng: random.Random
+) -> None:
+    hosts = await placement.hosts(4, rng, VCPU=50)
+    second = await placement.another()
     wanted = [claim(new_uuid(rng), {rng.choice(hosts): {"VCPU": 1}}) for _ in range(400)]
 
     async def work(store: PlacementService, mine: Sequence[Claim]) -> list[ClaimOutcome]:
@@ -63,24 +65,26 @@ async def test_two_stores_race_for_few_hosts_and_nothing_is_overcommitted(book: 
             outcomes += [reply.outcome for reply in replies if isinstance(reply, ClaimResult)]
         return outcomes
 
-    halves = await asyncio.gather(work(book.store, wanted[::2]), work(second, wanted[1::2]))
+    halves = await asyncio.gather(work(placement.store, wanted[::2]), work(second, wanted[1::2]))
     counted = Counter(outcome for half in halves for outcome in half)
     assert sum(counted.values()) == 400
     assert counted[ClaimOutcome.CLAIMED] == 200
     assert counted[ClaimOutcome.NO_CAPACITY] == 200
-    assert await book.over_capacity() == []
-    assert await book.findings() == []
+    assert await placement.over_capacity() == []
+    assert await placement.findings() == []
 
 
-async def test_the_same_consumer_claimed_by_two_stores_at_once_is_claimed_once(book: Book, rng: random.Random) -> None:
-    hosts = await book.hosts(2, rng, VCPU=10_000)
-    second = await book.another()
+async def test_the_same_consumer_claimed_by_two_stores_at_once_is_claimed_once(
+    placement: PlacementDatabase, rng: random.Random
+) -> None:
+    hosts = await placement.hosts(2, rng, VCPU=10_000)
+    second = await placement.another()
     for _ in range(10):
         consumers = [new_uuid(rng) for _ in range(20)]
         first_group = [claim(c, {hosts[0]: {"VCPU": 1}}) for c in consumers]
         other_group = [claim(c, {hosts[1]: {"VCPU": 1}}) for c in reversed(consumers)]
-        mine, theirs = await asyncio.gather(book.store.apply(first_group), second.apply(other_group))
-        held = await book.allocations()
+        mine, theirs = await asyncio.gather(placement.store.apply(first_group), second.apply(other_group))
+        held = await placement.allocations()
         for consumer, a, b in zip(consumers, mine, reversed(theirs), strict=True):
             assert isinstance(a, ClaimResult)
             assert isinstance(b, ClaimResult)
@@ -88,16 +92,18 @@ async def test_the_same_consumer_claimed_by_two_stores_at_once_is_claimed_once(b
             assert a.outcome == b.outcome == ClaimOutcome.CLAIMED
             assert {a.option, b.option} == {0, None}
             assert list(a.generations) == list(b.generations) == list(held[consumer])
-    assert await book.findings() == []
+    assert await placement.findings() == []
 
 
-async def test_groups_that_name_consumers_in_opposite_orders_do_not_deadlock(book: Book, rng: random.Random) -> None:
+async def test_groups_that_name_consumers_in_opposite_orders_do_not_deadlock(
+    placement: PlacementDatabase, rng: random.Random
+) -> None:
     """A third transaction holds the middle consumer until both groups wait; in the order of naming they would each
     hold one end by then, and deadlock when it lets go."""
-    (host,) = await book.hosts(1, rng, VCPU=10)
+    (host,) = await placement.hosts(1, rng, VCPU=10)
     consumers = sorted(new_uuid(rng) for _ in range(3))
     group = [claim(consumer, {host: {"VCPU": 1}}) for consumer in consumers]
-    holder, watcher = await asyncpg.connect(book.url), await asyncpg.connect(book.url)
+    holder, watcher = await asyncpg.connect(placement.url), await asyncpg.connect(placement.url)
     holding = holder.transaction()
     await holding.start()
     await holder.execute(
@@ -105,8 +111,8 @@ async def test_groups_that_name_consumers_in_opposite_orders_do_not_deadlock(boo
         " VALUES ($1::text::uuid, '', '', '', 0, 0)",
         consumers[1],
     )
-    second = await book.another()
-    both = asyncio.gather(book.store.apply(group), second.apply(group[::-1]))
+    second = await placement.another()
+    both = asyncio.gather(placement.store.apply(group), second.apply(group[::-1]))
     async with asyncio.timeout(PATIENCE_S):
         while await watcher.fetchval(WAITING) < 2:
             assert not both.done()
@@ -147,12 +153,12 @@ def _random_item(rng: random.Random, hosts: Sequence[str], consumers: Sequence[s
 
 
 async def test_random_groups_of_claims_releases_and_swaps_never_deadlock_beside_inventory_updates(
-    book: Book, rng: random.Random
+    placement: PlacementDatabase, rng: random.Random
 ) -> None:
     """No retry anywhere: a deadlock would be raised as Transient and fail the test."""
-    hosts = await book.hosts(6, rng, VCPU=20)
+    hosts = await placement.hosts(6, rng, VCPU=20)
     consumers = [new_uuid(rng) for _ in range(12)]
-    stores = [book.store, await book.another(), await book.another()]
+    stores = [placement.store, await placement.another(), await placement.another()]
 
     async def claims(store: PlacementService, mine: random.Random) -> None:
         for _ in range(40):
@@ -161,26 +167,26 @@ async def test_random_groups_of_claims_releases_and_swaps_never_deadlock_beside_
     async def inventory(mine: random.Random) -> None:
         for _ in range(40):
             chosen = mine.sample(hosts, 3)
-            await book.store.apply_reports([book.host(uuid, VCPU=mine.randint(15, 25)) for uuid in chosen])
+            await placement.store.apply_reports([placement.host(uuid, VCPU=mine.randint(15, 25)) for uuid in chosen])
 
     async with asyncio.TaskGroup() as group:
         for number, store in enumerate(stores * 2):
             group.create_task(claims(store, random.Random(number)))
         group.create_task(inventory(random.Random(77)))
-    assert await book.findings() == []
+    assert await placement.findings() == []
 
 
 async def test_a_connection_killed_in_the_middle_leaves_nothing_behind(
-    book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+    placement: PlacementDatabase, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (host,) = await book.hosts(1, rng, VCPU=8)
+    (host,) = await placement.hosts(1, rng, VCPU=8)
     item = replace(claim(new_uuid(rng), {host: {"VCPU": 2}}), release_first=True)  # taken in no single statement
-    head = (await book.store.head()).sequence
+    head = (await placement.store.head()).sequence
     write = PostgresPlacementTransaction.write_claims
 
     async def write_and_die(transaction: PostgresPlacementTransaction, *what: Any, **about: Any) -> int:
         number = await write(transaction, *what, **about)
-        killer = await asyncpg.connect(book.url)
+        killer = await asyncpg.connect(placement.url)
         await killer.fetchval("SELECT pg_terminate_backend($1)", transaction.connection.get_server_pid())
         await killer.close()
         return number
@@ -188,11 +194,11 @@ async def test_a_connection_killed_in_the_middle_leaves_nothing_behind(
     with monkeypatch.context() as patched:
         patched.setattr(PostgresPlacementTransaction, "write_claims", write_and_die)
         with pytest.raises(DatabaseUnavailable):
-            await book.store.apply([item])
-    assert (await book.store.head()).sequence == head
-    assert await book.allocations() == {}
-    assert await book.findings() == []
-    reply = await one(book.store, item)
+            await placement.store.apply([item])
+    assert (await placement.store.head()).sequence == head
+    assert await placement.allocations() == {}
+    assert await placement.findings() == []
+    reply = await one(placement.store, item)
     assert (reply.outcome, reply.sequence) == (ClaimOutcome.CLAIMED, head + 1)
 
 
@@ -223,12 +229,12 @@ MANY = 3
 
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside a release"])
 async def test_claims_that_wait_for_another_of_their_project_do_not_pass_its_limit(
-    book: Book, rng: random.Random, *, alone: bool
+    placement: PlacementDatabase, rng: random.Random, *, alone: bool
 ) -> None:
     """Each on a host of its own, each decided while the project held nothing: what is added is compared once more."""
-    hosts = await book.hosts(1 + MANY, rng, VCPU=4)
+    hosts = await placement.hosts(1 + MANY, rng, VCPU=4)
     stores = [
-        PlacementService(PostgresPlacementRows(Database(book.url, "placement", pool_size=1))) for _ in range(MANY)
+        PlacementService(PostgresPlacementRows(Database(placement.url, "placement", pool_size=1))) for _ in range(MANY)
     ]
 
     def claim(host: str) -> Claim:
@@ -240,12 +246,12 @@ async def test_claims_that_wait_for_another_of_their_project_do_not_pass_its_lim
         *_, reply = await store.apply([*beside, claim(host)])
         return str(reply.outcome)
 
-    watcher = await asyncpg.connect(book.url)
+    watcher = await asyncpg.connect(placement.url)
     try:
         for store in stores:
             await store.open()
-        async with book.database.raw() as first:
-            (reply,) = await apply(book.rows.on(first), ClaimGroup([claim(hosts[0])]), ABOVE_CELLS)
+        async with placement.database.raw() as first:
+            (reply,) = await apply(placement.rows.on(first), ClaimGroup([claim(hosts[0])]), ABOVE_CELLS)
             assert reply.outcome == "claimed"
             others = [asyncio.create_task(work(store, host)) for store, host in zip(stores, hosts[1:], strict=True)]
             async with asyncio.timeout(PATIENCE_S):

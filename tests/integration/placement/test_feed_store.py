@@ -17,7 +17,7 @@ from bus.contracts.feed import Change, ChangesPage, FeedChanges, changes_in
 from bus.contracts.placement import ProviderState, Release
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
-from placement_worker import book as resource_book
+from placement_worker import book as placement_service
 from placement_worker.book import PlacementService
 from placement_worker.operations import export, export_store
 from placement_worker.replica.catch_up import LocalReplica
@@ -26,7 +26,7 @@ from placement_worker.store.postgres_rows import PostgresPlacementRows
 from tests.kit.servers import fresh_database
 from tests.kit.waiting import until
 
-from .conftest import Book, claim
+from .conftest import PlacementDatabase, claim
 
 pytestmark = pytest.mark.postgres
 
@@ -52,17 +52,17 @@ async def all_changes(store: PlacementService) -> list[Change]:
 
 def replay(changes: Sequence[Change]) -> dict[str, tuple[int, dict[str, int]]]:
     """{provider: (generation, used)} by applying every change in order, as a replica would."""
-    book: dict[str, tuple[int, dict[str, int]]] = {}
+    placement: dict[str, tuple[int, dict[str, int]]] = {}
     for change in changes:
         if change.removed:
-            del book[change.provider]
+            del placement[change.provider]
         elif change.state is not None:
-            book[change.provider] = (change.generation, dict(change.state.used))
+            placement[change.provider] = (change.generation, dict(change.state.used))
         else:
-            generation, used = book[change.provider]
+            generation, used = placement[change.provider]
             assert change.generation > generation
-            book[change.provider] = (change.generation, {**used, **(change.used or {})})
-    return {uuid: (generation, _nonzero(used)) for uuid, (generation, used) in book.items()}
+            placement[change.provider] = (change.generation, {**used, **(change.used or {})})
+    return {uuid: (generation, _nonzero(used)) for uuid, (generation, used) in placement.items()}
 
 
 def _nonzero(used: dict[str, int]) -> dict[str, int]:
@@ -73,7 +73,7 @@ def as_replayed(providers: Sequence[ProviderState]) -> dict[str, tuple[int, dict
     return {state.uuid: (state.generation, dict(state.used)) for state in providers}
 
 
-async def busy(book: Book, store: PlacementService, hosts: Sequence[str], seed: int) -> None:
+async def busy(placement: PlacementDatabase, store: PlacementService, hosts: Sequence[str], seed: int) -> None:
     rng = random.Random(seed)
     mine: list[str] = []
     for _ in range(30):
@@ -81,12 +81,14 @@ async def busy(book: Book, store: PlacementService, hosts: Sequence[str], seed: 
         await store.apply([claim(consumer, {rng.choice(hosts): {"VCPU": 1}}) for consumer in fresh])
         mine += fresh
         await store.apply([Release(consumer=mine.pop(rng.randrange(len(mine)))) for _ in range(2)])
-        await store.apply_reports([book.host(rng.choice(hosts), VCPU=rng.randint(900, 999))])
+        await store.apply_reports([placement.host(rng.choice(hosts), VCPU=rng.randint(900, 999))])
 
 
-async def test_many_writers_make_one_dense_feed_that_replays_to_the_book(book: Book, rng: random.Random) -> None:
-    hosts = await book.hosts(5, rng, VCPU=1000)
-    second = await book.another()
+async def test_many_writers_make_one_dense_feed_that_replays_to_placement(
+    placement: PlacementDatabase, rng: random.Random
+) -> None:
+    hosts = await placement.hosts(5, rng, VCPU=1000)
+    second = await placement.another()
     seen: list[int] = []
     writing = True
 
@@ -99,32 +101,32 @@ async def test_many_writers_make_one_dense_feed_that_replays_to_the_book(book: B
     watching = asyncio.create_task(watch())
     async with asyncio.TaskGroup() as group:
         for seed in range(4):
-            group.create_task(busy(book, book.store if seed % 2 else second, hosts, seed))
+            group.create_task(busy(placement, placement.store if seed % 2 else second, hosts, seed))
     writing = False
     await watching
-    changes = await all_changes(book.store)
+    changes = await all_changes(placement.store)
     numbers = [change.sequence for change in changes]
-    assert numbers == list(range(1, (await book.store.head()).sequence + 1))
+    assert numbers == list(range(1, (await placement.store.head()).sequence + 1))
     assert seen == numbers[: len(seen)]
-    page = await book.store.snapshot(None, 1000)
+    page = await placement.store.snapshot(None, 1000)
     assert page.sequence == numbers[-1]
     assert replay(changes) == as_replayed(page.providers)
-    assert await book.findings() == []
+    assert await placement.findings() == []
 
 
-async def test_what_was_committed_leaves_as_the_same_bytes(book: Book, rng: random.Random) -> None:
-    hosts = await book.hosts(3, rng, VCPU=10)
-    await book.store.apply([claim(new_uuid(rng), {host: {"VCPU": 1}}) for host in hosts])
-    async with book.database.raw() as connection:
+async def test_what_was_committed_leaves_as_the_same_bytes(placement: PlacementDatabase, rng: random.Random) -> None:
+    hosts = await placement.hosts(3, rng, VCPU=10)
+    await placement.store.apply([claim(new_uuid(rng), {host: {"VCPU": 1}}) for host in hosts])
+    async with placement.database.raw() as connection:
         committed = [row[0] for row in await connection.fetch("SELECT body FROM changes ORDER BY last")]
-    page = await book.store.changes(0, 100)
+    page = await placement.store.changes(0, 100)
     assert [change.sequence for change in page.changes] == list(range(1, page.head + 1))
     sent: list[bytes] = []
 
     async def send(announced: FeedChanges) -> None:
         sent.append(msgspec.json.encode(announced))
 
-    await book.store.publish(send, 100)
+    await placement.store.publish(send, 100)
     for message in (*sent, msgspec.json.encode(page)):
         assert all(body in message for body in committed)
         decoded = msgspec.json.decode(message, type=FeedChanges | ChangesPage)
@@ -132,11 +134,11 @@ async def test_what_was_committed_leaves_as_the_same_bytes(book: Book, rng: rand
 
 
 async def test_two_publishers_publish_everything_once_and_in_order(
-    book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+    placement: PlacementDatabase, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource_book, "LEASE_S", 10 * PATIENCE_S)  # no worker hangs here, however slow the machine
-    hosts = await book.hosts(5, rng, VCPU=1000)
-    second = await book.another()
+    monkeypatch.setattr(placement_service, "LEASE_S", 10 * PATIENCE_S)  # no worker hangs here, however slow the machine
+    hosts = await placement.hosts(5, rng, VCPU=1000)
+    second = await placement.another()
     published: list[int] = []
 
     async def send(announced: FeedChanges) -> None:
@@ -148,18 +150,18 @@ async def test_two_publishers_publish_everything_once_and_in_order(
         while not published or published[-1] < target:
             await store.publish(send, 7)
 
-    await busy(book, second, hosts, 1)
-    target = (await book.store.head()).sequence
-    await asyncio.gather(publish(book.store), publish(second))
+    await busy(placement, second, hosts, 1)
+    target = (await placement.store.head()).sequence
+    await asyncio.gather(publish(placement.store), publish(second))
     assert published == list(range(1, target + 1))
 
 
 async def test_a_publisher_that_dies_as_it_writes_its_position_is_repeated_not_skipped(
-    book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+    placement: PlacementDatabase, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource_book, "LEASE_S", 0.01)
-    await book.hosts(3, rng, VCPU=1)
-    second = await book.another()
+    monkeypatch.setattr(placement_service, "LEASE_S", 0.01)
+    await placement.hosts(3, rng, VCPU=1)
+    second = await placement.another()
     sent: list[int] = []
 
     async def send(announced: FeedChanges) -> None:
@@ -174,16 +176,16 @@ async def test_a_publisher_that_dies_as_it_writes_its_position_is_repeated_not_s
             )
         )
 
-    killer = await asyncpg.connect(book.url)
+    killer = await asyncpg.connect(placement.url)
 
     async def hold_the_position_and_send(announced: FeedChanges) -> None:
         await send(announced)
         await blocker.execute("BEGIN; SELECT FROM placement.feed_position FOR UPDATE")
 
-    blocker = await asyncpg.connect(book.url)
+    blocker = await asyncpg.connect(placement.url)
     killing = asyncio.create_task(kill_who_waits())
     with pytest.raises(DatabaseUnavailable):
-        await book.store.publish(hold_the_position_and_send, 100)
+        await placement.store.publish(hold_the_position_and_send, 100)
     await killing
     await blocker.close()
     async with asyncio.timeout(PATIENCE_S):
@@ -191,21 +193,23 @@ async def test_a_publisher_that_dies_as_it_writes_its_position_is_repeated_not_s
             pass
     assert published.count == 3
     assert sent == [1, 2, 3, 1, 2, 3]
-    assert (await book.store.publish(send, 100)).count == 0
+    assert (await placement.store.publish(send, 100)).count == 0
     await killer.close()
 
 
-async def test_a_lease_of_a_clock_that_was_set_back_delays_no_process(book: Book, rng: random.Random) -> None:
-    await book.hosts(1, rng, VCPU=1)
-    async with book.database.raw() as connection:
+async def test_a_lease_of_a_clock_that_was_restored_delays_no_process(
+    placement: PlacementDatabase, rng: random.Random
+) -> None:
+    await placement.hosts(1, rng, VCPU=1)
+    async with placement.database.raw() as connection:
         await connection.execute("UPDATE feed_position SET taken_until = now() + interval '1 hour'")
-    assert (await book.store.publish(nothing, 100)).count == 1
+    assert (await placement.store.publish(nothing, 100)).count == 1
 
 
-async def test_publishing_waits_for_no_disk(book: Book, rng: random.Random) -> None:
+async def test_publishing_waits_for_no_disk(placement: PlacementDatabase, rng: random.Random) -> None:
     """A deferred trigger runs in the commit itself, and sees what the commit goes by."""
-    await book.hosts(1, rng, VCPU=1)
-    async with book.database.raw() as connection:
+    await placement.hosts(1, rng, VCPU=1)
+    async with placement.database.raw() as connection:
         await connection.execute(
             "CREATE TABLE seen (way text);"
             "CREATE FUNCTION see() RETURNS trigger LANGUAGE plpgsql AS "
@@ -213,14 +217,14 @@ async def test_publishing_waits_for_no_disk(book: Book, rng: random.Random) -> N
             "CREATE CONSTRAINT TRIGGER see AFTER UPDATE ON feed_position DEFERRABLE INITIALLY DEFERRED "
             "FOR EACH ROW EXECUTE FUNCTION see()"
         )
-    assert (await book.store.publish(nothing, 100)).count == 1
-    assert (await book.store.publish(nothing, 100)).count == 0
-    async with book.database.raw() as connection:
+    assert (await placement.store.publish(nothing, 100)).count == 1
+    assert (await placement.store.publish(nothing, 100)).count == 0
+    async with placement.database.raw() as connection:
         assert await connection.fetchval("SELECT array_agg(way) FROM seen") == ["off", "off"]
 
 
-async def test_the_next_changes_are_found_by_key(book: Book) -> None:
-    async with book.database.single() as connection:
+async def test_the_next_changes_are_found_by_key(placement: PlacementDatabase) -> None:
+    async with placement.database.single() as connection:
         await connection.execute("INSERT INTO changes SELECT n, n, '[]' FROM generate_series(1, 50000) n")
         await connection.execute("UPDATE feed_position SET number = 40000; ANALYZE changes")
         await connection.execute(f"PREPARE take(bigint, float8, timestamptz) AS {feed.TAKE}")
@@ -231,11 +235,13 @@ async def test_the_next_changes_are_found_by_key(book: Book) -> None:
     assert "Seq Scan on changes" not in plan, plan
 
 
-async def test_what_is_read_ends_before_changes_that_were_trimmed_meanwhile(book: Book, rng: random.Random) -> None:
+async def test_what_is_read_ends_before_changes_that_were_trimmed_meanwhile(
+    placement: PlacementDatabase, rng: random.Random
+) -> None:
     """A publisher reads without a transaction: a process that has overtaken it may have published and trimmed."""
     for _ in range(feed.ROWS_AT_ONCE + 4):
-        await book.hosts(1, rng, VCPU=1)
-    async with book.database.single() as connection:
+        await placement.hosts(1, rng, VCPU=1)
+    async with placement.database.single() as connection:
         found = await connection.fetch(feed.READ, 0, feed.ROWS_AT_ONCE)
         await connection.execute("DELETE FROM changes WHERE last <= $1", feed.ROWS_AT_ONCE + 2)
         rows, more = await feed.read(connection, 0, 1000, found)
@@ -244,33 +250,35 @@ async def test_what_is_read_ends_before_changes_that_were_trimmed_meanwhile(book
 
 
 async def test_a_large_batch_is_cut_into_rows_and_read_back_whole(
-    book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+    placement: PlacementDatabase, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed, "MAX_CHANGES_PER_ROW", 7)
-    hosts = await book.hosts(50, rng, VCPU=1)
-    page = await book.store.changes(0, 10_000)
+    hosts = await placement.hosts(50, rng, VCPU=1)
+    page = await placement.store.changes(0, 10_000)
     assert [change.provider for change in page.changes] == hosts
     monkeypatch.setattr(feed, "MAX_BYTES_READ", 1)
-    assert len((await book.store.changes(0, 10_000)).changes) == 7
+    assert len((await placement.store.changes(0, 10_000)).changes) == 7
     monkeypatch.setattr(feed, "MAX_BYTES_READ", 10**6)
-    middle = await book.store.changes(10, 20)
+    middle = await placement.store.changes(10, 20)
     assert [change.sequence for change in middle.changes] == list(range(11, 31))
 
 
-async def test_a_snapshot_comes_in_pages(book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    hosts = sorted(await book.hosts(5, rng, VCPU=1))
-    first = await book.store.snapshot(None, 3)
+async def test_a_snapshot_comes_in_pages(
+    placement: PlacementDatabase, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = sorted(await placement.hosts(5, rng, VCPU=1))
+    first = await placement.store.snapshot(None, 3)
     assert [state.uuid for state in first.providers] == hosts[:3]
     assert first.more
-    monkeypatch.setattr(resource_book, "MAX_PAGE_BYTES", 1)
-    assert [state.uuid for state in (await book.store.snapshot(None, 3)).providers] == hosts[:1]
+    monkeypatch.setattr(placement_service, "MAX_PAGE_BYTES", 1)
+    assert [state.uuid for state in (await placement.store.snapshot(None, 3)).providers] == hosts[:1]
     monkeypatch.undo()
-    second = await book.store.snapshot(first.providers[-1].uuid, 3)
+    second = await placement.store.snapshot(first.providers[-1].uuid, 3)
     assert [state.uuid for state in second.providers] == hosts[3:]
     assert not second.more
 
 
-# --- a book that was set back is recognised, and its feed gets another incarnation id
+# --- a placement that was restored is recognised, and its feed gets another incarnation id
 
 # As a restore of files does it: placement's rows are what they were some changes ago, and nothing else has changed.
 SET_BACK = """
@@ -279,27 +287,27 @@ UPDATE placement.feed_head SET number = $1; DELETE FROM placement.changes WHERE 
 END_SESSIONS = "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = $1"
 
 
-async def set_back(book: Book, number: int) -> None:
-    connection = await asyncpg.connect(book.url)
+async def set_back(placement: PlacementDatabase, number: int) -> None:
+    connection = await asyncpg.connect(placement.url)
     for statement in SET_BACK.replace("$1", str(number)).strip().split("; "):
         await connection.execute(statement)
     await connection.close()
 
 
 async def test_a_database_that_was_restored_elsewhere_begins_another_history(
-    book: Book, rng: random.Random, postgres_server: str
+    placement: PlacementDatabase, rng: random.Random, postgres_server: str
 ) -> None:
     """As CREATE DATABASE makes it from a copy: every row, the table's own number and the cluster are the same."""
-    await book.hosts(3, rng, VCPU=4)
-    first = await book.store.head()
-    await book.store.close()
+    await placement.hosts(3, rng, VCPU=4)
+    first = await placement.store.head()
+    await placement.store.close()
     with fresh_database(postgres_server) as url:
         target = make_url(url).database
         admin = await asyncpg.connect(make_url(postgres_server).set(drivername="postgresql").render_as_string(False))
         await admin.execute(f'DROP DATABASE "{target}"')
         # No other session may use the one that is copied; the lender of databases keeps one.
-        await admin.fetch(END_SESSIONS, make_url(book.url).database)
-        await admin.execute(f'CREATE DATABASE "{target}" TEMPLATE "{make_url(book.url).database}"')
+        await admin.fetch(END_SESSIONS, make_url(placement.url).database)
+        await admin.execute(f'CREATE DATABASE "{target}" TEMPLATE "{make_url(placement.url).database}"')
         await admin.close()
         restored = PlacementService(PostgresPlacementRows(Database(url, "placement")))
         await restored.open()
@@ -312,20 +320,22 @@ async def test_a_database_that_was_restored_elsewhere_begins_another_history(
         await restored.close()
 
 
-async def test_a_book_that_opens_again_goes_on_in_its_history(book: Book, rng: random.Random) -> None:
-    await book.hosts(1, rng, VCPU=4)
-    first = await book.store.head()
-    again = PlacementService(PostgresPlacementRows(Database(book.url, "placement")))
+async def test_a_placement_that_opens_again_goes_on_in_its_history(
+    placement: PlacementDatabase, rng: random.Random
+) -> None:
+    await placement.hosts(1, rng, VCPU=4)
+    first = await placement.store.head()
+    again = PlacementService(PostgresPlacementRows(Database(placement.url, "placement")))
     await again.open()
     assert await again.head() == first
     assert not (await again.newest()).renewed
     await again.close()
 
 
-async def test_another_timeline_is_another_history_found_by_one_of_many(book: Book) -> None:
+async def test_another_timeline_is_another_history_found_by_one_of_many(placement: PlacementDatabase) -> None:
     """The promotion of a stand-by, and a recovery to a point in time, begin a new timeline."""
-    first = await book.store.head()
-    connection = await asyncpg.connect(book.url)
+    first = await placement.store.head()
+    connection = await asyncpg.connect(placement.url)
     await connection.execute("SET search_path TO placement")
     origin = await connection.fetchval("SELECT origin FROM feed_head")
     cluster, timeline, *rest = origin.split("/")
@@ -333,65 +343,69 @@ async def test_another_timeline_is_another_history_found_by_one_of_many(book: Bo
     before = "/".join((cluster, f"{int(timeline, 16) - 1:08X}", *rest))
     await connection.execute("UPDATE feed_head SET origin = $1", before)
     await connection.close()
-    others = [PlacementService(PostgresPlacementRows(Database(book.url, "placement"))) for _ in range(3)]
-    renewed = await asyncio.gather(*(store.newest() for store in (book.store, *others)))
+    others = [PlacementService(PostgresPlacementRows(Database(placement.url, "placement"))) for _ in range(3)]
+    renewed = await asyncio.gather(*(store.newest() for store in (placement.store, *others)))
     assert sorted(one.renewed for one in renewed) == [False, False, False, True]
-    assert (await book.store.head()).incarnation != first.incarnation
+    assert (await placement.store.head()).incarnation != first.incarnation
     for store in others:
         await store.close()
 
 
-async def test_a_head_behind_the_one_that_was_seen_is_another_history(book: Book, rng: random.Random) -> None:
-    await book.hosts(5, rng, VCPU=4)
-    assert not (await book.store.newest()).renewed
-    first = await book.store.head()
-    await set_back(book, first.sequence - 2)
-    assert (await book.store.newest()).renewed
-    assert not (await book.store.newest()).renewed
-    assert (await book.store.head()).incarnation != first.incarnation
+async def test_a_head_behind_the_one_that_was_seen_is_another_history(
+    placement: PlacementDatabase, rng: random.Random
+) -> None:
+    await placement.hosts(5, rng, VCPU=4)
+    assert not (await placement.store.newest()).renewed
+    first = await placement.store.head()
+    await set_back(placement, first.sequence - 2)
+    assert (await placement.store.newest()).renewed
+    assert not (await placement.store.newest()).renewed
+    assert (await placement.store.head()).incarnation != first.incarnation
 
 
-async def test_an_import_is_another_history_and_the_feed_carries_it(book: Book, rng: random.Random) -> None:
-    await book.hosts(2, rng, VCPU=4)
-    first = await book.store.head()
-    async with book.database.raw() as connection:
-        found = await export_store.read(connection, book.store.names)
-    async with book.rows.transaction() as transaction:
-        assert await export_store.assign(transaction, found, book.store.names) == 0
-    assert await book.store.head() == first, "nothing has changed"
-    async with book.rows.transaction() as transaction:
+async def test_an_import_is_another_history_and_the_feed_carries_it(
+    placement: PlacementDatabase, rng: random.Random
+) -> None:
+    await placement.hosts(2, rng, VCPU=4)
+    first = await placement.store.head()
+    async with placement.database.raw() as connection:
+        found = await export_store.read(connection, placement.store.names)
+    async with placement.rows.transaction() as transaction:
+        assert await export_store.assign(transaction, found, placement.store.names) == 0
+    assert await placement.store.head() == first, "nothing has changed"
+    async with placement.rows.transaction() as transaction:
         providers = dict(list(found.providers.items())[:1])
         await export_store.assign(
-            transaction, export.PlacementExport(found.classes, found.traits, providers, {}), book.store.names
+            transaction, export.PlacementExport(found.classes, found.traits, providers, {}), placement.store.names
         )
-    second = await book.store.head()
+    second = await placement.store.head()
     assert second.incarnation != first.incarnation
     published: list[FeedChanges] = []
 
     async def send(changes: FeedChanges) -> None:
         published.append(changes)
 
-    await book.store.publish(send, 100)
+    await placement.store.publish(send, 100)
     assert {one.incarnation for one in published} == {second.incarnation}
-    assert (await book.store.snapshot(None, 10)).incarnation == second.incarnation
+    assert (await placement.store.snapshot(None, 10)).incarnation == second.incarnation
 
 
 @pytest.mark.parametrize("more", [0, 2, 4], ids=["behind", "as far", "further"])
-async def test_the_rest_apis_replica_notices_a_book_that_was_set_back(
-    book: Book, rng: random.Random, more: int
+async def test_the_rest_apis_replica_notices_a_placement_that_was_restored(
+    placement: PlacementDatabase, rng: random.Random, more: int
 ) -> None:
-    """It compared numbers alone: at the same number it kept the old book, and further on it dropped reused numbers."""
-    await book.hosts(4, rng, VCPU=4)
-    replica = LocalReplica(book.store)
+    """It compared numbers alone: at the same number it kept the old one, and further on it dropped reused numbers."""
+    await placement.hosts(4, rng, VCPU=4)
+    replica = LocalReplica(placement.store)
     assert len(await replica.fresh()) == 4
-    assert not (await book.store.newest()).renewed
-    connection = await asyncpg.connect(book.url)
+    assert not (await placement.store.newest()).renewed
+    connection = await asyncpg.connect(placement.url)
     await connection.execute("DELETE FROM placement.inventories; DELETE FROM placement.providers")
     await connection.close()
-    await set_back(book, 2)
-    assert (await book.store.newest()).renewed
+    await set_back(placement, 2)
+    assert (await placement.store.newest()).renewed
     if more:
-        await book.hosts(more, rng, VCPU=4)
+        await placement.hosts(more, rng, VCPU=4)
     assert len(await replica.fresh()) == more
 
 

@@ -35,12 +35,14 @@ PROJECT = "0b6d1c1e-4f0a-4c8e-9c64-2a4c6a1f6a10"
 class Placement:
     """A whole placement worker that serves its REST API, and a client of it.
 
-    book: the URL of a database, or the table of a book in memory.
+    database: its URL, or the table of a placement in memory.
     """
 
-    def __init__(self, book: str | MemoryPlacementTable, config: RestConfig, *, health_with_rest: bool = False) -> None:
-        self.book = book
-        url = book if isinstance(book, str) else ""
+    def __init__(
+        self, database: str | MemoryPlacementTable, config: RestConfig, *, health_with_rest: bool = False
+    ) -> None:
+        self.database = database
+        url = database if isinstance(database, str) else ""
         self.rng = random.Random(7)
         self.broker = MemoryBroker(SystemClock())
         env = Environment(
@@ -52,8 +54,8 @@ class Placement:
         )
         self.store: PlacementService = (
             PlacementService(PostgresPlacementRows(env.database("placement")))
-            if isinstance(book, str)
-            else PlacementService(MemoryPlacementRows(book.session()))
+            if isinstance(database, str)
+            else PlacementService(MemoryPlacementRows(database.session()))
         )
         self.service = build(env, PlacementConfig(rest=config), (), store=self.store, health_with_rest=health_with_rest)
         self._stop = asyncio.Event()
@@ -119,14 +121,14 @@ class Placement:
 
     @property
     def postgres(self) -> PlacementService:
-        """The store, of a book in PostgreSQL."""
+        """The store, of a placement in PostgreSQL."""
         assert isinstance(self.store.rows, PostgresPlacementRows)
         return self.store
 
     async def findings(self) -> list[str]:
         """The problems of placement."""
-        if not isinstance(self.book, str):
-            return findings_in_memory(self.book)
+        if not isinstance(self.database, str):
+            return findings_in_memory(self.database)
         async with self.postgres.rows.database.raw() as connection:
             return await audit.findings(connection)
 
@@ -173,9 +175,9 @@ def holding(allocations: dict[str, Any], generation: int | None) -> dict[str, An
 
 
 @asynccontextmanager
-async def serving(book: str | MemoryPlacementTable, **config: float) -> AsyncIterator[Placement]:
+async def serving(database: str | MemoryPlacementTable, **config: float) -> AsyncIterator[Placement]:
     """A placement worker with these settings of its REST API."""
-    made = Placement(book, RestConfig(listen=f"127.0.0.1:{free_port()}", **config))  # type: ignore[arg-type]
+    made = Placement(database, RestConfig(listen=f"127.0.0.1:{free_port()}", **config))  # type: ignore[arg-type]
     await made.start()
     try:
         yield made
@@ -185,9 +187,11 @@ async def serving(book: str | MemoryPlacementTable, **config: float) -> AsyncIte
 
 @pytest.fixture(params=KINDS)
 async def placement(request: pytest.FixtureRequest) -> AsyncIterator[Placement]:
-    """On a book of each kind: the REST API answers alike on both."""
-    book = MemoryPlacementTable(SystemClock()) if request.param == "memory" else request.getfixturevalue("postgres_url")
-    async with serving(book) as made:
+    """On a placement of each kind: the REST API answers alike on both."""
+    database = (
+        MemoryPlacementTable(SystemClock()) if request.param == "memory" else request.getfixturevalue("postgres_url")
+    )
+    async with serving(database) as made:
         yield made
 
 

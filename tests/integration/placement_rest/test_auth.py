@@ -288,7 +288,7 @@ async def test_health_needs_no_token_and_the_api_at_the_root_path_does(both: Pla
     assert (await both.call("GET", "/healthz/more")).status_code == 404
 
 
-async def test_before_the_book_is_there_health_answers_and_the_api_answers_503() -> None:
+async def test_before_placement_is_there_health_answers_and_the_api_answers_503() -> None:
     nowhere = f"postgresql://127.0.0.1:{free_port()}/none"
     waiting = Placement(nowhere, RestConfig(listen=f"127.0.0.1:{free_port()}"), health_with_rest=True)
     await waiting.start()

@@ -89,7 +89,7 @@ async def test_others_are_answered_while_a_long_search_runs_and_it_sees_one_stat
             other = await placement.host(VCPU=4)
             answer = await placement.call("GET", "/allocation_candidates?resources=VCPU:1", status=200)
             assert list(answer.json()["provider_summaries"]) == [other]
-            # The searched book changes under it: it goes on with what was there.
+            # The searched replica changes under it: it goes on with what was there.
             gone = InventoryUpdate(reporter="t", version=2, root_uuid=root)
             await placement.store.apply_reports([gone])
             answer = await placement.call("GET", "/allocation_candidates?resources=SRIOV_NET_VF:1", status=200)

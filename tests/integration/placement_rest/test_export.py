@@ -43,7 +43,7 @@ from tests.kit.servers import fresh_database
 pytestmark = pytest.mark.postgres
 
 
-# --- all of placement as a value: out and in again, over another book, from a live Placement; and repairs
+# --- all of placement as a value: out and in again, over another placement, from a live Placement; and repairs
 
 
 async def read(store: PlacementService) -> PlacementExport:
@@ -81,7 +81,7 @@ async def fill(placement: Placement) -> tuple[list[str], list[str]]:
 
 
 @on_postgres
-async def test_a_book_goes_out_and_in_again(placement: Placement, postgres_server: str) -> None:
+async def test_a_placement_goes_out_and_in_again(placement: Placement, postgres_server: str) -> None:
     hosts, consumers = await fill(placement)
     before = await read(placement.postgres)
     text = list(export.lines(before))
@@ -94,10 +94,10 @@ async def test_a_book_goes_out_and_in_again(placement: Placement, postgres_serve
         assert await assign(other, export.parse(text)) == 7
         assert await read(other) == before
         assert await assign(other, before) == 0, "what is equal is not written"
-        book = await replica.fresh()
-        row = book.row_of(hosts[0])
+        current = await replica.fresh()
+        row = current.row_of(hosts[0])
         assert row is not None
-        assert book.inventory_of(row)["VCPU"][1] == 1 + 4
+        assert current.inventory_of(row)["VCPU"][1] == 1 + 4
         # The other book moves on; importing the first again undoes all of it, and its replicas learn it.
         await placement.call("DELETE", f"/allocations/{consumers[2]}", status=204)
         await placement.call("DELETE", f"/resource_providers/{hosts[2]}", status=204)
@@ -113,7 +113,7 @@ async def test_a_book_goes_out_and_in_again(placement: Placement, postgres_serve
         await other.close()
 
 
-def test_half_a_file_is_no_book() -> None:
+def test_half_a_file_is_no_placement() -> None:
     empty = PlacementExport(frozenset({"CUSTOM_A"}), frozenset(), {}, {})
     text = list(export.lines(empty))
     assert export.parse(text) == empty
@@ -159,9 +159,9 @@ async def test_repair_counts_anew_what_is_wrong_and_publishes_it_on_the_feed(pla
     assert len(done) == 6
     assert done[-1].startswith("project ")
     assert await placement.findings() == []
-    book = await replica.fresh()
-    rows = [book.row_of(host) for host in hosts]
-    assert [book.inventory_of(row)["VCPU"][1] for row in rows if row is not None] == [5, 0, 0]
+    current = await replica.fresh()
+    rows = [current.row_of(host) for host in hosts]
+    assert [current.inventory_of(row)["VCPU"][1] for row in rows if row is not None] == [5, 0, 0]
     async with placement.postgres.rows.database.raw() as connection:
         assert await repair(connection) == []
     await asyncio.gather(*(placement.claim(new_uuid(placement.rng), host, VCPU=1) for host in hosts))
@@ -279,13 +279,13 @@ async def answering(body: Callable[[str], bytes], headers: bytes = b"") -> Async
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-# --- `berth placement audit --consumers` on a book that REST clients write, as an operator runs it
+# --- `berth placement audit --consumers` on a placement that REST clients write, as an operator runs it
 
 COMMAND_TIMEOUT_S = 120.0
 
 
 async def audited(placement: Placement, *words: str) -> tuple[int, dict[str, Any]]:
-    env = {**os.environ, "BERTH_DATABASE__URL": str(placement.book)}
+    env = {**os.environ, "BERTH_DATABASE__URL": str(placement.database)}
     words = ("placement", "audit", "--json", *words, *(["--yes"] if "--repair" in words else []))
     done = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
     return done.returncode, json.loads(done.stdout) if done.stdout else {}
@@ -317,7 +317,7 @@ async def test_a_consumer_that_is_not_named_is_an_orphan(placement: Placement, t
     status, found = await audited(placement, "--consumers", str(names), "--repair")
     assert (found["orphaned"], found["repaired"]) == ([], []), "claimed since, perhaps"
     await age(placement)
-    env = {**os.environ, "BERTH_DATABASE__URL": str(placement.book)}
+    env = {**os.environ, "BERTH_DATABASE__URL": str(placement.database)}
     words = ("placement", "audit", "--consumers", str(names), "--repair")
     asked = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
     assert asked.returncode == 2 and "1 consumer" in asked.stderr and orphan in asked.stderr
@@ -337,7 +337,7 @@ async def test_an_operator_gives_a_host_to_a_cell(placement: Placement) -> None:
     host = await placement.host(VCPU=8)
 
     async def move(cell: str, *more: str) -> tuple[int | None, str]:
-        env = {**os.environ, "BERTH_DATABASE__URL": str(placement.book)}
+        env = {**os.environ, "BERTH_DATABASE__URL": str(placement.database)}
         words = ("placement", "move-host", host, cell, *more)
         done = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
         return done.returncode, done.stdout + done.stderr

@@ -59,7 +59,7 @@ async def test_consumers_that_cross_over_neither_deadlock_nor_conflict(placement
     assert await placement.findings() == []
 
 
-async def test_the_bus_and_rest_share_one_book(placement: Placement) -> None:
+async def test_the_bus_and_rest_share_one_placement(placement: Placement) -> None:
     root, consumer = new_uuid(placement.rng), new_uuid(placement.rng)
     report = ProviderReport(uuid=root, name="metal", inventories={"VCPU": Inventory(total=4)})
     [result] = await placement.store.apply_reports(
@@ -111,10 +111,10 @@ async def test_a_reshape_moves_inventory_and_allocations_at_once(placement: Plac
         root: {"MEMORY_MB": 256},
         child: {"VCPU": 2},
     }
-    book = await replica.fresh()
-    row = book.row_of(child)
+    current = await replica.fresh()
+    row = current.row_of(child)
     assert row is not None
-    assert book.inventory_of(row)["VCPU"][1] == 2
+    assert current.inventory_of(row)["VCPU"][1] == 2
     await placement.call("POST", "/reshaper", body, x_roles="service", x_project_id="s", status=409)
     assert await placement.findings() == []
 
@@ -190,16 +190,16 @@ async def test_of_several_version_headers_the_last_that_names_placement_counts(
         assert answer.headers["openstack-api-version"] == mine[-1]
 
 
-# --- names of classes that another process of the same book has renamed, made or removed
+# --- names of classes that another process of the same placement has renamed, made or removed
 
 OLD, NEW = "CUSTOM_OLD", "CUSTOM_NEW"
 
 
 @pytest.fixture
 async def other(placement: Placement) -> AsyncIterator[Placement]:
-    """A second process on the same book, which knows the class by its old name when a test begins."""
+    """A second process on the same placement, which knows the class by its old name when a test begins."""
     await placement.call("PUT", f"/resource_classes/{OLD}", status=201)
-    made = Placement(placement.book, RestConfig(listen=f"127.0.0.1:{free_port()}"))
+    made = Placement(placement.database, RestConfig(listen=f"127.0.0.1:{free_port()}"))
     made.rng.seed(8)
     await made.start()
     yield made
@@ -232,10 +232,10 @@ async def test_a_process_that_knew_the_old_name_publishes_the_new_one_on_the_fee
     replica = await placement.replica()
     await rename(placement)
     assert (await other.claim(consumer, host, 1)).status_code == 204  # emptied, by a process that has not learned it
-    book = await replica.fresh()
-    row = book.row_of(host)
+    current = await replica.fresh()
+    row = current.row_of(host)
     assert row is not None
-    assert {name: used for name, (_, used, _) in book.inventory_of(row).items()} == {NEW: 0}
+    assert {name: used for name, (_, used, _) in current.inventory_of(row).items()} == {NEW: 0}
     assert (await other.claim(consumer, host, None, **{NEW: 3})).status_code == 204
     assert await placement.findings() == []
 
@@ -310,10 +310,10 @@ async def test_what_an_operator_gave_a_host_outlasts_its_reports(placement: Plac
     replica = await placement.replica()
     await report(placement, root, 2, VMX)
     assert (await shown(placement, root))[0] == ["CUSTOM_RACK", VMX]
-    book = await replica.fresh()
-    row = book.row_of(root)
+    current = await replica.fresh()
+    row = current.row_of(root)
     assert row is not None
-    assert set(book.trait_sets.values[book.traits[row]]) == {"CUSTOM_RACK", VMX}
+    assert set(current.trait_sets.values[current.traits[row]]) == {"CUSTOM_RACK", VMX}
     await report(placement, root, 3, AVX)
     assert (await shown(placement, root))[0] == ["CUSTOM_RACK", AVX], "what the service itself reported goes with it"
     await give(placement, root, "CUSTOM_RACK")
@@ -330,7 +330,7 @@ async def test_what_an_operator_gave_a_host_outlasts_its_reports(placement: Plac
 
 @on_postgres
 @pytest.mark.postgres
-async def test_it_is_kept_in_a_book_that_goes_out_and_in_again(placement: Placement, postgres_server: str) -> None:
+async def test_it_is_kept_in_a_placement_that_goes_out_and_in_again(placement: Placement, postgres_server: str) -> None:
     root = new_uuid(placement.rng)
     await report(placement, root, 1, VMX)
     await placement.call("PUT", "/traits/CUSTOM_RACK", status=201)

@@ -100,7 +100,7 @@ async def running(world: World, on: str = "c1", **more: str) -> tuple[BuildReque
 
 
 async def unannounce(world: World, host: str, *, has_another: bool = True) -> None:
-    """Another scheduler takes over, and nothing announces this host to it; there may be one of another cell."""
+    """Another scheduler takes over, and nothing reports this host to it; there may be one of another cell."""
     await world.stop("s1")
     del world.hosts["c1"][host]
     await world.scheduler("s2", CONFIG)

@@ -284,7 +284,7 @@ async def test_a_scheduler_that_starts_while_a_cell_is_unreachable_serves_the_ot
     assert set(await world.used()) == {there, unreachable}
 
 
-# --- Hosts that no compute service has announced to a scheduler since its start: dead ones, and those that have
+# --- Hosts that no compute service has reported to a scheduler since its start: dead ones, and those that have
 # left.
 
 
@@ -297,7 +297,7 @@ async def restarted_without(world: World, host: str) -> None:
     await digests(world)
 
 
-async def test_a_dead_host_is_listed_fenced_and_forgotten_by_a_scheduler_that_started_since(world: World) -> None:
+async def test_a_dead_host_is_listed_fenced_and_deleted_by_a_scheduler_that_started_since(world: World) -> None:
     """By its name: everything was restarted, and this host is dead."""
     dead, _ = await world.scheduler_and_hosts(2, WARM)
     await restarted_without(world, dead)
@@ -333,8 +333,8 @@ async def fence_by_objects(world: World, uuid: str, host: str, *, force: bool = 
     return (await world.answer(change, ObjectsChanged)).revision
 
 
-async def dead_in_book(world: World) -> str:
-    """Placement has host rack1 as the service s9's of cell c1; no service has announced it."""
+async def dead_in_placement(world: World) -> str:
+    """Placement has host rack1 as the service s9's of cell c1; no service has reported it."""
     dead = new_uuid(world.rng)
     provider = ProviderReport(uuid=dead, name="rack1", inventories={"VCPU": Inventory(total=4, max_unit=4)})
     report = InventoryUpdate(reporter="compute-s9", version=1, root_uuid=dead, providers=(provider,))
@@ -344,12 +344,12 @@ async def dead_in_book(world: World) -> str:
 
 
 @pytest.mark.parametrize("by_objects", [False, True], ids=["hosts.set", "objects.change"])
-async def test_the_fence_of_a_dead_host_that_is_not_announced_is_acknowledged_by_its_cell_alone(
+async def test_the_fence_of_a_dead_host_that_is_not_reported_is_acknowledged_by_its_cell_alone(
     world: World, by_objects: bool
 ) -> None:
     """Placement has it as the dead service's. Another cell's acknowledgement stops no build in this one."""
     await world.scheduler("s1", WARM)
-    dead = await dead_in_book(world)
+    dead = await dead_in_placement(world)
     gone = ServiceDown(service="s9", epoch=1, code="service.silent")
     await world.buses["c1"].publish(ServiceStates(cell="c1", term=1, number=1, down=(gone,)))
     await until(lambda: world.tables["s1"].dead_not_reported() == [("c1", "s9")])

@@ -90,7 +90,7 @@ async def test_what_an_expired_request_had_claimed_is_built_or_left_to_its_cell(
 async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No host has room, and that of the instance is not announced. Its scheduler dies before the acknowledgement."""
+    """No host has room, and that of the instance is not reported. Its scheduler dies before the acknowledgement."""
     monkeypatch.setattr(requests, "RETRIES", 0)
     request, host = await running(world)
     await unannounce(world, host, has_another=False)
@@ -110,7 +110,7 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
 
 
 async def test_a_delete_reaches_the_cell_that_holds_a_later_attempt(world: World) -> None:
-    """The cell had taken an alternate before its scheduler's database was set back."""
+    """The cell had taken an alternate before its scheduler's database was restored."""
     request, host = await running(world)
     await world.sql("UPDATE placement.consumers SET attempt = 2 WHERE uuid = $1", request.instance_uuid)
     delete = DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id)
@@ -137,7 +137,7 @@ async def consumers(world: World) -> int:
     return int(found)
 
 
-async def test_a_build_that_no_host_can_take_is_two_reads_and_leaves_no_row_in_the_book(world: World) -> None:
+async def test_a_build_that_no_host_can_take_is_two_reads_and_leaves_no_row_in_placement(world: World) -> None:
     """The newest changes, and what its instance holds. It was one round trip more, and a fence for a claim that nobody
     had sent.
     """
@@ -224,7 +224,7 @@ async def replay(late: Bus, request: BuildRequest) -> None:
 
 
 @pytest.mark.parametrize("bring", [publish_late, replay])
-async def test_a_late_copy_of_a_forgotten_build_builds_nothing(
+async def test_a_late_copy_of_a_purged_build_builds_nothing(
     world: World, late: Bus, bring: Callable[[Bus, BuildRequest], Awaitable[None]]
 ) -> None:
     await world.scheduler_and_hosts(1, RETAINING)

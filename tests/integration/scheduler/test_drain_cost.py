@@ -35,7 +35,7 @@ async def database(postgres_url: str) -> AsyncIterator[Database]:
     async with made.raw() as connection:
         await connection.execute(FILL)
     async with made.raw() as connection:
-        await connection.execute("ANALYZE moves")
+        await connection.execute("ANALYZE instance_actions")
     yield made
     await store.close()
 

@@ -92,7 +92,7 @@ async def start_code(world: World, name: str, **more: Any) -> str:
 
 
 async def drain_becomes(world: World, drain: DrainProgress, there: Callable[[DrainProgress], object]) -> DrainProgress:
-    """Wait for what no message announces of a drain."""
+    """Wait for what no message reports of a drain."""
 
     async def look() -> DrainProgress | None:
         found = await shown(world, drain)
@@ -130,7 +130,7 @@ def has_begun(world: World, count: int) -> bool:
 
 
 async def ends(world: World, action: CellAction, state: ActionState = ActionState.DONE, **more: Any) -> None:
-    """The cell announces how a move ended; a move that is done is at its first host."""
+    """The cell reports how a move ended; a move that is done is at its first host."""
     fields = {"terminal": True, "condition": Condition.ACTIVE, "sequence": 30, **more}
     if state is ActionState.DONE:
         fields.setdefault("host", action.selections[0].host)
@@ -360,7 +360,7 @@ async def test_the_instances_of_a_cell_leave_it_also_where_a_host_joins_it(world
 
 
 async def test_nothing_is_moved_from_a_host_whose_fence_is_not_lifted_yet(world: World) -> None:
-    """The decision on record is still the drain's: its cell has announced a fence of which the record, set back, has
+    """The decision on record is still the drain's: its cell has reported a fence of which the record, set back, has
     nothing. Machines that the host lost may still be there.
     """
     (uuid, _) = await world.scheduler_and_hosts(2, WARM)

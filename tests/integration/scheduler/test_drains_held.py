@@ -53,7 +53,7 @@ async def building(world: World, host: str) -> BuildRequest:
 
 
 async def arrives(world: World, build: BuildRequest, sent: CellAction) -> None:
-    """The cell announces the end of a move that needs no confirm."""
+    """The cell reports the end of a move that needs no confirm."""
     action = world.action(build, sent.kind, request_id=sent.request_id)
     done = {"host": sent.selections[0].host, "terminal": True, "condition": Condition.ACTIVE}
     await world.action_announced("c1", action, ActionState.DONE, 30, **done)
@@ -100,7 +100,7 @@ async def test_a_drain_that_waits_for_a_build_ends_by_its_deadline_or_a_stop(
     assert (ended.code, ended.not_begun) == (code, (build.instance_uuid,))
 
 
-async def test_a_drain_does_not_end_while_the_book_does_not_answer(
+async def test_a_drain_does_not_end_while_placement_does_not_answer(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build, begun, sent = await leaving(world)
@@ -116,7 +116,7 @@ async def test_a_drain_does_not_end_while_the_book_does_not_answer(
 
 
 async def test_every_page_of_the_holders_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler_worker.drain_plan.MAX_HOLDERS", 1)
+    monkeypatch.setattr("scheduler_worker.drain_plan.MAX_CONSUMERS", 1)
     await world.scheduler_and_hosts(1, WARM)
     builds = [await building(world, "c1-0") for _ in range(3)]
     begun = await begin(world, "c1-0")

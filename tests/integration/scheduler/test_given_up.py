@@ -173,7 +173,7 @@ async def test_a_cell_is_queried_and_its_answer_ends_the_request(world: World) -
     built = await one_active(world, config=QUERIES_SOON)
     action = world.action(built, ActionKind.MIGRATE)
     await world.commanded(action)
-    # A cell that was set back counts from lower numbers again than those that it has announced before.
+    # A cell that was restored counts from lower numbers again than those that it has reported before.
     await world.action_announced("c1", action, ActionState.CLAIMING, 40, condition=Condition.MOVING)
     queried = await until(lambda: queries_of(world, action.request_id))
     cell, query = queried[0]
@@ -209,10 +209,8 @@ async def test_of_a_cell_that_does_not_answer_the_record_states_it(world: World)
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["its machine runs", "its machine is gone"])
 @pytest.mark.parametrize("repeats", [0, 1])
-async def test_a_delete_that_its_cell_has_forgotten_is_carried_out(
-    world: World, repeats: int, *, is_lost: bool
-) -> None:
-    """The scripted cell has acknowledged it and announces nothing: its record is `active` again."""
+async def test_a_delete_that_its_cell_has_lost_is_carried_out(world: World, repeats: int, *, is_lost: bool) -> None:
+    """The scripted cell has acknowledged it and reports nothing: its record is `active` again."""
     await world.scheduler_and_hosts(1, QUERIES_SOON)
     request = world.request()
     host = await world.active(request)
@@ -222,7 +220,7 @@ async def test_a_delete_that_its_cell_has_forgotten_is_carried_out(
     world.deletes.clear()
     for _ in range(repeats):
         await world.delete(request)
-    # The announcement of a cell whose record of the instance was set back, under a higher number.
+    # The report of a cell whose record of the instance was restored, under a higher number.
     state, more = (BuildState.FAILED, {"code": "instance.lost"}) if is_lost else (BuildState.ACTIVE, {})
     await world.announced("c1", request, state, 1_000_011, host=host, attempt=1, **more)
     reached = await soon(lambda: world.deletes or BuildState.DELETED in world.states(request.instance_uuid))
@@ -236,7 +234,7 @@ async def test_a_delete_that_its_cell_has_forgotten_is_carried_out(
 
 @pytest.mark.parametrize("state", [BuildState.SCHEDULED, BuildState.BUILDING])
 @pytest.mark.parametrize("repeats", [0, 1])
-async def test_a_build_that_its_cell_has_forgotten_has_an_end(world: World, state: BuildState, repeats: int) -> None:
+async def test_a_build_that_its_cell_has_lost_has_an_end(world: World, state: BuildState, repeats: int) -> None:
     (host,) = await world.scheduler_and_hosts(1, QUERIES_SOON)
     request = await world.requested()
     await until(lambda: world.builds)

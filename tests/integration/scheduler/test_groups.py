@@ -101,9 +101,9 @@ async def test_hosts_that_an_aggregate_names_join_and_leave_it(world: World) -> 
     await change(world, zone(hosts=["c1-0"]))
 
     def members(name: str) -> set[str]:
-        book = world.replicas[name]
-        rows = {uuid: book.row_of(uuid) for uuid in (named, other)}
-        return {uuid for uuid, row in rows.items() if row is not None and ZONE in book.aggregates_of(row)}
+        replica = world.replicas[name]
+        rows = {uuid: replica.row_of(uuid) for uuid in (named, other)}
+        return {uuid for uuid, row in rows.items() if row is not None and ZONE in replica.aggregates_of(row)}
 
     await until(lambda: members("s1") == members("s2") == {named})
     assert (await end(world, availability_zone="east")) == ("", "c1-0")
@@ -118,7 +118,7 @@ async def test_hosts_that_an_aggregate_names_join_and_leave_it(world: World) -> 
 
 async def test_a_change_puts_no_host_into_a_second_zone(world: World) -> None:
     (host, _) = await world.scheduler_and_hosts(2)
-    book = world.replicas["s1"]
+    replica = world.replicas["s1"]
     await change(world, zone(hosts=["c1-0"]))
     west = {"uuid": WEST, "name": "west", "metadata": {"availability_zone": "west"}}
     both = "'east' by aggregate 'east' and in 'west' by aggregate 'west': a host is in one availability zone"
@@ -129,7 +129,7 @@ async def test_a_change_puts_no_host_into_a_second_zone(world: World) -> None:
         assert (why.value.code, why.value.reason) == ("aggregate.zone_conflict", f"host c1-0 would be in zone {both}")
     plain = {"uuid": WEST, "name": "west"}
     await change(world, ObjectChange(kind=A, name="west", body={**plain, "hosts": ["c1-0"]}))
-    await until(lambda: WEST in book.aggregates_of(book.row_of(host) or 0))
+    await until(lambda: WEST in replica.aggregates_of(replica.row_of(host) or 0))
     for zoned in (west, {**west, "hosts": ["c1-0"]}):
         assert (
             await refused_change(world, ObjectChange(kind=A, name="west", body=zoned))
@@ -142,16 +142,16 @@ async def test_members_that_are_set_otherwise_are_set_again(world: World, monkey
     monkeypatch.setattr("scheduler_worker.keepers.LOOK_S", 0.05)
     (host,) = await world.scheduler_and_hosts(1)
     await change(world, zone(hosts=["c1-0"]))
-    book = world.replicas["s1"]
+    replica = world.replicas["s1"]
 
     def is_member() -> bool:
-        return ZONE in book.aggregates_of(book.row_of(host) or 0)
+        return ZONE in replica.aggregates_of(replica.row_of(host) or 0)
 
     await until(is_member)
-    was = book.spec_generation_of(book.row_of(host) or 0)
+    was = replica.spec_generation_of(replica.row_of(host) or 0)
     await world.report(host, "c1-0", {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}, aggregates=())
-    await until(lambda: is_member() and book.spec_generation_of(book.row_of(host) or 0) > was)
-    assert set(book.aggregates_of(book.row_of(host) or 0)) == {ZONE}, "and in no other"
+    await until(lambda: is_member() and replica.spec_generation_of(replica.row_of(host) or 0) > was)
+    assert set(replica.aggregates_of(replica.row_of(host) or 0)) == {ZONE}, "and in no other"
 
 
 # --- Flavors with numbered groups and shared pools, from the request to what is used in placement.

@@ -57,7 +57,7 @@ LATE_S = 0.3  # a requester's patience that is shorter than a lock is held
 
 
 async def test_a_disabled_host_takes_nothing_from_any_scheduler_until_it_is_enabled(world: World) -> None:
-    """Whatever its compute service goes on to announce; and a scheduler that starts later knows it, too."""
+    """Whatever its compute service goes on to report; and a scheduler that starts later knows it, too."""
     await world.scheduler("s1")
     await world.scheduler("s2")
     first, second = await world.add_hosts("c1", 2)
@@ -147,7 +147,7 @@ async def refused_code(world: World, host: str) -> str:
     return await code_of(forget_host(world, host))
 
 
-async def test_a_host_that_is_gone_leaves_the_book_the_record_and_its_aggregates(world: World) -> None:
+async def test_a_host_that_is_gone_leaves_placement_the_record_and_its_aggregates(world: World) -> None:
     await world.scheduler("s1", WARM)
     await world.scheduler("s2", WARM)
     gone, other = await world.add_hosts("c1", 2)
@@ -158,10 +158,10 @@ async def test_a_host_that_is_gone_leaves_the_book_the_record_and_its_aggregates
     await digests(world, "compute-c1")
     done = await forget_host(world, "c1-0")
     assert (done.host_uuid, done.host, done.removed, done.aggregates) == (gone, "c1-0", True, ("rack",))
-    await until(lambda: all(book.row_of(gone) is None for book in world.replicas.values()))
+    await until(lambda: all(replica.row_of(gone) is None for replica in world.replicas.values()))
     await until(lambda: all(table.decision_of(gone) is None for table in world.tables.values()))
     assert list(await hosts_of(world)) == ["c1-1"]
-    assert all(book.row_of(other) is not None for book in world.replicas.values())
+    assert all(replica.row_of(other) is not None for replica in world.replicas.values())
     log = await world.answer(ObjectLogQuery(name=gone), ObjectLogPage)
     newest = log.entries[0]
     assert (newest.actor, newest.reason, newest.after) == ("ann", "scrapped", None)
@@ -172,7 +172,7 @@ async def test_a_host_that_is_gone_leaves_the_book_the_record_and_its_aggregates
     assert log.entries[0] == newest, "nothing was on record, and nothing is logged"
 
 
-async def test_a_copy_of_a_command_forgets_nothing_that_was_decided_since(world: World) -> None:
+async def test_a_copy_of_a_command_deletes_nothing_that_was_decided_since(world: World) -> None:
     """It was carried out, and its scheduler was killed before it acknowledged it."""
     await world.scheduler("s1", WARM)
     (gone,) = await world.add_hosts("c1", 1)
@@ -206,7 +206,7 @@ async def test_a_host_that_a_service_may_still_report_is_kept(world: World) -> N
     assert await refused_code(world, "c1-0") == "host.cell_silent"  # c2 may have it
     await world.buses["c2"].publish(ServiceStates(cell="c2", term=1, number=1, page=1, pages=1, up=2))
     await decide(world, "c1-0", AdminState.DISABLED)
-    assert await refused_code(world, "c1-0") == "host.cell_silent"  # a service of c2 has not announced its hosts here
+    assert await refused_code(world, "c1-0") == "host.cell_silent"  # a service of c2 has not reported its hosts here
     assert world.replicas["s2"].row_of(host) is not None
 
 
@@ -230,7 +230,7 @@ async def test_a_host_that_something_is_on_record_of_is_kept(world: World) -> No
         while await refused_code(world, "c1-0") == "host.fence_open":
             pass
     assert await refused_code(world, "c1-0") == "host.in_use"  # no cell has released what the instance held
-    assert all(book.row_of(host) is not None for book in world.replicas.values())
+    assert all(replica.row_of(host) is not None for replica in world.replicas.values())
     await world.answer(Release(consumer=build.instance_uuid), ReleaseResult)
     assert (await forget_host(world, "c1-0")).removed
     # A report about the fence that was under way does not bring it back.
@@ -249,7 +249,7 @@ async def test_an_unknown_name_is_refused_and_an_unknown_uuid_is_nothing_on_reco
     assert log.entries == ()
 
 
-# --- A compute service whose announcements are older than what a scheduler knows of its name.
+# --- A compute service whose reports are older than what a scheduler knows of its name.
 
 
 # --- Fences at the top: sent to a cell until it acknowledges; a fenced host is used once its cell has lifted it.
@@ -327,7 +327,7 @@ def is_begun(world: World, count: int) -> bool:
 
 
 async def ends(world: World, command: CellAction, state: ActionState, **more: object) -> None:
-    """The cell announces how it ended."""
+    """The cell reports how it ended."""
     action = world.action(BuildRequest(instance_uuid=command.instance_uuid, flavor="", project_id="demo"), command.kind)
     action = replace(action, request_id=command.request_id)
     fields = {"terminal": True, "condition": Condition.ACTIVE, **more}

@@ -129,8 +129,8 @@ async def test_a_rebuild_is_held_to_the_traits_of_its_image(
     built = await one_active(world, 1)
     ((host, _),) = world.hosts["c1"].items()
     await world.report(host, "c1-0", {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}, traits)
-    book = world.replicas["s1"]
-    await until(lambda: book.traits_of(book.row_of(host)) == traits)
+    replica = world.replicas["s1"]
+    await until(lambda: replica.traits_of(replica.row_of(host)) == traits)
     rebuild = world.action(built, ActionKind.REBUILD, image="new", image_properties={"trait:CUSTOM_A": word})
     if is_refused:
         assert await refused(world, rebuild) == "image.unsuitable"
@@ -182,7 +182,7 @@ async def to_be_unshelved_elsewhere(world: World, config: SchedulerConfig) -> tu
 
 
 def departure_of(leaving: CellTransferOut) -> CellTransfer:
-    """As its cell announces it to the one that the instance leaves for."""
+    """As its cell reports it to the one that the instance leaves for."""
     last = Selection(
         host_uuid=leaving.instance_uuid,
         host="c1-0",

@@ -78,17 +78,15 @@ async def test_a_flavor_is_there_on_every_scheduler_without_a_restart(world: Wor
     # Both take requests from one queue: a request for each, whichever scheduler has it.
     for stopped in ("s1", None):
         while await taken(world, world.request("new")) != "":
-            pass  # its announcement is on its way; the fixture's limit ends this
+            pass  # its notification is on its way; the fixture's limit ends this
         if stopped:
             await world.stop(stopped)
     await change(world, ObjectChange(kind=F, name="new"), force=True)
     assert await taken(world, world.request("new")) == "flavor.unknown"
 
 
-async def test_a_scheduler_that_missed_the_announcement_looks_by_itself(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The scheduler that changed it died before it could announce it."""
+async def test_a_scheduler_that_missed_the_event_looks_by_itself(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler that changed it died before it could publish it."""
     monkeypatch.setattr("scheduler_worker.objects.RELOAD_S", 0.05)
     monkeypatch.setattr("scheduler_worker.objects.RELOAD_CHECK_S", 0.05)
     (host,) = await world.scheduler_and_hosts(1)
@@ -166,7 +164,7 @@ async def test_a_scheduler_passes_over_objects_of_kinds_that_it_does_not_know(wo
     await world.scheduler("s1")
     await world.sql("INSERT INTO scheduler.objects VALUES ('of_tomorrow', 'x', '{}', 1, 1.0, 'me')")
     await world.sql(
-        "INSERT INTO scheduler.object_log (revision, kind, name, at, who, why, forced)"
+        "INSERT INTO scheduler.object_log (revision, kind, name, at, actor, reason, forced)"
         " VALUES (2, 'of_tomorrow', 'x', 1.0, 'me', '', false)"
     )
     await change(world, flavor("new", vcpus=1))

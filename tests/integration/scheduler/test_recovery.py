@@ -214,7 +214,7 @@ async def test_a_cell_is_told_the_fences_of_its_own_hosts(world: World) -> None:
 
 
 async def test_a_fence_is_told_by_what_is_on_record(world: World) -> None:
-    """Another scheduler has just committed it, and its announcement is on the way."""
+    """Another scheduler has just committed it, and its notification is on the way."""
     (mine,) = await cell_with_hosts(world, 1)
     assert [part.fences for part in await answer(world)] == [()]
     await world.sql(

@@ -23,7 +23,7 @@ def world_delete(request: BuildRequest) -> DeleteRequest:
     return DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id)
 
 
-async def test_a_request_is_claimed_dispatched_and_announced(world: World) -> None:
+async def test_a_request_is_claimed_dispatched_and_reported(world: World) -> None:
     hosts = await world.scheduler_and_hosts(3)
     request = await world.requested("m1.small")
     await until(lambda: world.builds)
@@ -101,7 +101,7 @@ async def test_delete_before_after_and_of_nothing(world: World) -> None:
     await world.announced("c1", built, BuildState.DELETED, 13, terminal=True)
     await world.ended(built.instance_uuid, BuildState.DELETED)
     await world.delete(built)
-    # Late and repeated announcements change nothing.
+    # Late and repeated reports change nothing.
     await world.announced("c1", built, BuildState.ACTIVE, 11, terminal=True)
     await world.announced("c1", built, BuildState.DELETED, 13, terminal=True)
     # Unknown, and another project's.
@@ -182,7 +182,7 @@ async def test_nothing_is_lost_or_doubled_when_connections_break(world: World) -
             await world.ask(request)
     wanted = {request.instance_uuid for request in requests}
     await until(lambda: {build.spec.instance_uuid for _, build in world.builds} == wanted)
-    # The outbox may repeat a command; it never announces two results.
+    # The outbox may repeat a command; it never reports two results.
     commands: dict[str, set[tuple[str, str]]] = {}
     for cell, build in world.builds:
         commands.setdefault(build.spec.instance_uuid, set()).add((cell, build.selections[0].host_uuid))

@@ -61,7 +61,7 @@ R = TypeVar("R", bound=Message)
 
 
 class World:
-    """Everything around the schedulers. Hosts are announced by scripted compute services, one a cell."""
+    """Everything around the schedulers. Hosts are reported by scripted compute services, one a cell."""
 
     def __init__(self, postgres_url: str) -> None:
         self.clock = SystemClock()
@@ -108,7 +108,7 @@ class World:
 
     async def _script(self, cell: str) -> None:
         await self._consume(cell, "conductor.requests", self._command)
-        await self._consume(cell, "compute.control.{service}", self._answer, service=f"compute-{cell}", source="s")
+        await self._consume(cell, "compute.control.{service}", self._answer, service=f"compute-{cell}", reporter="s")
 
     async def close(self) -> None:
         for name in reversed(list(self.services)):  # a scheduler waits for the answers of placement when it stops
@@ -144,9 +144,11 @@ class World:
         return await self.start(name, build_placement(self.environment(name), PlacementConfig(), CELLS))
 
     async def scheduler(self, name: str = "s1", config: SchedulerConfig | None = None) -> WorkerRuntime:
-        book, table = Replica(), HostTable()
-        service = build_scheduler(self.environment(name), config or SchedulerConfig(), CELLS, replica=book, table=table)
-        self.replicas[name], self.tables[name] = book, table
+        replica, table = Replica(), HostTable()
+        service = build_scheduler(
+            self.environment(name), config or SchedulerConfig(), CELLS, replica=replica, table=table
+        )
+        self.replicas[name], self.tables[name] = replica, table
         return await self.start(name, service)
 
     async def start(self, name: str, service: WorkerRuntime) -> WorkerRuntime:
@@ -223,7 +225,7 @@ class World:
     # --- hosts
 
     async def add_hosts(self, cell: str, count: int, *, on: str = API, **inventory: int) -> list[str]:
-        """New hosts with these amounts, in placement and announced, and known to every scheduler. Their uuids.
+        """New hosts with these amounts, in placement and reported, and known to every scheduler. Their uuids.
 
         on: the bus that they are reported on, which placement has as their cell.
         """
@@ -265,7 +267,7 @@ class World:
         assert answer.outcome == "applied", answer
 
     def host_named(self, cell: str, name: str | None) -> str | None:
-        """The uuid of a host, also of one that its service does not announce any more; None: there was none."""
+        """The uuid of a host, also of one that its service does not report any more; None: there was none."""
         self._named |= {(cell, one.name): uuid for uuid, one in self.hosts[cell].items()}
         return self._named.get((cell, name or ""))
 
@@ -354,7 +356,7 @@ class World:
         return [event.state.value for event in self.events if event.instance_uuid == uuid]
 
     async def announced(self, cell: str, request: BuildRequest, state: BuildState, sequence: int, **more: Any) -> None:
-        """The announcements that the cell's conductor would make."""
+        """The reports that the cell's conductor would make."""
         more.setdefault("host_uuid", self.host_named(cell, more.get("host")))
         event = BuildEvent(
             instance_uuid=request.instance_uuid, project_id=request.project_id, state=state, sequence=sequence, **more
@@ -404,7 +406,7 @@ class World:
     async def action_announced(
         self, cell: str, action: ActionRequest, state: ActionState, sequence: int, **more: Any
     ) -> None:
-        """The announcements that the cell's conductor would make of a move."""
+        """The reports that the cell's conductor would make of a move."""
         more.setdefault("host_uuid", self.host_named(cell, more.get("host")))
         event = ActionEvent(
             request_id=action.request_id,

@@ -233,13 +233,13 @@ async def test_a_take_or_handling_that_raises_is_told_of_and_loses_no_batch(rais
         if items == [1] and raises == 3:
             raise Broken
 
-    gather: Batcher[int] = Batcher(take, handle, waiting=line.__len__, most=2, at_once=2, on_error=errors.append)
-    gather.wake()
-    await asyncio.wait_for(gather.idle(), 30)
-    gather.wake()
-    await asyncio.wait_for(gather.idle(), 30)
+    batcher: Batcher[int] = Batcher(take, handle, waiting=line.__len__, most=2, at_once=2, on_error=errors.append)
+    batcher.wake()
+    await asyncio.wait_for(batcher.idle(), 30)
+    batcher.wake()
+    await asyncio.wait_for(batcher.idle(), 30)
     assert [type(error) for error in errors] == [Broken]
-    assert (sorted(handled), gather.in_progress) == ([1, 2, 3], 0)
+    assert (sorted(handled), batcher.in_progress) == ([1, 2, 3], 0)
 
 
 async def test_a_batch_runs_in_the_context_in_which_the_gather_was_made() -> None:
@@ -250,7 +250,7 @@ async def test_a_batch_runs_in_the_context_in_which_the_gather_was_made() -> Non
     async def handle(items: Sequence[int]) -> None:
         seen.put_nowait(where.get())
 
-    gather: Batcher[int] = Batcher(lambda: [line.popleft()], handle, waiting=line.__len__, most=1, on_error=raise_it)
+    batcher: Batcher[int] = Batcher(lambda: [line.popleft()], handle, waiting=line.__len__, most=1, on_error=raise_it)
     where.set("woken")
-    gather.wake()
+    batcher.wake()
     assert await asyncio.wait_for(seen.get(), 30) == "made"

@@ -311,7 +311,7 @@ class Server:
     """A server's rows; it crashes once it has answered the first write, and loses that."""
 
     def __init__(self) -> None:
-        self.losses = 0
+        self.connection_losses = 0
         self.read_keys: list[str] = []
 
     async def flush(self) -> None:
@@ -322,7 +322,7 @@ class Server:
         return dict.fromkeys(keys, (7, "another process's"))
 
     async def write(self, writes: WriteSet) -> Committed:
-        self.losses += 1
+        self.connection_losses += 1
         return Committed(7, ())
 
 

@@ -40,7 +40,7 @@ class Disk:
     """A database that counts its flushes; `away` is what the next one raises."""
 
     def __init__(self) -> None:
-        self.losses = 0
+        self.connection_losses = 0
         self.flushes = 0
         self.failure: Exception | None = None
         self.reached = asyncio.Event()
@@ -100,9 +100,9 @@ async def test_what_was_committed_before_a_connection_was_lost_is_not_vouched_fo
     """The server may have restarted in between: its next flush does not cover what it has lost."""
     disk = Disk()
     group = GroupFlush(disk)
-    before = group.after(disk.losses)
-    disk.losses += 1
-    after = group.after(disk.losses)
+    before = group.after(disk.connection_losses)
+    disk.connection_losses += 1
+    after = group.after(disk.connection_losses)
     await ended(before, after)
     assert isinstance(before.exception(), DatabaseUnavailable)
     assert after.exception() is None
@@ -151,8 +151,8 @@ async def test_a_commit_that_fails_or_wrote_nothing_leaves_it_to_a_flush(fails: 
 async def test_a_commit_does_not_flush_what_a_lost_connection_committed() -> None:
     disk = Disk()
     group = GroupFlush(disk)
-    waiting = group.after(disk.losses)
-    disk.losses += 1
+    waiting = group.after(disk.connection_losses)
+    disk.connection_losses += 1
     with group.by_commit() as commit:
         commit.is_done = True
     assert isinstance(waiting.exception(), DatabaseUnavailable)

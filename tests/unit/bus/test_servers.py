@@ -458,7 +458,7 @@ async def test_a_consumer_whose_start_was_interrupted_starts_and_nothing_twice()
 class Server:
     """It flushes at once."""
 
-    losses = 0
+    connection_losses = 0
 
     async def flush(self) -> None: ...
 
@@ -493,7 +493,7 @@ async def test_a_commit_flushes_all_before_it() -> None:
 async def test_a_flush_vouches_for_no_commit_before_a_loss() -> None:
     flushes = GroupFlush(server := Server())
     flushed = flushes.after(0)
-    server.losses = 1
+    server.connection_losses = 1
     with flushes.by_commit() as commit:
         commit.is_done = True
     assert isinstance(flushed.exception(), DatabaseUnavailable)

@@ -456,7 +456,13 @@ HOST = {"uuid": UUID, "name": "h", "inventories": {"VCPU": {"total": 8}}}
 
 
 def report(host: dict[str, Any] | None = None, **fields: Any) -> bytes:
-    payload = {"source": "operator", "version": 1, "root_uuid": UUID, "providers": [{**HOST, **(host or {})}], **fields}
+    payload = {
+        "reporter": "operator",
+        "version": 1,
+        "root_uuid": UUID,
+        "providers": [{**HOST, **(host or {})}],
+        **fields,
+    }
     return msgspec.json.encode(payload)
 
 
@@ -575,7 +581,7 @@ def test_an_epoch_that_its_service_cannot_be_told_does_not_count(kind: Any, epoc
 
 def test_the_name_of_an_image_is_bounded_where_it_is_parsed() -> None:
     """One of 256 characters was kept; the check of a host in another cell that names it is read by nobody."""
-    changed = {"instance_uuid": UUID, "host_uuid": UUID, "service": "s1", "attempt": 1, "order": 1, "done": True}
+    changed = {"instance_uuid": UUID, "host_uuid": UUID, "service": "s", "attempt": 1, "change_number": 1, "done": True}
     long = {**changed, "change": "snapshot", "image": "i" * 256}
     msgspec.convert({**long, "image": "i" * 255}, MachineChanged)
     with pytest.raises(msgspec.ValidationError):

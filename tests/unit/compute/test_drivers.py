@@ -207,8 +207,8 @@ async def test_a_live_migration_takes_the_time_of_copying_its_memory(
     fleet.put(host.plan.uuid, SimulatedMachine(VM, 1, held))
     driver = SimulatedDriver(fleet, Faults(copy_mb_s=rate), seed=1, clock=clock)
     spec = InstanceSpec(instance_uuid=VM, project_id="p")
-    order = ChangeOrder(kind=kind, host_uuid=host.plan.uuid, spec=spec, attempt=1, order=1, allocations={})
-    assert not (await driver.change(order)).runs
+    command = ChangeOrder(kind=kind, host_uuid=host.plan.uuid, spec=spec, attempt=1, order=1, allocations={})
+    assert not (await driver.change(command)).runs
     assert clock.slept == expected
 
 
@@ -247,8 +247,8 @@ class Rig:
         self.fleet.put(self.host, SimulatedMachine(VM, 1, {self.host: {"VCPU": 1}}))
         self.driver = Checked(self.fleet, faults)
         self.answers: list[MachineChanged] = []
-        begun = asyncio.Event()
-        begun.set()
+        started = asyncio.Event()
+        started.set()
         self.jobs = Jobs()
         self.changes = MachineChanges(
             service="s1",
@@ -257,7 +257,7 @@ class Rig:
             jobs=self.jobs,
             send=self.answers.append,
             clock=SystemClock(),
-            begun=begun,
+            started=started,
         )
         self._order = 0
 
@@ -293,8 +293,8 @@ async def test_a_refusal_comes_before_the_machine_is_touched(elsewhere: bool) ->
     assert rig.driver.calls == ["check_source"]
     assert (answer.done, answer.refused, answer.retry_other_host, answer.runs) == (False, True, elsewhere, True)
     assert (answer.code, answer.reason) == ("live.pinned", "a device")
-    guest = rig.fleet.machine(rig.host, VM)
-    assert guest is not None and guest.runs
+    machine = rig.fleet.machine(rig.host, VM)
+    assert machine is not None and machine.runs
 
 
 async def test_a_source_that_passes_is_migrated_and_other_changes_are_not_checked() -> None:
@@ -341,8 +341,8 @@ def test_some_sources_refuse_every_destination_and_some_only_one() -> None:
 def test_a_refusal_of_every_destination_does_not_depend_on_it() -> None:
     faults = Faults(source_refuse_rate=0.5)
     for vm in range(20):
-        verdicts = {plan_source_check(faults, 1, "h", f"vm{vm}", ELSEWHERE.format(to)) for to in range(5)}
-        assert len(verdicts) == 1
+        actions = {plan_source_check(faults, 1, "h", f"vm{vm}", ELSEWHERE.format(to)) for to in range(5)}
+        assert len(actions) == 1
 
 
 # --- which service of a ring has which free node

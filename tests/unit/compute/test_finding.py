@@ -74,8 +74,8 @@ def lookup_of(service: Service) -> MachineLookup:
 
 
 async def ask(service: Service, instance: int = 0) -> tuple[LookedUpMachine, ...]:
-    question = LookUpMachines(service="s", database_id=OURS, instance_uuids=(INSTANCES[instance],))
-    return (await lookup_of(service).look_up(question)).machines
+    query = LookUpMachines(service="s", database_id=OURS, instance_uuids=(INSTANCES[instance],))
+    return (await lookup_of(service).look_up(query)).machines
 
 
 async def built() -> Service:
@@ -186,23 +186,23 @@ async def test_a_thorough_query_finds_it_and_its_answer_names_the_hosts_that_wer
     service = Service(driver)
     if recorded:
         service.records.put((HOSTS[0], INSTANCES[0]), HostAttempt(1, AttemptPhase.RUNNING, database_id=THEIRS))
-    question = LookUpMachines(service="s", database_id=OURS, instance_uuids=(INSTANCES[0],), thorough=True)
-    assert (await lookup_of(service).look_up(question)).hosts == ()
+    query = LookUpMachines(service="s", database_id=OURS, instance_uuids=(INSTANCES[0],), thorough=True)
+    assert (await lookup_of(service).look_up(query)).hosts == ()
     await service.agent.resume()
-    answer = await lookup_of(service).look_up(question)
+    answer = await lookup_of(service).look_up(query)
     assert [(one.host_uuid, one.foreign) for one in answer.machines] == [(HOSTS[0], True)]
     assert sorted(answer.hosts) == sorted(HOSTS) and not answer.more
-    ours = await lookup_of(service).look_up(replace(question, database_id=THEIRS))
+    ours = await lookup_of(service).look_up(replace(query, database_id=THEIRS))
     assert [one.foreign for one in ours.machines] == [False]
-    assert (await lookup_of(service).look_up(replace(question, thorough=False))).hosts == ()
+    assert (await lookup_of(service).look_up(replace(query, thorough=False))).hosts == ()
 
 
 async def look(service: Service, *hosts: str, database_id: str = OURS) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
     """The machines that these hosts list, and the hosts that were looked at."""
-    question = LookUpMachines(
+    query = LookUpMachines(
         service="s", database_id=database_id, instance_uuids=(INSTANCES[0],), on_hosts=hosts or (HOSTS[0],)
     )
-    answer = await lookup_of(service).look_up(question)
+    answer = await lookup_of(service).look_up(query)
     assert answer.hosts is not None
     return [(one.host_uuid, one.attempt) for one in answer.machines], answer.hosts
 
@@ -249,8 +249,8 @@ async def test_item_16_the_hosts_that_were_looked_at_come_in_pages(monkeypatch: 
     service = await built()
     more = [f"20000000-0000-4000-8000-{n:012d}" for n in range(5 - len(HOSTS))]
     service.scanner.on_scanned(dict.fromkeys(more, ()))
-    question = LookUpMachines(service="s", database_id=OURS, instance_uuids=(INSTANCES[0],), thorough=True)
-    pages = [await lookup_of(service).look_up(replace(question, hosts_after=after)) for after in (0, 2, 4, 6)]
+    query = LookUpMachines(service="s", database_id=OURS, instance_uuids=(INSTANCES[0],), thorough=True)
+    pages = [await lookup_of(service).look_up(replace(query, hosts_after=after)) for after in (0, 2, 4, 6)]
     assert [(len(page.hosts), page.more) for page in pages] == [(2, True), (2, True), (1, False), (0, False)]
     assert {one for page in pages for one in page.hosts} == {*HOSTS, *more}
     assert all([one.host_uuid for one in page.machines] == [HOSTS[0]] for page in pages)
@@ -485,7 +485,7 @@ async def test_item_16_a_whole_report_looks_at_so_many_hosts_in_one_turn(
     service: ManyService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first report of 20,000 hosts was one turn of 60 to 100 ms."""
-    service.offering.begun.set()
+    service.offering.opened.set()
     counted = ((hypervisor, "DriverHost"), (hypervisor, "Machine"), (survey, "_running"), (StartupGate, "is_ready"))
     turns = Turns(monkeypatch, *counted)
     sizes, note_listed = list[int](), service.scanner.on_scanned
@@ -505,7 +505,7 @@ async def test_item_16_a_whole_report_looks_at_so_many_hosts_in_one_turn(
 async def test_item_16_inventories_of_so_many_hosts_are_chosen_in_one_turn(
     service: ManyService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service.offering.begun.set()
+    service.offering.opened.set()
     turns = Turns(monkeypatch, (StartupGate, "is_ready"))
     async with turns.counting():
         await service.inventory._publish(None)

@@ -97,8 +97,8 @@ async def test_a_restart_goes_on_undeploying_a_node_that_ironic_could_not_undepl
 ) -> None:
     """Ironic drops the instance and the mark then. The next process took the machine for destroyed, and it ran on."""
     monkeypatch.setattr("compute_sim.records.REWRITE_AFTER", rewrite_after)
-    mark = {"database_id": DATABASE_ID, "cell": "c1", "service": "s", "instance": INSTANCE, "attempt": 1}
-    node = {"uuid": NODE, "provision_state": "active", "instance_uuid": INSTANCE, "instance_info": {"berth": mark}}
+    tag = {"database_id": DATABASE_ID, "cell": "c1", "service": "s", "instance": INSTANCE, "attempt": 1}
+    node = {"uuid": NODE, "provision_state": "active", "instance_uuid": INSTANCE, "instance_info": {"berth": tag}}
     ends_in = ["error"]
 
     def answer(request: httpx.Request) -> httpx.Response:

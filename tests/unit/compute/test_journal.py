@@ -1,4 +1,4 @@
-"""The journal and what is remembered through it: fences, repeats, hosts that were set back."""
+"""The journal and what is remembered through it: fences, repeats, hosts that were restored."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ async def test_machines_whose_lines_are_damaged_are_neither_lost_nor_destroyed(t
             SimulatedDriver(fleet, config.faults, seed=1, clock=SystemClock(), nested=True), fleet.records
         )
         await service.rest()
-        assert {guest.instance_uuid: guest.attempt for _, guest in fleet.machines()} == {
+        assert {machine.instance_uuid: machine.attempt for _, machine in fleet.machines()} == {
             instances[0]: 2,
             instances[1]: 1,
         }
@@ -373,7 +373,7 @@ B, R, F, D, G = (
 
 
 @pytest.mark.parametrize(
-    ("entry", "attempt", "verdict", "after"),
+    ("entry", "attempt", "action", "after"),
     [
         (None, 1, SpawnAction.START, HostAttempt(1, B)),
         (HostAttempt(1, B), 1, SpawnAction.UNDERWAY, HostAttempt(1, B)),
@@ -389,12 +389,12 @@ B, R, F, D, G = (
         (HostAttempt(1, D, max_ended_attempt=2), 3, SpawnAction.REPLACE, HostAttempt(3, B, max_ended_attempt=2)),
     ],
 )
-def test_spawn(entry: HostAttempt | None, attempt: int, verdict: SpawnAction, after: HostAttempt) -> None:
-    assert on_spawn(entry, attempt) == (verdict, after)
+def test_spawn(entry: HostAttempt | None, attempt: int, action: SpawnAction, after: HostAttempt) -> None:
+    assert on_spawn(entry, attempt) == (action, after)
 
 
 @pytest.mark.parametrize(
-    ("entry", "attempt", "verdict", "after"),
+    ("entry", "attempt", "action", "after"),
     [
         (None, 1, DestroyAction.DESTROY, HostAttempt(1, D, max_ended_attempt=1)),
         (HostAttempt(1, B), 1, DestroyAction.DESTROY, HostAttempt(1, D, max_ended_attempt=1)),
@@ -423,8 +423,8 @@ def test_spawn(entry: HostAttempt | None, attempt: int, verdict: SpawnAction, af
         (HostAttempt(3, B, max_ended_attempt=2), 1, DestroyAction.STALE, HostAttempt(3, B, max_ended_attempt=2)),
     ],
 )
-def test_destroy(entry: HostAttempt | None, attempt: int, verdict: DestroyAction, after: HostAttempt) -> None:
-    assert on_destroy(entry, attempt) == (verdict, after)
+def test_destroy(entry: HostAttempt | None, attempt: int, action: DestroyAction, after: HostAttempt) -> None:
+    assert on_destroy(entry, attempt) == (action, after)
 
 
 def test_a_late_end_of_an_attempt_that_is_no_more_changes_nothing() -> None:
@@ -452,25 +452,25 @@ class OneHost(RuleBasedStateMachine):
 
     @rule(attempt=st.integers(1, 5))
     def spawn(self, attempt: int) -> None:
-        verdict, self.entry = on_spawn(self.entry, attempt)
-        if verdict in (SpawnAction.START, SpawnAction.REPLACE):
+        action, self.entry = on_spawn(self.entry, attempt)
+        if action in (SpawnAction.START, SpawnAction.REPLACE):
             assert attempt > self.fenced, "a destroyed attempt started"
             assert attempt not in self.started, "an attempt started twice"
             assert all(attempt > older for older in self.started), "an older attempt started after a newer one"
             self.started.append(attempt)
-        if verdict is SpawnAction.REPEAT:
+        if action is SpawnAction.REPEAT:
             assert answer(self.entry) == (attempt, self.ends[attempt]), "another answer than the first time"
 
     @rule(attempt=st.integers(1, 5))
     def destroy(self, attempt: int) -> None:
         before = self.entry
-        verdict, self.entry = on_destroy(self.entry, attempt)
+        action, self.entry = on_destroy(self.entry, attempt)
         self.fenced = max(self.fenced, attempt)
-        if verdict is DestroyAction.STALE:
+        if action is DestroyAction.STALE:
             assert before is not None and before.attempt > attempt
             assert (self.entry.attempt, self.entry.phase) == (before.attempt, before.phase)
         if before is not None and before.phase is G:
-            assert verdict is DestroyAction.DESTROY, "what is ordered again is looked for again"
+            assert action is DestroyAction.DESTROY, "what is ordered again is looked for again"
 
     @rule(works=st.booleans(), attempt=st.integers(1, 5))
     def end(self, works: bool, attempt: int) -> None:
@@ -496,7 +496,7 @@ OneHost.TestCase.settings = settings(stateful_step_count=30)
 TestOneHost = OneHost.TestCase
 
 
-# --- a service starts over hosts that were set back while it was stopped: what it had destroyed runs again
+# --- a service starts over hosts that were restored while it was stopped: what it had destroyed runs again
 
 
 KEY = (HOSTS[0], INSTANCES[0])

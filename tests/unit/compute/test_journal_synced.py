@@ -151,8 +151,8 @@ async def test_a_node_is_not_undeployed_whose_mark_could_not_be_written(
     records = Records(tmp_path / "j")
     records.open()
     asked: list[str] = []
-    mark = {"database_id": UUID, "cell": "c", "service": "s", "instance": UUID, "attempt": 1}
-    node = {"uuid": UUID, "provision_state": "active", "instance_uuid": UUID, "instance_info": {"berth": mark}}
+    tag = {"database_id": UUID, "cell": "c", "service": "s", "instance": UUID, "attempt": 1}
+    node = {"uuid": UUID, "provision_state": "active", "instance_uuid": UUID, "instance_info": {"berth": tag}}
 
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append(request.method)
@@ -228,9 +228,10 @@ async def test_a_command_is_acknowledged_and_a_result_published_when_its_record_
     story, nothing = Story(), None
     handlers = ComputeHandlers(
         story, service="s", wait_for_capacity=story.wait_for_capacity, on_report_requested=nothing,
-        on_heartbeat=nothing, outdated=nothing, on_barrier=nothing, reserve=nothing, on_rescan=nothing, look_up=nothing,
+        on_heartbeat=nothing, superseded=nothing,
+        on_barrier=nothing, reserve=nothing, on_rescan=nothing, look_up=nothing,
         list_machines=nothing,
-        sync=story.sync, is_outdated=lambda _: False,
+        sync=story.sync, may_predate_restore=lambda _: False,
     )  # type: ignore[arg-type]  # fmt: skip
     command = Destroy(service="s", instance_uuid=UUID, attempt=1, host_uuid=UUID, database_id=UUID)
     outcomes = await handlers.commands([Received(command, Meta(id="m"), "c", "compute.s")] * 2)

@@ -44,14 +44,14 @@ def lister_of(service: Service) -> MachineLister:
 
 async def pages_of(service: Service) -> list[tuple[list[ListedMachine], tuple[str, ...]]]:
     """All of them, as a conductor reads them."""
-    question, pages = ListMachines(service="s", database_id=OURS), list[tuple[list[ListedMachine], tuple[str, ...]]]()
+    query, pages = ListMachines(service="s", database_id=OURS), list[tuple[list[ListedMachine], tuple[str, ...]]]()
     while True:
-        page = await lister_of(service).list(question)
+        page = await lister_of(service).list(query)
         pages.append((list(page.machines), page.hosts))
         if not page.more:
             return pages
-        assert (page.next_host, page.next_instance) > (question.after_host, question.after_instance)
-        question = replace(question, after_host=page.next_host, after_instance=page.next_instance)
+        assert (page.next_host, page.next_instance) > (query.after_host, query.after_instance)
+        query = replace(query, after_host=page.next_host, after_instance=page.next_instance)
 
 
 async def machines_of(service: Service) -> list[ListedMachine]:
@@ -116,7 +116,7 @@ async def test_a_build_that_failed_is_listed_until_it_is_destroyed() -> None:
     (one,) = await machines_of(service)
     assert (one.attempt, one.complete, one.busy, one.foreign) == (1, False, False, False)
     driver.bug = None
-    await service.carry_out(replace(destroy(0), deployment=OURS))
+    await service.carry_out(replace(destroy(0), database_id=OURS))
     assert not await machines_of(service)
 
 

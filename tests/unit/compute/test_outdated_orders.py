@@ -27,7 +27,7 @@ from bus.contracts.listing import ListMachines, MachinesPage
 from bus.contracts.moves import ChangeMachine
 from bus.contracts.placement import InventoryStale
 from compute_sim.domain.attempts import AttemptPhase, HostAttempt
-from compute_sim.handlers import ORDERS, ComputeHandlers
+from compute_sim.handlers import FROM_CONDUCTORS, ComputeHandlers
 from compute_sim.records import Records
 
 UUID = "10000000-0000-4000-8000-000000000001"
@@ -59,14 +59,14 @@ class Service:
             wait_for_capacity=nothing,
             on_report_requested=lambda: note("reports"),
             on_heartbeat=note,
-            outdated=lambda **numbers: note(numbers),
+            superseded=lambda **numbers: note(numbers),
             on_barrier=lambda marker, _owed: note(marker),
             reserve=asynchronously,
             on_rescan=note,
             look_up=asynchronously,
             list_machines=asynchronously,
             sync=nothing,
-            is_outdated=self.records.may_predate_restore,
+            may_predate_restore=self.records.may_predate_restore,
             ring=self,  # type: ignore[arg-type]
             host_conflicts=self,  # type: ignore[arg-type]
         )
@@ -163,8 +163,8 @@ async def test_the_highest_mark_is_kept_with_what_an_order_writes_and_costs_no_l
     path = tmp_path / "s.records"
     service = Service(path)
 
-    async def order(message: Message, mark: DatabaseMark) -> int:
-        meta = Meta(id="m", database_incarnation=mark.database_incarnation, sent_sequences=mark.sent_sequences)
+    async def order(message: Message, tag: DatabaseMark) -> int:
+        meta = Meta(id="m", database_incarnation=tag.database_incarnation, sent_sequences=tag.sent_sequences)
         await service.handlers.commands([Received(message, meta, "c", "q")])
         return len(path.read_bytes().splitlines())
 
@@ -181,5 +181,5 @@ async def test_the_highest_mark_is_kept_with_what_an_order_writes_and_costs_no_l
 
 
 def test_every_command_of_a_conductor_is_an_order() -> None:
-    assert {type(one) for one in OF_CONDUCTORS} | {Spawn, ChangeMachine} <= ORDERS
-    assert not ORDERS & {QueueBarrier, ReportHosts, InventoryStale}
+    assert {type(one) for one in OF_CONDUCTORS} | {Spawn, ChangeMachine} <= FROM_CONDUCTORS
+    assert not FROM_CONDUCTORS & {QueueBarrier, ReportHosts, InventoryStale}

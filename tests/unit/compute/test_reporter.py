@@ -73,7 +73,7 @@ class SlowWorld:
 
 def everything_offered(world: Any, records: Records) -> StartupGate:
     offering = StartupGate(world, service="s", records=records, clock=world, on_ready=lambda _: None)
-    offering.begun.set()
+    offering.opened.set()
     return offering
 
 
@@ -108,7 +108,7 @@ async def working(*works: Callable[[], Awaitable[object]]) -> AsyncIterator[None
 async def announced(world: Any, records: Records) -> None:
     """A reporter starts, publishes everything once, and ends."""
     world.sent.clear()
-    async with working(reporter_of(world, records, PendingHostReports(world)).announce):
+    async with working(reporter_of(world, records, PendingHostReports(world)).report_hosts):
         await world.sent.wait()
 
 
@@ -314,7 +314,7 @@ async def test_the_inventory_of_a_host_that_changed_is_published_once_more() -> 
     records = Records()
     changes = PendingHostReports(world)
     reporter, inventory = reporter_of(world, records, changes), inventory_of(world, records, changes)
-    async with working(reporter.announce, inventory.report):
+    async with working(reporter.report_hosts, inventory.report):
         await world.updates.get()  # all, at start
         await world.announced.get()
         changes.on_host_changed([HOST])
@@ -364,14 +364,14 @@ async def test_a_scan_names_the_looks_that_were_requested_before_it_began() -> N
     """A scan that was under way may have passed the host before the machine came to be."""
     world, records = Requested(), Records()
     changes = PendingHostReports(world)  # type: ignore[arg-type]
-    order = later_scan(HOST)
-    world.on_scan = lambda: changes.on_rescan(order)
-    async with working(reporter_of(world, records, changes).announce):
+    command = later_scan(HOST)
+    world.on_scan = lambda: changes.on_rescan(command)
+    async with working(reporter_of(world, records, changes).report_hosts):
         await world.has_published(2)
         changes.on_request()
         await world.has_published(3)
     reports = reports_in(world)
-    assert [one.rescans for one in reports] == [(), order.rescans, ()], "each rescan is named once"
+    assert [one.rescans for one in reports] == [(), command.rescans, ()], "each rescan is named once"
     assert [one.uuid for one in reports[1].hosts] == [HOST]
 
 
@@ -400,9 +400,9 @@ async def test_a_report_that_names_a_look_has_its_hosts_after_a_failure_too() ->
     """Found by reading: what was published again named it without its host, and nothing named it with it."""
     world, records = Refusing(), Records()
     changes = PendingHostReports(world)  # type: ignore[arg-type]
-    order = later_scan(OTHER_HOST)
-    world.on_scan = lambda: changes.on_rescan(order)
-    async with working(reporter_of(world, records, changes).announce):
+    command = later_scan(OTHER_HOST)
+    world.on_scan = lambda: changes.on_rescan(command)
+    async with working(reporter_of(world, records, changes).report_hosts):
         await world.has_published(1)
         world.refusals = 1
         changes.on_failures_changed(HOST)
@@ -415,14 +415,14 @@ async def test_a_look_that_is_requested_again_while_it_is_taken_is_taken_once() 
     """Found by reading: each such request made a report more, which named no look, and so led to the next request."""
     world, records = Requested(), Records()
     changes = PendingHostReports(world)  # type: ignore[arg-type]
-    order = later_scan(HOST)
-    world.on_scan = world.on_later_scan = lambda: changes.on_rescan(order)
-    async with working(reporter_of(world, records, changes).announce):
+    command = later_scan(HOST)
+    world.on_scan = world.on_later_scan = lambda: changes.on_rescan(command)
+    async with working(reporter_of(world, records, changes).report_hosts):
         await world.has_published(2)
         for _ in range(20):
             await asyncio.sleep(0)
     reports = reports_in(world)
-    assert [one.rescans for one in reports] == [(), order.rescans]
+    assert [one.rescans for one in reports] == [(), command.rescans]
 
 
 async def test_an_unavailable_driver_is_queried_again_within_a_second() -> None:
@@ -476,14 +476,14 @@ class Rig:
             wait_for_capacity=nothing,
             on_report_requested=self.changes.on_request,
             on_heartbeat=self.name.on_heartbeat,
-            outdated=self.reporter.outdated,
+            superseded=self.reporter.on_superseded,
             on_barrier=nothing,
             reserve=nothing,
             on_rescan=self.changes.on_rescan,
             look_up=nothing,
             list_machines=nothing,
             sync=self.records.sync,
-            is_outdated=self.records.may_predate_restore,
+            may_predate_restore=self.records.may_predate_restore,
         )
         self.changes.announcements.take()
         self.changes.inventory.take()

@@ -91,10 +91,10 @@ async def test_no_port_is_made_on_another_projects_network() -> None:
     assert (refused.value.code, posted) == ("network.other_project", [])
 
 
-@pytest.mark.parametrize("who", [{"owner": "attacker"}, {"shared_with": "attacker"}, {"shared_with": "*"}])
-async def test_a_port_is_made_on_a_network_that_the_project_may_use(who: dict[str, str]) -> None:
+@pytest.mark.parametrize("project", [{"owner": "attacker"}, {"shared_with": "attacker"}, {"shared_with": "*"}])
+async def test_a_port_is_made_on_a_network_that_the_project_may_use(project: dict[str, str]) -> None:
     posted: list[dict] = []
-    async with network(neutron(posted, **who)) as here:
+    async with network(neutron(posted, **project)) as here:
         assert (await here.prepare(NODE, wants())).vifs == ("made",)
     assert [port["project_id"] for port in posted] == ["attacker"]
 

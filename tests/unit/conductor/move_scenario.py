@@ -36,9 +36,9 @@ def request(
     return e.action_event(message, 200.0, request_id)
 
 
-def unbegun(requested: e.ActionRequested, why: Refusal | None = None) -> e.ActionRequested:
+def unbegun(requested: e.ActionRequested, reason: Refusal | None = None) -> e.ActionRequested:
     """The same of which nothing is to be begun: a query of it, or its message was given up."""
-    return e.action_event(requested.request, 300.0, requested.cause, dead_letter_reason=why, is_query=why is None)
+    return e.action_event(requested.request, 300.0, requested.cause, dead_letter_reason=reason, is_query=reason is None)
 
 
 def active() -> Instance:

@@ -54,10 +54,10 @@ def queried(hosts: int = 3, at: float = 100.0) -> e.BuildRequested:
 
 def answering(instance: Instance, event: e.Event) -> e.Event:
     """A release that names no attempt is that of what the instance asks for now."""
-    question = awaited_request_of(instance)
-    if type(event) is not e.Released or event.attempt or not isinstance(question, Release):
+    query = awaited_request_of(instance)
+    if type(event) is not e.Released or event.attempt or not isinstance(query, Release):
         return event
-    return replace(event, attempt=question.attempt or 0)
+    return replace(event, attempt=query.attempt or 0)
 
 
 def run(*happened: e.Event, start: Instance | None = None, down: str = "") -> Step:
@@ -111,15 +111,15 @@ def spawns(stepped: Step) -> list[tuple[int, str]]:
     return [(c.attempt, c.host_uuid) for c in stepped.commands if isinstance(c, Spawn)]
 
 
-def missed(instance: Instance, n: int = 1, service: str = "s1") -> e.HostMissing:
+def missed(instance: Instance, n: int = 1, service: str = "s1") -> e.MachineMissing:
     """By a scan that began after the record became what it is."""
     return e.MachineMissing(at=900.0, host_uuid=host(n), service=service, rescans=(rescan_id(instance),))
 
 
-def listed(instance: Instance, attempt: int = 1, n: int = 1, service: str = "s1") -> e.HostRuns:
+def listed(instance: Instance, attempt: int = 1, n: int = 1, service: str = "s1") -> e.MachineRunning:
     """By a scan that began after the record became what it is."""
     return replace(reported(service, attempt, n), at=900.0, rescans=(rescan_id(instance),))
 
 
-def reported(service: str, attempt: int = 1, n: int = 1) -> e.HostRuns:
+def reported(service: str, attempt: int = 1, n: int = 1) -> e.MachineRunning:
     return e.MachineRunning(at=125.0, attempt=attempt, host_uuid=host(n), service=service)

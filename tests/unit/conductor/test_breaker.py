@@ -1,4 +1,4 @@
-"""What of a host's report is done without an operator's word: the breaker, and what is kept out of the inventory."""
+"""What of a host's report is done without an operator: the breaker, and what is kept out of the inventory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from tests.unit.conductor.scenario import UUID, host
 from tests.unit.conductor.test_report import CONFIG, MANY, MOVED_AT, SERVICE, SOURCE, guarded, moved, report_of_source
 from tests.unit.conductor.world import Relay, Silent, engine_of, hosts_of, insert, listing, opened_store
 
-# --- The breaker: how much of one report may be done without an operator's word.
+# --- The breaker: how much of one report may be done without an operator's decision.
 
 
 HOST = "10000000-0000-4000-8000-000000000001"
@@ -109,8 +109,8 @@ async def busy_guarded(instances: list[Instance]) -> tuple[MemoryInstances, Repo
     return store, ReportGuard(store, bus, clock, config, effective=engine.effective, adopt=engine.adopt_machine)
 
 
-@pytest.mark.parametrize("is_later", [False, True])
-async def test_machines_that_came_up_after_the_scan_are_not_counted_as_lost(is_later: bool) -> None:
+@pytest.mark.parametrize("is_newer", [False, True])
+async def test_machines_that_came_up_after_the_scan_are_not_counted_as_lost(is_newer: bool) -> None:
     """A thousand boots on three hosts opened the breaker: the report was from before thirteen of them."""
     instances = [active(number) for number in range(BUSY_MANY)]
     store, guard = await busy_guarded(instances)
@@ -120,17 +120,17 @@ async def test_machines_that_came_up_after_the_scan_are_not_counted_as_lost(is_l
         epoch=EPOCH,
         sequence=9,
         hosts=(HostReport(uuid=BUSY_HOST, name="h", running=()),),
-        rescans=tuple(rescan_id(one) for one in instances) if is_later else (),
+        rescans=tuple(rescan_id(one) for one in instances) if is_newer else (),
     )
-    briefs = await store.summaries([BUSY_HOST], [])
-    found = differences(report, briefs, now=101.0, grace_s=30.0, database_id=store.database_id)
-    assert len(found.destructive) == (BUSY_MANY if is_later else 0)
-    assert len(found.destructive_rescans) == (0 if is_later else BUSY_MANY), "each is looked for again"
+    summaries = await store.summaries([BUSY_HOST], [])
+    found = differences(report, summaries, now=101.0, grace_s=30.0, database_id=store.database_id)
+    assert len(found.destructive) == (BUSY_MANY if is_newer else 0)
+    assert len(found.destructive_rescans) == (0 if is_newer else BUSY_MANY), "each is looked for again"
 
     assert not await guard.assess(report, found)
 
     breakers = await store.safety.breakers()
-    assert [breaker.lost for breaker in breakers] == ([BUSY_MANY] if is_later else [])
+    assert [breaker.lost for breaker in breakers] == ([BUSY_MANY] if is_newer else [])
 
 
 async def test_machines_whose_record_has_changed_since_the_comparison_are_not_counted_as_lost() -> None:
@@ -188,7 +188,7 @@ async def test_what_an_open_breaker_holds_takes_no_place_in_a_request_for_rescan
     await insert(store, *held, deleting)
     await store.safety.trip(Breaker(service=BUSY_SERVICE, tripped_at=60.0, lost=len(held)))
     engine = engine_of(store=store, bus=cast(Bus, bus), relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
-    hosts = hosts_of(engine, store, clock, config, cast(Bus, bus), outdated=lambda _service, _epoch: None)
+    hosts = hosts_of(engine, store, clock, config, cast(Bus, bus), superseded=lambda _service, _epoch: None)
     page = HostReport(uuid=BUSY_HOST, name="h", running=())
     report = ComputeHosts(service=BUSY_SERVICE, cell=CELL, epoch=EPOCH, sequence=1, hosts=(page,))
     await hosts.hosts([Received(report, Meta(id="m"), CELL, "conductor.hosts")])
@@ -340,8 +340,8 @@ async def test_a_machine_that_its_record_ordered_destroyed_is_not_counted_as_ove
         if is_open:
             await store.safety.trip(Breaker(service=SERVICE, tripped_at=1.0))
         report = report_of_source(instances, store.database_id)
-        briefs = await store.summaries([SOURCE], [one.uuid for one in instances])
-        found = differences(report, briefs, now=MOVED_AT + 60, grace_s=30.0, database_id=store.database_id)
+        summaries = await store.summaries([SOURCE], [one.uuid for one in instances])
+        found = differences(report, summaries, now=MOVED_AT + 60, grace_s=30.0, database_id=store.database_id)
         assert len(found.destructive) == MANY > CONFIG.breaker_limit
 
         assert len(await guard.assess(report, found)) == acted_on
@@ -397,8 +397,8 @@ async def test_item_16_a_service_is_sent_them_in_several_messages_about_one_page
     sent: list[ReserveMachines] = []
 
     class Published:
-        async def publish(self, order: ReserveMachines, *, cause: str) -> None:
-            sent.append(order)
+        async def publish(self, command: ReserveMachines, *, cause: str) -> None:
+            sent.append(command)
 
     uuids = [f"{A[:-5]}{n:05d}" for n in range(1_800)]
     hosts = tuple(
@@ -410,12 +410,12 @@ async def test_item_16_a_service_is_sent_them_in_several_messages_about_one_page
     nothing: Any = None
     guard = ReportGuard(store, Published(), SystemClock(), ConductorConfig(), effective=nothing, adopt=nothing)  # type: ignore[arg-type]
     await guard.reserve(ComputeHosts(service="s", cell="c", epoch=4, sequence=7, hosts=hosts), found)
-    assert [[(one.host_uuid, len(one.machines)) for one in order.hosts] for order in sent] == [
+    assert [[(one.host_uuid, len(one.machines)) for one in command.hosts] for command in sent] == [
         [(KEPT_HOST, 600)],
         [(KEPT_OTHER, 600)],
         [(B, 600)],
     ]
-    assert {(order.service, order.epoch, order.sequence) for order in sent} == {("s", 4, 7)}
+    assert {(command.service, command.epoch, command.sequence) for command in sent} == {("s", 4, 7)}
 
 
 # --- the breaker of a service, and the listings of hosts: a row for each condition that alone makes the difference
@@ -431,7 +431,7 @@ def ordered(*numbers: int) -> list[DestructiveDifference]:
 
 
 @pytest.mark.parametrize(
-    ("findings", "quarantined", "known", "recent", "limit", "counted", "tripped"),
+    ("differences", "quarantined", "known", "recent", "limit", "counted", "tripped"),
     [
         ([], (), None, {}, 0, {}, None),
         (lost(1), (), None, {}, 1, {1: L}, None),
@@ -455,7 +455,7 @@ def ordered(*numbers: int) -> list[DestructiveDifference]:
 )
 def test_the_findings_of_a_report_take_effect_all_or_none(
     *,
-    findings: list[DestructiveDifference],
+    differences: list[DestructiveDifference],
     quarantined: tuple[int, ...],
     known: Breaker | None,
     recent: dict[int, CountedAs],
@@ -464,11 +464,11 @@ def test_the_findings_of_a_report_take_effect_all_or_none(
     tripped: tuple[int, int, int, list[int]] | None,
 ) -> None:
     earlier = {f"i{n}@{HOST}": kind for n, kind in recent.items()}
-    verdict = assess("s", findings, unknown(*quarantined), known, limit=limit, now=7.0, recent=earlier)
-    assert verdict.counted == {f"i{n}@{HOST}": kind for n, kind in counted.items()}
-    is_held = tripped is not None or (known is not None and known.is_open)
-    assert (verdict.effective, verdict.blocked) == (((), len(findings)) if is_held else (tuple(findings), 0))
-    opened = verdict.tripped
+    decision = assess("s", differences, unknown(*quarantined), known, limit=limit, now=7.0, recent=earlier)
+    assert decision.counted == {f"i{n}@{HOST}": kind for n, kind in counted.items()}
+    is_blocked = tripped is not None or (known is not None and known.is_open)
+    assert (decision.effective, decision.blocked) == (((), len(differences)) if is_blocked else (tuple(differences), 0))
+    opened = decision.tripped
     if tripped is None:
         assert opened is None
     else:
@@ -579,10 +579,8 @@ def test_the_machines_of_a_host_that_are_to_be_reserved(
 ) -> None:
     reports = (HostReport(uuid=HOST, name="h", running=running),)
     made = ComputeHosts(service="s", cell="c", epoch=1, sequence=1, hosts=reports)
-    unexplained = [] if kind is None else [UnknownMachine(UUID, 1, HOST, kind, NO_RECORD)]
-    found = {
-        at: [one.instance_uuid for one in machines] for at, machines in wrong_reservations(made, unexplained).items()
-    }
+    unknown = [] if kind is None else [UnknownMachine(UUID, 1, HOST, kind, NO_RECORD)]
+    found = {at: [one.instance_uuid for one in machines] for at, machines in wrong_reservations(made, unknown).items()}
     assert found == ({} if wanted is None else {HOST: wanted})
 
 

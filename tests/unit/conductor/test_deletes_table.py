@@ -241,9 +241,9 @@ def test_a_build_that_comes_again(
 
 
 def claims_of(instance: Instance) -> Claim:
-    question = awaited_request_of(instance)
-    assert isinstance(question, Claim)
-    return question
+    query = awaited_request_of(instance)
+    assert isinstance(query, Claim)
+    return query
 
 
 def begun_anew(before: Instance, event: e.BuildRequested) -> list[Instance]:
@@ -255,7 +255,7 @@ def begun_anew(before: Instance, event: e.BuildRequested) -> list[Instance]:
 
 
 def test_a_build_that_is_decided_twice_is_claimed_anew() -> None:
-    """A scheduler that was set back decided it by the claim that it had: that was released here meanwhile, and a
+    """A scheduler that was restored decided it by the claim that it had: that was released here meanwhile, and a
     machine was built for which nothing was held.
     """
     over = run(on("s1", "s1"), failed(final=True))

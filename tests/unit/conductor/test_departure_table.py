@@ -223,8 +223,8 @@ def test_a_departure_is_kept_until_the_build_elsewhere_has_ended() -> None:
 # --- It arrives.
 
 
-def arrival(departure: CellTransfer, *hosts: int, **fields: Any) -> e.InstanceArrives:
-    event = request(ActionKind.MIGRATE, *hosts, **{"transfer": departure, "to_cell": "c1", **fields})
+def arrival(transfer: CellTransfer, *hosts: int, **fields: Any) -> e.InstanceTransferredIn:
+    event = request(ActionKind.MIGRATE, *hosts, **{"transfer": transfer, "to_cell": "c1", **fields})
     assert isinstance(event, e.InstanceTransferredIn)
     return event
 
@@ -254,7 +254,7 @@ IS_CLAIMED = ((State.CLAIMING, State.PREPARING), ActionState.CLAIMING)
     ],
 )
 def test_an_arrival_is_on_record_from_then_on(
-    known: Instance, event: e.InstanceArrives, phase: Phase, state: ActionState
+    known: Instance, event: e.InstanceTransferredIn, phase: Phase, state: ActionState
 ) -> None:
     stepped = step(known, event, PATIENCE)
     here = stepped.instance
@@ -310,9 +310,9 @@ def test_what_no_host_takes_leaves_again_or_rests_offloaded(is_stopped: bool) ->
         assert events[-1].terminal is (to_cell is None)
         if to_cell is None:
             continue
-        departure = here.transfer
-        assert departure is not None and departure.cell == "c1"
-        assert (departure.attempt, departure.is_stopped, departure.code) == (10, is_stopped, "max_retries_exceeded")
+        transfer = here.transfer
+        assert transfer is not None and transfer.cell == "c1"
+        assert (transfer.attempt, transfer.is_stopped, transfer.code) == (10, is_stopped, "max_retries_exceeded")
 
 
 @pytest.mark.parametrize("kept", [{"code": "build.machine_exists"}, {"proves_from": 1000}], ids=str)
@@ -375,7 +375,7 @@ def test_the_former_cell_answers_with_the_departure_and_an_end_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("attempt", "begun", "phase"),
+    ("attempt", "started", "phase"),
     [
         (0, True, (State.TRANSFERRED, None)),
         (7, True, (State.TRANSFERRED, None)),
@@ -384,10 +384,10 @@ def test_the_former_cell_answers_with_the_departure_and_an_end_of_its_own(
     ],
 )
 def test_a_delete_of_a_later_attempt_than_it_has_left_with_is_carried_out(
-    attempt: int, begun: bool, phase: Phase
+    attempt: int, started: bool, phase: Phase
 ) -> None:
     """It has come back since, and the record of that is lost."""
-    stepped = step(GONE, replace(DELETE, may_have_started=begun, attempt=attempt), PATIENCE)
+    stepped = step(GONE, replace(DELETE, may_have_started=started, attempt=attempt), PATIENCE)
     assert stepped.instance.phase == phase
     if phase == (State.TRANSFERRED, None):
         assert told(stepped) == [GONE_TOLD]

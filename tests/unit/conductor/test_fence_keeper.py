@@ -79,7 +79,7 @@ class HeldReads:
         return getattr(self._fences, name)
 
 
-def keeper_of(fences: HeldReads) -> FenceController:
+def controller_of(fences: HeldReads) -> FenceController:
     clock = SystemClock()
     bus = Bus("c1", MemoryTransport(MemoryBroker(clock), "c1"), process="conductor", clock=clock, rng=random.Random(1))
     store = cast(MemoryInstances, SimpleNamespace(fences=fences, transaction=fences.transaction))
@@ -89,30 +89,30 @@ def keeper_of(fences: HeldReads) -> FenceController:
 async def test_an_earlier_read_does_not_replace_what_a_later_one_found() -> None:
     store = await opened_store()
     fences = HeldReads(store)
-    keeper = keeper_of(fences)
+    controller = controller_of(fences)
     quick, fences.answer = fences.answer, asyncio.Event()
     slow = fences.answer
-    first = asyncio.create_task(keeper.load())  # sees no fence, and is slow to come back
+    first = asyncio.create_task(controller.load())  # sees no fence, and is slow to come back
     await fences.reading.wait()
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1))
     fences.answer = quick
-    second = asyncio.create_task(keeper.load())
+    second = asyncio.create_task(controller.load())
     for _ in range(100):  # as far as it gets while the first is out
         await asyncio.sleep(0)
     slow.set()
     await asyncio.gather(first, second)
-    assert HOST in keeper.fences
+    assert HOST in controller.fences
 
 
 async def test_a_lift_and_its_fence_that_two_conductors_take_at_once_leave_no_fence() -> None:
     """One read that there was none, the other recorded it, the first announced it as lifted: nobody lifted it."""
     store = await opened_store()
-    keeper = keeper_of(HeldReads(store))
-    sent = keeper._bus = SentOrders()  # type: ignore[assignment]
+    controller = controller_of(HeldReads(store))
+    sent = controller._bus = SentOrders()  # type: ignore[assignment]
     nothing: Any = None
-    await keeper.take([CellFence(host_uuid=HOST, host="h1", version=6, unfence=True)], nothing)
+    await controller.take([CellFence(host_uuid=HOST, host="h1", version=6, unfence=True)], nothing)
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=5))
-    await keeper.look(nothing)
+    await controller.look(nothing)
     assert await store.fences.fences() == []
     reports: list[Any] = sent.orders
     assert [(type(one), one.version, one.state) for one in reports] == [(HostFence, 6, FenceState.UNFENCED)]
@@ -121,12 +121,12 @@ async def test_a_lift_and_its_fence_that_two_conductors_take_at_once_leave_no_fe
 async def test_a_lift_that_came_after_a_copy_was_read_is_answered_by_what_is_on_record() -> None:
     store = await opened_store()
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=5, state=FenceState.FENCED))
-    keeper = keeper_of(HeldReads(store))
-    await keeper.load()
+    controller = controller_of(HeldReads(store))
+    await controller.load()
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=6, state=FenceState.UNFENCING))
     assert await store.fences.unfence(HOST, 6, 9.0)
-    sent = keeper._bus = SentOrders()  # type: ignore[assignment]
-    await keeper._announce_known(Fence(host_uuid=HOST, host="h1", version=6, state=FenceState.UNFENCED))
+    sent = controller._bus = SentOrders()  # type: ignore[assignment]
+    await controller._publish_recorded(Fence(host_uuid=HOST, host="h1", version=6, state=FenceState.UNFENCED))
     assert [(one.version, one.state) for one in cast(Any, sent.orders)] == [(6, FenceState.UNFENCED)]
 
 
@@ -148,10 +148,10 @@ async def test_a_change_that_another_conductor_announces_is_read_soon(
     store = await opened_store()
     if known:
         await store.fences.put(Fence(host_uuid=HOST, host="h1", version=known))
-    keeper = keeper_of(HeldReads(store))
-    await keeper.load()
-    keeper.on_announced(HostFence(cell="c1", host_uuid=HOST, version=version, state=state))
-    assert keeper._is_fresh is not is_read
+    controller = controller_of(HeldReads(store))
+    await controller.load()
+    controller.on_recorded(HostFence(cell="c1", host_uuid=HOST, version=version, state=state))
+    assert controller._is_fresh is not is_read
 
 
 NOTHING = ComputeHosts(
@@ -166,9 +166,9 @@ async def gave_up(*services: str, at: float = 1_000.0) -> tuple[MemoryInstances,
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1))
     async with store.transaction() as transaction:
         assert await transaction.rely_on([HOST], {HOST: services} if services else {}, at)
-    keeper = keeper_of(HeldReads(store))
-    await keeper.load()
-    return store, keeper
+    controller = controller_of(HeldReads(store))
+    await controller.load()
+    return store, controller
 
 
 def lists(*running: Running, service: str = "s", rescans: tuple[str, ...] = ()) -> ComputeHosts:
@@ -182,43 +182,45 @@ async def on_record(store: MemoryInstances) -> int:
 
 async def test_a_fence_that_is_lifted_while_a_report_is_looked_at_fails_no_report() -> None:
     """The same host is listed twice: with the first listing another conductor has lifted its fence."""
-    store, keeper = await gave_up("s")
+    store, controller = await gave_up("s")
 
     async def lifted_meanwhile(*given: Any) -> None:
         await store.fences.record_empty(*given)
         await store.fences.put(Fence(host_uuid=HOST, host="h1", version=2, state=FenceState.UNFENCING))
         await store.fences.unfence(HOST, 2, 9.0)
-        keeper.invalidate()
+        controller.invalidate()
 
-    keeper._store.fences.record_empty = lifted_meanwhile  # type: ignore[method-assign]
-    report = lists(rescans=(keeper.fences[HOST].rescan_for("s"),))
-    assert await keeper.compare(replace(report, hosts=report.hosts * 2), [], "d") == [] and not await on_record(store)
+    controller._store.fences.record_empty = lifted_meanwhile  # type: ignore[method-assign]
+    report = lists(rescans=(controller.fences[HOST].rescan_for("s"),))
+    assert await controller.compare(replace(report, hosts=report.hosts * 2), [], "d") == [] and not await on_record(
+        store
+    )
 
 
 async def test_a_machine_given_up_during_a_read_makes_another_read_due() -> None:
     store = await opened_store()
     fences = HeldReads(store)
-    keeper = keeper_of(fences)
+    controller = controller_of(fences)
     fences.answer.clear()
-    reading = asyncio.create_task(keeper.load())
+    reading = asyncio.create_task(controller.load())
     await fences.reading.wait()
-    keeper.reload_soon()
+    controller.reload_soon()
     fences.answer.set()
     await reading
-    assert not keeper._is_fresh
+    assert not controller._is_fresh
 
 
 async def test_a_scan_from_before_the_last_machine_was_given_up_lifts_no_fence() -> None:
     """It listed that machine as one that its instance wants; its conductor has not read the fence since."""
-    store, keeper = await gave_up("s")
-    scan = lists(rescans=(keeper.fences[HOST].rescan_for("s"),))
+    store, controller = await gave_up("s")
+    scan = lists(rescans=(controller.fences[HOST].rescan_for("s"),))
     async with store.transaction() as transaction:
         assert await transaction.rely_on([HOST], {HOST: ["s"]}, 1_001.0)
-    await keeper.compare(scan, [], "d")
+    await controller.compare(scan, [], "d")
     assert await on_record(store) == 2
-    await keeper.load()
-    assert await keeper.compare(scan, [], "d") == [(HOST, keeper.fences[HOST].rescan_for("s"))]
-    await keeper.compare(lists(rescans=(keeper.fences[HOST].rescan_for("s"),)), [], "d")
+    await controller.load()
+    assert await controller.compare(scan, [], "d") == [(HOST, controller.fences[HOST].rescan_for("s"))]
+    await controller.compare(lists(rescans=(controller.fences[HOST].rescan_for("s"),)), [], "d")
     assert await on_record(store) == 0
 
 
@@ -234,22 +236,22 @@ class SentOrders:
 
 async def test_losses_end_by_a_scan_from_after_them_whatever_its_hosts_clock_reads() -> None:
     """Seed 93608: by the host's clock no report was later than the loss, so its fence was not lifted for minutes."""
-    store, keeper = await gave_up("s")
-    rescan = keeper.fences[HOST].rescan_for("s")
-    assert await keeper.compare(NOTHING, [], "d") == [(HOST, rescan)] and await on_record(store)
-    assert await keeper.compare(lists(rescans=(rescan,)), [], "d") == [] and not await on_record(store)
+    store, controller = await gave_up("s")
+    rescan = controller.fences[HOST].rescan_for("s")
+    assert await controller.compare(NOTHING, [], "d") == [(HOST, rescan)] and await on_record(store)
+    assert await controller.compare(lists(rescans=(rescan,)), [], "d") == [] and not await on_record(store)
 
 
 async def test_losses_end_by_the_scan_of_their_service_or_of_one_that_the_host_has_passed_to() -> None:
-    """A second service with a host of the same uuid ended them by its own scan, and the fence was lifted."""
-    store, keeper = await gave_up("s")
-    rescan, passed = keeper.fences[HOST].rescan_for("s"), [(HOST, "s")]
+    """A second service with a host of the same uuid ended them by its own scan, and the fence was ended."""
+    store, controller = await gave_up("s")
+    rescan, passed = controller.fences[HOST].rescan_for("s"), [(HOST, "s")]
     first, scanned = lists(service="another"), lists(service="another", rescans=(rescan,))
-    assert await keeper.compare(first, [], "d") == []
-    assert await keeper.compare(scanned, [], "d") == []
+    assert await controller.compare(first, [], "d") == []
+    assert await controller.compare(scanned, [], "d") == []
     assert await on_record(store)
-    assert await keeper.compare(first, [], "d", lambda *place: place in passed) == [(HOST, rescan)]
-    await keeper.compare(scanned, [], "d", lambda *place: place in passed)
+    assert await controller.compare(first, [], "d", lambda *place: place in passed) == [(HOST, rescan)]
+    await controller.compare(scanned, [], "d", lambda *place: place in passed)
     assert not await on_record(store)
 
 
@@ -258,7 +260,7 @@ HERE = replace(MOVED, attempt=2, host_uuid=HOST)
 
 
 @pytest.mark.parametrize(
-    ("listed", "brief", "holds"),
+    ("listed", "summary", "holds"),
     [
         pytest.param(LISTED, MOVED, True, id="over"),
         pytest.param(replace(LISTED, destroying=True), MOVED, True, id="it is being destroyed"),
@@ -274,11 +276,11 @@ HERE = replace(MOVED, attempt=2, host_uuid=HOST)
     ],
 )
 async def test_a_fence_stays_for_a_machine_that_may_have_been_given_up_there(
-    listed: Running, brief: InstanceSummary | None, *, holds: bool
+    listed: Running, summary: InstanceSummary | None, *, holds: bool
 ) -> None:
-    store, keeper = await gave_up("s")
-    report = lists(listed, rescans=(keeper.fences[HOST].rescan_for("s"), keeper.fences[HOST].rescan))
-    assert await keeper.compare(report, [brief] if brief is not None else [], "d") == []
+    store, controller = await gave_up("s")
+    report = lists(listed, rescans=(controller.fences[HOST].rescan_for("s"), controller.fences[HOST].rescan))
+    assert await controller.compare(report, [summary] if summary is not None else [], "d") == []
     assert bool(await on_record(store)) is holds
 
 
@@ -287,20 +289,20 @@ async def report_to(store: MemoryInstances, *fenced: int, report: ComputeHosts, 
     clock, config, relay, bus = SystemClock(), ConductorConfig(), Relay(), Quiet()
     for n in fenced:
         await store.fences.put(Fence(host_uuid=host(n), host=f"host-{n}", version=1, at=1.0))
-    keeper = FenceController(store, cast(Bus, bus), clock=clock, config=config, cell="c1")
+    controller = FenceController(store, cast(Bus, bus), clock=clock, config=config, cell="c1")
     engine = engine_of(
-        store=store, bus=cast(Bus, bus), relay=relay, clock=clock, config=config, cell="c1", fences=keeper
+        store=store, bus=cast(Bus, bus), relay=relay, clock=clock, config=config, cell="c1", fences=controller
     )
-    hosts = hosts_of(engine, store, clock, config, cast(Bus, bus), fences=keeper)
-    compare = keeper.compare
+    hosts = hosts_of(engine, store, clock, config, cast(Bus, bus), fences=controller)
+    compare = controller.compare
 
     async def compared(*given: Any) -> Any:
         found = await compare(*given)
         if lifted:
-            keeper.invalidate()
+            controller.invalidate()
         return found
 
-    keeper.compare = compared  # type: ignore[method-assign]
+    controller.compare = compared  # type: ignore[method-assign]
     await hosts.hosts([Received(report, Meta(id="m"), "c1", "conductor.hosts.c")])
     sent = [*bus.published, *(one.message for one in cast(list[OutboxMessage], relay.sent))]
     return [one for one in sent if isinstance(one, Destroy)]
@@ -331,20 +333,20 @@ async def test_a_second_service_does_not_clear_what_the_first_one_has_found_runn
     store = await opened_store()
     fence = Fence(host_uuid=HOST, host="h1", version=1)
     await store.fences.put(fence)
-    keeper = keeper_of(HeldReads(store))
-    await keeper.load()
+    controller = controller_of(HeldReads(store))
+    await controller.load()
 
     def scan(service: str, *running: Running) -> ComputeHosts:
         host = HostReport(uuid=HOST, name="h1", running=running)
         return ComputeHosts(service=service, cell="c1", epoch=1, sequence=1, hosts=(host,), rescans=(fence.rescan,))
 
-    await keeper.compare(scan("s", Running(instance_uuid=INSTANCE, attempt=1, database_id="d")), [], "d")
-    await keeper.compare(scan("another"), [], "d")
+    await controller.compare(scan("s", Running(instance_uuid=INSTANCE, attempt=1, database_id="d")), [], "d")
+    await controller.compare(scan("another"), [], "d")
     found = {"s": RunningAfterFence(1, {INSTANCE: 1})}
-    assert keeper.fences[HOST].running == found
+    assert controller.fences[HOST].running == found
     passed = [(HOST, "s")]
-    await keeper.compare(scan("another"), [], "d", lambda *place: place in passed)
-    assert not keeper.fences[HOST].running, "the first one has given the host up"
+    await controller.compare(scan("another"), [], "d", lambda *place: place in passed)
+    assert not controller.fences[HOST].running, "the first one has given the host up"
 
 
 async def test_what_a_service_found_running_that_is_gone_is_looked_at_by_the_next_one() -> None:
@@ -352,15 +354,15 @@ async def test_what_a_service_found_running_that_is_gone_is_looked_at_by_the_nex
     store = await opened_store()
     fence = Fence(host_uuid=HOST, host="h1", version=1)
     await store.fences.put(fence)
-    keeper = keeper_of(HeldReads(store))
-    await keeper.load()
+    controller = controller_of(HeldReads(store))
+    await controller.load()
     runs = HostReport(uuid=HOST, name="h1", running=(Running(instance_uuid=INSTANCE, attempt=1, database_id="d"),))
     first = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=(runs,), rescans=(fence.rescan,))
-    await keeper.compare(first, [], "d")
+    await controller.compare(first, [], "d")
     nothing = replace(first, service="another", hosts=(replace(runs, running=()),), rescans=())
     passed = [(HOST, "s")]
-    assert await keeper.compare(nothing, [], "d") == []
-    assert await keeper.compare(nothing, [], "d", lambda *place: place in passed) == [(HOST, fence.rescan)]
+    assert await controller.compare(nothing, [], "d") == []
+    assert await controller.compare(nothing, [], "d", lambda *place: place in passed) == [(HOST, fence.rescan)]
 
 
 @pytest.mark.parametrize(("ahead_s", "is_scanned"), [(0.0, False), (86_400.0, True)])
@@ -368,39 +370,39 @@ async def test_a_machine_that_has_just_been_given_up_causes_no_scan(ahead_s: flo
     """The order that its host has to carry out first may be behind others. One from the future is no young one: its
     conductor's clock was ahead, and its fence was not lifted for a day.
     """
-    _, keeper = await gave_up("s", at=SystemClock().time() + ahead_s)
-    rescans = [(HOST, keeper.fences[HOST].rescan_for("s"))] if is_scanned else []
-    assert await keeper.compare(NOTHING, [], "d") == rescans
+    _, controller = await gave_up("s", at=SystemClock().time() + ahead_s)
+    rescans = [(HOST, controller.fences[HOST].rescan_for("s"))] if is_scanned else []
+    assert await controller.compare(NOTHING, [], "d") == rescans
 
 
 async def test_what_a_host_ran_after_its_fence_is_known_also_after_it_was_fenced_again() -> None:
     """A scan soon after a fence may show what ran before it, because clocks differ: it shows nothing."""
     store = await opened_store()
-    keeper = keeper_of(HeldReads(store))
+    controller = controller_of(HeldReads(store))
     runs = Running(instance_uuid=INSTANCE, attempt=1, database_id="d")
 
     async def fenced(version: int, at: float) -> None:
         await store.fences.put(Fence(host_uuid=HOST, host="h1", version=version, at=at))
-        await keeper.load()
+        await controller.load()
 
     async def scanned(*running: Running, later_than: int = 0) -> list[tuple[str, str]]:
         hosts = (HostReport(uuid=HOST, name="h1", running=running),)
         rescans = (Fence(host_uuid=HOST, host="h1", version=later_than).rescan,)
         report = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=hosts, complete=True, rescans=rescans)
-        return await keeper.compare(report, [], "d")
+        return await controller.compare(report, [], "d")
 
     term = await store.leases.hold_leadership("p", 60.0, None)
     assert term is not None and await store.leases.record(term, [Lease(service="s", epoch=1)])
     await fenced(1, 1_000.0)
-    assert await scanned(runs) == [(HOST, keeper.fences[HOST].rescan)]
-    assert not keeper.fences[HOST].running
+    assert await scanned(runs) == [(HOST, controller.fences[HOST].rescan)]
+    assert not controller.fences[HOST].running
     assert await scanned(runs, later_than=1) == []
-    assert keeper.fences[HOST].running == {"s": RunningAfterFence(1, {INSTANCE: 1})}
+    assert controller.fences[HOST].running == {"s": RunningAfterFence(1, {INSTANCE: 1})}
     await fenced(2, 1_200.0)
-    assert await scanned(later_than=1) == [(HOST, keeper.fences[HOST].rescan)]
-    assert keeper.fences[HOST].running == {"s": RunningAfterFence(1, {INSTANCE: 1})}
+    assert await scanned(later_than=1) == [(HOST, controller.fences[HOST].rescan)]
+    assert controller.fences[HOST].running == {"s": RunningAfterFence(1, {INSTANCE: 1})}
     assert await scanned(later_than=2) == []
-    assert not keeper.fences[HOST].running
+    assert not controller.fences[HOST].running
 
 
 # --- A conductor whose copy of the fences may be old does not undo an evacuation: it reads the record first.
@@ -429,17 +431,17 @@ async def test_another_hosts_lifted_fence_does_not_undo_an_evacuation_whose_fenc
     clock = SystemClock()
     bus = Bus("c1", MemoryTransport(MemoryBroker(clock), "c1"), process="conductor", clock=clock, rng=random.Random(1))
     store = await opened_store(clock)
-    keeper = FenceController(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
+    controller = FenceController(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
     for number in (1, 5):
         await store.fences.put(Fence(host_uuid=host(number), host=f"h{number}", version=1))
-    await keeper.load()
+    await controller.load()
     config = ConductorConfig(claim_timeout_s=0.05)
-    engine = engine_of(store=store, bus=bus, relay=Relay(), clock=clock, config=config, cell="c1", fences=keeper)
+    engine = engine_of(store=store, bus=bus, relay=Relay(), clock=clock, config=config, cell="c1", fences=controller)
     first, second = evacuated(UUID, 1), evacuated(SECOND, 5)
     await insert(store, first, second)
     await store.fences.put(Fence(host_uuid=host(1), host="h1", version=2, state=FenceState.UNFENCING))
     assert await store.fences.unfence(host(1), 2, 9.0)  # by another conductor
-    with pytest.raises(Transient, match="lifted meanwhile"):
+    with pytest.raises(Transient, match="ended meanwhile"):
         await engine.take([InstanceEvent(UUID, ended(first, 2, 2))], source="results")
     for uuid, one in ((SECOND, second), (UUID, first)):
         await engine.take([InstanceEvent(uuid, ended(one, 2, 2))], source="results")
@@ -455,9 +457,9 @@ async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(ke
     """
     conductor = await opened()
     await conductor.store.fences.put(Fence(host_uuid=host(1), host="h1", version=1))
-    keeper = keeper_of(HeldReads(conductor.store))
-    await keeper.load()
-    conductor.engine._fences = keeper
+    controller = controller_of(HeldReads(conductor.store))
+    await controller.load()
+    conductor.engine._fences = controller
     failed = Instance(uuid=UUID, state=State.FAILED, spec=SPEC, selections=(ON_1,), attempt=1)
     await insert(conductor.store, failed)
     await conductor.keep(1, PROTECT if kept == "before" else "")
@@ -465,9 +467,9 @@ async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(ke
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.state is State.DELETED
     await conductor.keep(1, PROTECT if kept == "after" else "")
-    await keeper.load()
+    await controller.load()
     config, relay = ConductorConfig(), conductor.relay
-    hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), config, cast(Bus, Quiet()), fences=keeper)
+    hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), config, cast(Bus, Quiet()), fences=controller)
     runs = Running(instance_uuid=UUID, attempt=1, database_id=conductor.store.database_id)
     before = len(relay.sent)
     await hosts.hosts([Received(listing("s1", 1, runs=(runs,)), Meta(id="m"), "c1", "conductor.hosts.c")])
@@ -486,24 +488,24 @@ def _resized() -> Instance:
 
 
 async def test_a_conductor_that_has_just_started_gives_up_no_source_for_a_service_that_is_silent() -> None:
-    """Its sweep begins before it has a digest, or has read the leases."""
+    """Its sweep begins before it has service states, or has read the leases."""
     store = await opened_store()
     await put(store, down("s2"))  # on record, by the former process, whose term lasts
     await insert(store, _resized())
     clock, bus, config = SystemClock(), cast(Bus, Queried()), ConductorConfig()
-    keeper = LeaseController(store, bus, clock=clock, config=config, cell="c1", process="started")
+    controller = LeaseController(store, bus, clock=clock, config=config, cell="c1", process="started")
     engine = engine_of(
-        store=store, bus=bus, relay=cast(Any, Relay()), clock=clock, config=config, cell="c1", leases=keeper
+        store=store, bus=bus, relay=cast(Any, Relay()), clock=clock, config=config, cell="c1", leases=controller
     )
-    assert keeper.up() is None, "it is not known yet which are"
+    assert controller.up() is None, "it is not known yet which are"
     assert await engine.sweep() == 0, "nor what they state of the database"
-    keeper._listening = _Listening(store.servers, math.inf, may_act=True)
+    controller._listening = _Listening(store.servers, math.inf, may_act=True)
     assert await engine.sweep() == 1
     assert store._table.instances[UUID].state is State.RESIZED
 
 
 async def test_a_conductor_that_has_not_read_its_fences_gives_up_no_source_for_a_fenced_host() -> None:
-    """The side tasks run beside the preparations; and all fences are dropped where one was lifted meanwhile."""
+    """The side tasks run beside the preparations; and all fences are dropped where one was ended meanwhile."""
     store = await opened_store()
     await store.fences.put(Fence(host_uuid=host(2), host="host-2", version=1, at=1.0))
     await insert(store, _resized())
@@ -517,7 +519,7 @@ async def test_a_conductor_that_has_not_read_its_fences_gives_up_no_source_for_a
 
 
 async def test_a_conductor_that_has_just_started_evacuates_nothing_that_its_host_has_reported_to_run() -> None:
-    """What a fenced host was found to run is in the memory of the conductor that was told of it."""
+    """What a fenced host was found to run is in the memory of the conductor that was notified of it."""
     store, clock, bus = await opened_store(), SystemClock(), cast(Bus, Quiet())
     fence = Fence(host_uuid=host(2), host="host-2", version=1, at=1.0)
     await store.fences.put(fence)
@@ -539,17 +541,17 @@ async def test_a_conductor_that_has_just_started_evacuates_nothing_that_its_host
 ON_HOST = "f0000000-0000-4000-8000-000000000000"
 
 
-@pytest.mark.parametrize(("state", "losses"), [(FenceState.FENCED, 7), (FenceState.UNFENCED, 0)])
-async def test_a_fence_that_is_lifted_is_announced_without_losses(state: FenceState, losses: int) -> None:
+@pytest.mark.parametrize(("state", "stale_machines"), [(FenceState.FENCED, 7), (FenceState.UNFENCED, 0)])
+async def test_a_fence_that_is_lifted_is_announced_without_losses(state: FenceState, stale_machines: int) -> None:
     sent: list[HostFence] = []
 
     async def publish(message: HostFence, **_: object) -> None:
         sent.append(message)
 
-    keeper: Any = FenceController.__new__(FenceController)
-    keeper._bus, keeper._cell, keeper._clock = SimpleNamespace(publish=publish), "c1", SystemClock()
-    await keeper._announce(SimpleNamespace(host_uuid=ON_HOST, version=3, state=state, stale_machines=7))
-    assert [(one.state, one.stale_machines, one.version) for one in sent] == [(state, losses, 3)]
+    controller: Any = FenceController.__new__(FenceController)
+    controller._bus, controller._cell, controller._clock = SimpleNamespace(publish=publish), "c1", SystemClock()
+    await controller._announce(SimpleNamespace(host_uuid=ON_HOST, version=3, state=state, stale_machines=7))
+    assert [(one.state, one.stale_machines, one.version) for one in sent] == [(state, stale_machines, 3)]
 
 
 def test_a_machine_that_stays_unexplained_is_logged_once() -> None:

@@ -1,4 +1,4 @@
-"""A fence and its lift that wait in one queue, and a fence that is published again while it is lifted."""
+"""A fence and its lift that wait in one queue, and a fence that is published again while it is ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Taking(Queried):
 
 async def made(*instances: Any) -> tuple[Any, FenceController, Any]:
     clock, store, bus = SystemClock(), await opened_store(), Taking()
-    keeper = FenceController(store, bus, clock=clock, config=ConductorConfig(), cell="c1")  # type: ignore[arg-type]
+    controller = FenceController(store, bus, clock=clock, config=ConductorConfig(), cell="c1")  # type: ignore[arg-type]
     engine = engine_of(
         store=store,
         bus=bus,
@@ -38,34 +38,34 @@ async def made(*instances: Any) -> tuple[Any, FenceController, Any]:
         clock=clock,
         config=ConductorConfig(claim_timeout_s=0.05),
         cell="c1",
-        fences=keeper,
+        fences=controller,
     )
     await insert(store, *instances)
-    return store, keeper, engine
+    return store, controller, engine
 
 
 async def test_a_fence_that_was_taken_back_before_its_cell_had_it_ends_no_machine() -> None:
     runs = active()
     runs = replace(runs, spec=replace(SPEC, on_host_failure=EvacuationPolicy.FAIL))
-    store, keeper, engine = await made(runs)
+    store, controller, engine = await made(runs)
     fence = CellFence(host_uuid=host(1), host="h1", version=5)
     lift = CellFence(host_uuid=host(1), host="h1", version=6, unfence=True)
-    await keeper.take([fence, lift], engine)  # both waited in the queue: the cell's conductors were away
+    await controller.take([fence, lift], engine)  # both waited in the queue: the cell's conductors were away
     now = store._table.instances[UUID]
-    losses = sum(one.stale_machines for one in await store.fences.fences())
-    assert now.state is State.ACTIVE and not losses, (now.phase, now.code, losses)
+    stale_machines = sum(one.stale_machines for one in await store.fences.fences())
+    assert now.state is State.ACTIVE and not stale_machines, (now.phase, now.code, stale_machines)
 
 
 @pytest.mark.parametrize("lift", [False, True])
 async def test_a_fence_that_is_on_record_costs_no_scan_of_all_instances(
     monkeypatch: pytest.MonkeyPatch, *, lift: bool
 ) -> None:
-    store, keeper, engine = await made(active())
-    await keeper.take([CellFence(host_uuid=host(1), host="h1", version=5)], engine)
+    store, controller, engine = await made(active())
+    await controller.take([CellFence(host_uuid=host(1), host="h1", version=5)], engine)
     async with store.transaction() as transaction:
         await transaction.rely_on([host(1)], {host(1): ["s1"]}, 1.0)
     again = CellFence(host_uuid=host(1), host="h1", version=6, unfence=lift)
-    await keeper.take([again], engine)
+    await controller.take([again], engine)
 
     scans, reads = 0, 0
     touching, fences = FenceStore.touching, FenceStore.fences
@@ -82,12 +82,12 @@ async def test_a_fence_that_is_on_record_costs_no_scan_of_all_instances(
 
     monkeypatch.setattr(FenceStore, "touching", count_scan)
     monkeypatch.setattr(FenceStore, "fences", count_read)
-    published = len(keeper._bus.published)  # type: ignore[attr-defined]
+    published = len(controller._bus.published)  # type: ignore[attr-defined]
     for _ in range(24):  # 40 hosts, 3 schedulers: in one second
-        await keeper.take([again], engine)
+        await controller.take([again], engine)
     assert (scans, reads) == (0, 0), f"{scans} scans of the table of instances, {reads} reads of all fences"
-    await keeper.look(engine)
-    sent = keeper._bus.published[published:]  # type: ignore[attr-defined]
+    await controller.look(engine)
+    sent = controller._bus.published[published:]  # type: ignore[attr-defined]
     state = FenceState.UNFENCING if lift else FenceState.FENCED
     assert [(one.version, one.state, one.stale_machines) for one in sent] == [(6, state, 1)], (
         "one answer to all of them"
@@ -97,21 +97,21 @@ async def test_a_fence_that_is_on_record_costs_no_scan_of_all_instances(
 
 async def test_what_one_conductor_stepped_before_it_knew_of_a_fence_is_ended_by_its_own_look() -> None:
     """The scan of the one that took the fence came before. Each scans once for each fence that it learns of."""
-    store, keeper, engine = await made()
+    store, controller, engine = await made()
     await store.fences.put(Fence(host_uuid=host(1), host="h1", version=5))
     runs = active()
     await insert(store, replace(runs, spec=replace(SPEC, on_host_failure=EvacuationPolicy.FAIL)))
-    keeper._asked[host(1)] = Fence(host_uuid=host(1), host="h1", version=5)
-    await keeper.look(engine)
+    controller._repeated[host(1)] = Fence(host_uuid=host(1), host="h1", version=5)
+    await controller.look(engine)
     assert store._table.instances[UUID].phase == (State.RELEASING, State.FAILED)
 
 
 async def test_a_fence_that_is_taken_back_during_its_scan_ends_nothing_more() -> None:
     """The conductor that scans has not read the lift yet, which another one has recorded."""
     runs = active()
-    store, keeper, engine = await made(replace(runs, spec=replace(SPEC, on_host_failure=EvacuationPolicy.FAIL)))
+    store, controller, engine = await made(replace(runs, spec=replace(SPEC, on_host_failure=EvacuationPolicy.FAIL)))
     fence = CellFence(host_uuid=host(1), host="h1", version=5)
-    load, loads = keeper.load, 0
+    load, loads = controller.load, 0
 
     async def lifted_after() -> None:
         nonlocal loads
@@ -120,9 +120,9 @@ async def test_a_fence_that_is_taken_back_during_its_scan_ends_nothing_more() ->
         if loads == 1:
             await store.fences.put(Fence(host_uuid=host(1), host="h1", version=6, state=FenceState.UNFENCING, at=1.0))
 
-    keeper.load = lifted_after  # type: ignore[method-assign]
+    controller.load = lifted_after  # type: ignore[method-assign]
     with pytest.raises(Transient):
-        await keeper.take([fence], engine)
-    await keeper.take([fence], engine)  # the consumer calls again with the same batch
+        await controller.take([fence], engine)
+    await controller.take([fence], engine)  # the consumer calls again with the same batch
     assert store._table.instances[UUID].state is State.ACTIVE
     assert not any(one.stale_machines for one in await store.fences.fences())

@@ -204,8 +204,8 @@ def test_a_host_is_proved_to_be_off_by_its_fence_or_by_a_clients_word(  # noqa: 
 ) -> None:
     known = {} if fence_ is None else {host(HERE): replace(fence_, running=found)}
     context = replace(CONTEXT, fences=known, down=down)
-    why = evacuation_blocker(ACTIVE, context, fenced=stated, force=force)
-    assert (None if why is None else why.code) == code
+    reason = evacuation_blocker(ACTIVE, context, fenced=stated, force=force)
+    assert (None if reason is None else reason.code) == code
 
 
 @pytest.mark.parametrize(
@@ -213,8 +213,8 @@ def test_a_host_is_proved_to_be_off_by_its_fence_or_by_a_clients_word(  # noqa: 
 )
 def test_the_proof_is_about_the_host_that_has_the_machine(known: Instance, off: int, attempt: int) -> None:
     for n in (HERE, SOURCE, OTHER):
-        why = evacuation_blocker(known, replace(CONTEXT, fences=fences(n)), fenced=False, force=False)
-        assert (why is None) is (n == off)
+        reason = evacuation_blocker(known, replace(CONTEXT, fences=fences(n)), fenced=False, force=False)
+        assert (reason is None) is (n == off)
     running = {"x": RunningAfterFence(1, {UUID: attempt})}
     context = replace(CONTEXT, fences={host(off): replace(fences(off)[host(off)], running=running)})
     assert evacuation_blocker(known, context, fenced=False, force=False) is not None
@@ -268,7 +268,7 @@ FAILED_BY_FENCE = replace(FAILING, state=State.RELEASING, next_state=State.FAILE
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "numbers", "lifting", "hosts"),
+    ("before", "after", "numbers", "unfencing", "hosts"),
     [
         (PREPARED, EVACUATED, (HERE, SOURCE), False, [SOURCE]),
         (PREPARED, EVACUATED, (HERE, SOURCE), True, []),
@@ -287,9 +287,9 @@ FAILED_BY_FENCE = replace(FAILING, state=State.RELEASING, next_state=State.FAILE
     ],
 )
 def test_a_step_of_an_evacuation_relies_on_the_fence_of_its_host(
-    before: Instance, after: Instance, numbers: tuple[int, ...], lifting: bool, hosts: list[int]
+    before: Instance, after: Instance, numbers: tuple[int, ...], unfencing: bool, hosts: list[int]
 ) -> None:
-    state = FenceState.UNFENCING if lifting else FenceState.FENCED
+    state = FenceState.UNFENCING if unfencing else FenceState.FENCED
     known = {uuid: replace(one, state=state) for uuid, one in fences(*numbers).items()}
     assert list(fences_relied_on(before, after, replace(CONTEXT, fences=known))) == [host(n) for n in hosts]
 

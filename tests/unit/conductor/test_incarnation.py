@@ -23,7 +23,7 @@ from cell_conductor.domain.marks import Stated
 from cell_conductor.domain.table import awaited_request_of
 from cell_conductor.lease_keeper import (
     ASK_AGAIN_S,
-    MAX_WORDS,
+    MAX_RECOVERIES_BY_ONE,
     RIVAL_S,
     SERVICE_STATES_INTERVAL_S,
     LeaseController,
@@ -49,7 +49,7 @@ from tests.unit.conductor.world import (
 
 
 class Listener:
-    """One conductor's keeper of the leases, on a clock that a test moves."""
+    """One conductor's leader of the leases, on a clock that a test moves."""
 
     def __init__(self, store: MemoryInstances) -> None:
         self.now, self.sequence = 100.0, 0
@@ -127,7 +127,7 @@ async def test_a_conductor_acts_once_the_services_on_record_would_have_been_hear
     assert not listener.may_act
     listener.now += 0.5
     assert listener.may_act
-    store._connections.cut()  # type: ignore[attr-defined]
+    store._connections.disconnect()  # type: ignore[attr-defined]
     assert not listener.may_act and not listener.keeper.stated().is_whole, "its disk may be another one"
     listener.now += 6.0
     assert listener.may_act
@@ -194,9 +194,9 @@ async def test_one_service_that_is_wrong_begins_no_recoveries_for_ever(
         cell="c1", leases=listener.keeper,
     )  # fmt: skip
     await listener.keeper._renew_leadership()
-    begun = list[int]()
+    started = list[int]()
     above, sequences = says
-    for number in range(3 * MAX_WORDS):
+    for number in range(3 * MAX_RECOVERIES_BY_ONE):
         own = store.incarnation
         mark = own + above, tuple(one + number for one in sequences)
         for _ in range(2):
@@ -206,11 +206,11 @@ async def test_one_service_that_is_wrong_begins_no_recoveries_for_ever(
             listener.now += 60.0
             await engine.sweep()
             if store.is_recovering:
-                begun.append(store.incarnation)
+                started.append(store.incarnation)
                 async with store.transaction() as transaction:
                     await transaction.expect_recovering()
                     await transaction.end_recovery()
-    assert begun == sorted(set(begun)) and len(begun) == MAX_WORDS
+    assert started == sorted(set(started)) and len(started) == MAX_RECOVERIES_BY_ONE
     await listener.beat("s2", store.incarnation, (10**12,))
     await engine.sweep()
     assert store.is_recovering, "another one is believed"
@@ -250,13 +250,13 @@ async def test_a_request_that_is_refused_as_outdated_fails_nothing_and_is_sent_o
     waiting: Any, kind: type[Message]
 ) -> None:
     bus: Any = Refusing()
-    question = awaited_request_of(waiting)
-    assert isinstance(question, kind)
+    query = awaited_request_of(waiting)
+    assert isinstance(query, kind)
     assert (
-        await PlacementRequests(bus, SystemClock(), 1.0, lambda: 1, [].append).send([PendingRequest(waiting, question)])
+        await PlacementRequests(bus, SystemClock(), 1.0, lambda: 1, [].append).send([PendingRequest(waiting, query)])
         == []
     )
-    assert bus.requested == [question]
+    assert bus.requested == [query]
 
 
 async def test_what_is_commanded_states_the_incarnation_by_which_it_was_decided() -> None:
@@ -293,15 +293,15 @@ async def test_what_placement_refused_is_the_incarnation_by_which_it_was_asked()
     bus, stated, heard = Waiting(), 1, list[int]()
     requests = PlacementRequests(cast("Any", bus), SystemClock(), 1.0, lambda: stated, heard.append)
     waiting = record(State.CLAIMING, State.BUILDING)
-    question = PendingRequest(waiting, cast("Any", awaited_request_of(waiting)))
-    asking = asyncio.create_task(requests.send([question]))
+    query = PendingRequest(waiting, cast("Any", awaited_request_of(waiting)))
+    asking = asyncio.create_task(requests.send([query]))
     await bus.asked.wait()
     stated = 5
-    assert await asyncio.wait_for(asyncio.create_task(requests.send([question])), 60) == []
+    assert await asyncio.wait_for(asyncio.create_task(requests.send([query])), 60) == []
     bus.go_on.set()
     await asking
     assert (heard, len(bus.requested)) == ([2], 1)
-    await requests.send([question])
+    await requests.send([query])
     assert (heard, len(bus.requested)) == ([2, 6], 2)
 
 
@@ -313,9 +313,9 @@ async def test_the_members_of_rings_are_numbered_in_the_order_of_their_changes()
         sent.append((message.term, message.number, message.members))
 
     clock = SimpleNamespace(monotonic=lambda: now_s)
-    keeper: Any = LeaseController.__new__(LeaseController)
-    keeper._clock, keeper._bus, keeper._cell = clock, SimpleNamespace(publish=publish), "c1"
-    keeper._leading = _Term(term=7, until=1000.0)
+    controller: Any = LeaseController.__new__(LeaseController)
+    controller._clock, controller._bus, controller._cell = clock, SimpleNamespace(publish=publish), "c1"
+    controller._leading = _Term(term=7, until=1000.0)
     for at_s, members in (
         (0.0, ("a",)),
         (0.1, ("a",)),
@@ -324,22 +324,22 @@ async def test_the_members_of_rings_are_numbered_in_the_order_of_their_changes()
         (0.3 + SERVICE_STATES_INTERVAL_S, ("b",)),
     ):
         now_s = at_s
-        keeper._table = SimpleNamespace(rings=lambda members=members: {"r": members})
-        await keeper._publish_rings()
+        controller._table = SimpleNamespace(rings=lambda members=members: {"r": members})
+        await controller._publish_rings()
     assert sent == [(7, 1, ("a",)), (7, 2, ("a", "b")), (7, 3, ("b",)), (7, 3, ("b",))]
-    keeper._leading.until = now_s = 0.0  # another conductor may be the keeper by now
-    await keeper._publish_rings()
+    controller._leading.until = now_s = 0.0  # another conductor may be the leader by now
+    await controller._publish_rings()
     assert len(sent) == 4
 
 
 async def test_those_above_are_asked_again_until_they_answer(listener: Listener) -> None:
     """They may start after the conductor, as after an outage of all."""
-    keeper = listener.keeper
-    assert keeper.wants_marks() and not keeper.wants_marks()
-    keeper.hear_all(())
+    controller = listener.keeper
+    assert controller.wants_marks() and not controller.wants_marks()
+    controller.hear_all(())
     listener.now += ASK_AGAIN_S
-    assert keeper.wants_marks()
-    keeper.hear_all((DatabaseMark(1, (3,)), DatabaseMark()))
-    assert keeper.stated().marks == (DatabaseMark(1, (3,)),)
+    assert controller.wants_marks()
+    controller.hear_all((DatabaseMark(1, (3,)), DatabaseMark()))
+    assert controller.stated().marks == (DatabaseMark(1, (3,)),)
     listener.now += ASK_AGAIN_S
-    assert not keeper.wants_marks()
+    assert not controller.wants_marks()

@@ -188,7 +188,7 @@ def test_an_announcement_takes_the_next_number(  # noqa: PLR0917  (the columns o
     known = replace(BUILT, history=(tried(1),), code="own", reason="its", stage_times=STAMPS, sequence=20)
     first = steps.destroy_current(known, CONTEXT)
     stepped = steps.emit_event(
-        known, state, 9.0, CONTEXT, terminal=terminal, first=(first,), why=("given", "why")
+        known, state, 9.0, CONTEXT, terminal=terminal, first=(first,), detail=("given", "why")
     )  # fmt: skip
     assert stepped.instance == replace(known, sequence=21, build_sequence=20, stage_times=left)
     assert stepped.commands == (first, BuildEvent(
@@ -206,10 +206,10 @@ def test_an_announcement_names_the_host_and_zone_that_there_are() -> None:
 
 
 def test_an_order_to_destroy_names_the_machine_and_the_cells_mark() -> None:
-    order = Destroy(instance_uuid=UUID, attempt=4, host_uuid=host(1), service="s1", database_id=DATABASE_ID)
-    assert steps.destroy_current(BUILT, CONTEXT) == order
+    command = Destroy(instance_uuid=UUID, attempt=4, host_uuid=host(1), service="s1", database_id=DATABASE_ID)
+    assert steps.destroy_current(BUILT, CONTEXT) == command
     spared = steps.destroy_at(BUILT, selection(2), 9, CONTEXT, keep_if_complete=True)
-    assert spared == replace(order, attempt=9, host_uuid=host(2), keep_if_complete=True)
+    assert spared == replace(command, attempt=9, host_uuid=host(2), keep_if_complete=True)
 
 
 # --- whose machine a host reports
@@ -257,7 +257,9 @@ def test_a_machine_is_followed_to_the_service_that_lists_it(  # noqa: PLR0917  (
         (e.MachineMissing(at=1.0, host_uuid=host(3), service="s1", rescans=(rescan_id(moved()),)), False, False),
     ],
 )
-def test_a_host_answers_that_no_machine_is_left(event: e.Destroyed | e.HostMissing, here: bool, source: bool) -> None:
+def test_a_host_answers_that_no_machine_is_left(
+    event: e.Destroyed | e.MachineMissing, here: bool, source: bool
+) -> None:
     assert (steps.current_destroyed(moved(), event), steps.source_destroyed(moved(), event)) == (here, source)
     assert not steps.source_destroyed(moved(None), event)
 

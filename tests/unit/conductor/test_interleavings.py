@@ -1,6 +1,6 @@
 """Any order of late, lost and doubled events: one instance never ends doubled, leaked, or with two ends.
 
-A small world around the pure machine: hosts with fences, a book with attempts, a network that reorders and doubles,
+A small world around the pure machine: hosts with fences, placement with attempts, a network that reorders and doubles,
 a conductor that loses answers (a crash between placement's commit and its own).
 """
 
@@ -52,7 +52,7 @@ class Host:
         return e.Destroyed(at=0.0, attempt=attempt, host_uuid=self.uuid, service="s")
 
 
-class Book:
+class Placement:
     """Placement for one consumer: what it holds, under which attempt, and which hosts are full."""
 
     def __init__(self) -> None:
@@ -95,13 +95,13 @@ class World(RuleBasedStateMachine):
         self.now = 1000.0
         self.instance = Instance(uuid=UUID)
         self.hosts = {uuid: Host(uuid) for uuid in HOSTS}
-        self.book = Book()
+        self.placement = Placement()
         self.network: list[object] = []
         self.announced: list[BuildEvent] = []
         self.spawned: dict[int, Spawn] = {}
         self.queried = False
         self.deleted = False
-        self.previous_question: Claim | None = None
+        self.previous_request: Claim | None = None
         self.sent: list[Claim] = []
 
     def take(self, event: e.Event) -> None:
@@ -116,7 +116,9 @@ class World(RuleBasedStateMachine):
                     self.announced.append(command)
                 continue
             if isinstance(command, Spawn):
-                assert self.book.held == (command.attempt, command.host_uuid), "only claimed hosts are ever built on"
+                assert self.placement.held == (command.attempt, command.host_uuid), (
+                    "only claimed hosts are ever built on"
+                )
                 assert command.attempt not in self.spawned, "an attempt is commanded once"
                 self.spawned[command.attempt] = command
             self.network.append(command)
@@ -145,32 +147,30 @@ class World(RuleBasedStateMachine):
             self.network.append(e.MachineMissing(at=0.0, host_uuid=host.uuid, service="s", rescans=rescans))
 
     def ask(self, *, lose: bool) -> None:
-        question = awaited_request_of(self.instance)
-        if isinstance(question, Release):
-            self.book.release(question)
+        query = awaited_request_of(self.instance)
+        if isinstance(query, Release):
+            self.placement.release(query)
             if not lose:
-                self.take(e.Released(at=self.now, attempt=question.attempt or 0))
-        elif isinstance(question, Claim):
-            repeated, self.previous_question = self.previous_question == question, question
-            self.sent.append(question)
-            outcome, option = self.book.claim(question)
+                self.take(e.Released(at=self.now, attempt=query.attempt or 0))
+        elif isinstance(query, Claim):
+            repeated, self.previous_request = self.previous_request == query, query
+            self.sent.append(query)
+            outcome, option = self.placement.claim(query)
             if lose:
                 return
             if option is not None:
-                generation = self.book.generation
-                claimed = e.Claimed(
-                    at=self.now, attempt=question.attempt, option=option, consumer_generation=generation
-                )
+                generation = self.placement.generation
+                claimed = e.Claimed(at=self.now, attempt=query.attempt, option=option, consumer_generation=generation)
                 self.take(claimed)
             else:
                 changed = outcome is ClaimOutcome.CONSUMER_CONFLICT and not repeated
-                self.take(e.ClaimRefused(at=self.now, attempt=question.attempt, consumer_conflict=changed))
+                self.take(e.ClaimRefused(at=self.now, attempt=query.attempt, consumer_conflict=changed))
 
     @precondition(lambda self: not self.queried)
     @rule(alternates=st.integers(0, 2))
     def build(self, alternates: int) -> None:
         self.queried = True
-        self.book.start()
+        self.placement.start()
         hosts = HOSTS[: alternates + 1]
         selections = tuple(
             Selection(host_uuid=host, host=host[-1], service="s", allocations={host: {"VCPU": 1}}) for host in hosts
@@ -222,11 +222,11 @@ class World(RuleBasedStateMachine):
     @rule(data=st.data())
     def late_claim(self, data: st.DataObject) -> None:
         """A copy of a claim reaches placement long after any caller waited for its answer."""
-        self.book.claim(self.sent[data.draw(st.integers(0, len(self.sent) - 1))])
+        self.placement.claim(self.sent[data.draw(st.integers(0, len(self.sent) - 1))])
 
     @rule(uuid=st.sampled_from(HOSTS))
     def empty(self, uuid: str) -> None:
-        self.book.full.discard(uuid)
+        self.placement.full.discard(uuid)
 
     @rule(uuid=st.sampled_from(HOSTS))
     def see(self, uuid: str) -> None:
@@ -234,7 +234,7 @@ class World(RuleBasedStateMachine):
 
     @rule(uuid=st.sampled_from(HOSTS))
     def fill(self, uuid: str) -> None:
-        self.book.full.add(uuid)
+        self.placement.full.add(uuid)
 
     @rule(uuid=st.sampled_from(HOSTS))
     def lose_machine(self, uuid: str) -> None:
@@ -259,7 +259,7 @@ class World(RuleBasedStateMachine):
     @invariant()
     def active_is_claimed(self) -> None:
         if self.instance.state in (State.ACTIVE, State.BUILDING, State.DESTROYING):
-            assert self.book.held == (self.instance.attempt, self.instance.host_uuid)
+            assert self.placement.held == (self.instance.attempt, self.instance.host_uuid)
 
     def teardown(self) -> None:
         """Everything arrives in the end, and hosts report: then all three views agree (invariants 2 and 3).
@@ -282,14 +282,14 @@ class World(RuleBasedStateMachine):
             self.arrive(self.network.pop(0), "runs")
         self.at_most_one_end_a_request()
         self.numbers_rise()
-        self.book.full.clear()
+        self.placement.full.clear()
         for claim in self.sent:
-            self.book.claim(claim)
+            self.placement.claim(claim)
         assert self.instance.state in SETTLED, self.instance
         expected = (self.instance.attempt, self.instance.host_uuid) if self.instance.state is State.ACTIVE else None
         running = [(host.running, host.uuid) for host in self.hosts.values() if host.running is not None]
         assert running == ([expected] if expected else []), (running, self.instance)
-        assert self.book.held == expected, (self.book.held, self.instance)
+        assert self.placement.held == expected, (self.placement.held, self.instance)
         if self.queried:
             assert any(event.terminal for event in self.announced), self.instance
         if self.deleted:

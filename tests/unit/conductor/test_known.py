@@ -41,13 +41,13 @@ def uuid(n: int) -> str:
 ASKS = CellRecovering(cell="c1", process="conductor-1", database_incarnation=INCARNATION, query_id=uuid(0xFFFF))
 
 
-def page(question: CellRecovering, *known: int | KnownRecord, last: int | str = "", **more: Any) -> CellKnown:
+def page(query: CellRecovering, *known: int | KnownRecord, last: int | str = "", **more: Any) -> CellKnown:
     records = [one if isinstance(one, KnownRecord) else KnownRecord(instance_uuid=uuid(one)) for one in known]
     answered = {
-        "cell": question.cell,
-        "process": question.process,
-        "database_incarnation": question.database_incarnation,
-        "query_id": question.query_id,
+        "cell": query.cell,
+        "process": query.process,
+        "database_incarnation": query.database_incarnation,
+        "query_id": query.query_id,
         "instances": tuple(records),
         "last": uuid(last) if isinstance(last, int) else last,
     }
@@ -77,8 +77,8 @@ def test_a_page_that_answers_another_question_is_not_taken(other: dict[str, Any]
 )
 def test_what_is_named_outside_of_the_range_is_not_taken(after: int | str, last: int | str, taken: list[int]) -> None:
     """Neither an instance nor a fence: the page proves nothing of them."""
-    question = replace(ASKS, after=uuid(after) if isinstance(after, int) else "")
-    found = contents_of(question, page(question, 1, 2, 3, 4, last=last, fences=tuple(map(fence, (1, 2, 3, 4)))))
+    query = replace(ASKS, after=uuid(after) if isinstance(after, int) else "")
+    found = contents_of(query, page(query, 1, 2, 3, 4, last=last, fences=tuple(map(fence, (1, 2, 3, 4)))))
     assert found is not None
     assert sorted(found.instances) == [uuid(n) for n in taken]
     assert [one.host_uuid for one in found.fences] == [uuid(n) for n in taken]
@@ -87,18 +87,18 @@ def test_what_is_named_outside_of_the_range_is_not_taken(after: int | str, last:
 @pytest.mark.parametrize("last", [2, 5])
 def test_a_page_that_does_not_go_on_is_not_taken(last: int) -> None:
     """It would be asked for without an end."""
-    question = replace(ASKS, after=uuid(5))
-    assert contents_of(question, page(question, last=last)) is None
+    query = replace(ASKS, after=uuid(5))
+    assert contents_of(query, page(query, last=last)) is None
 
 
 def test_of_instances_that_are_asked_for_no_others_are_taken_and_none_is_missing() -> None:
-    question = replace(ASKS, asked=(uuid(1), uuid(2), uuid(3)))
-    whole = contents_of(question, page(question, 1, 2, 3, 7))
+    query = replace(ASKS, asked=(uuid(1), uuid(2), uuid(3)))
+    whole = contents_of(query, page(query, 1, 2, 3, 7))
     assert whole is not None and sorted(whole.instances) == [uuid(1), uuid(2), uuid(3)]
-    part = contents_of(question, page(question, 1, 2, last=2))
+    part = contents_of(query, page(query, 1, 2, last=2))
     assert part is not None and sorted(part.instances) == [uuid(1), uuid(2)]
-    for wrong in (page(question, 1, 3), page(question, 2, last=2), page(question), page(question, 7, last=0)):
-        assert contents_of(question, wrong) is None
+    for wrong in (page(query, 1, 3), page(query, 2, last=2), page(query), page(query, 7, last=0)):
+        assert contents_of(query, wrong) is None
 
 
 @pytest.mark.parametrize("field", ["instances", "fences"])
@@ -228,13 +228,13 @@ class Top:
 def in_order(known: Sequence[int], size: int) -> Callable[[CellRecovering], CellKnown]:
     """Answers from these instances, so many a page; of those asked for each is told."""
 
-    def answer(question: CellRecovering) -> CellKnown:
-        if question.asked:
-            records = [KnownRecord(instance_uuid=one) for one in sorted(question.asked)[:size]]
-            rest = len(question.asked) > size
-            return page(question, *records, last=records[-1].instance_uuid if rest else "")
-        behind = [n for n in known if uuid(n) > question.after]
-        return page(question, *behind[:size], last=behind[size - 1] if len(behind) > size else "")
+    def answer(query: CellRecovering) -> CellKnown:
+        if query.asked:
+            records = [KnownRecord(instance_uuid=one) for one in sorted(query.asked)[:size]]
+            rest = len(query.asked) > size
+            return page(query, *records, last=records[-1].instance_uuid if rest else "")
+        behind = [n for n in known if uuid(n) > query.after]
+        return page(query, *behind[:size], last=behind[size - 1] if len(behind) > size else "")
 
     return answer
 
@@ -276,10 +276,10 @@ async def test_a_lost_page_is_asked_for_again_under_the_same_question() -> None:
     """The scheduler died with it, or the page was dropped. Once it is answered, the pause begins anew."""
     lost = iter([True, True, False, True, False, False])
     whole = in_order((1, 2, 3), 1)
-    top = Top(lambda question: None if next(lost) else whole(question))
+    top = Top(lambda query: None if next(lost) else whole(query))
     assert told_of(await top.parts()) == [uuid(1), uuid(2), uuid(3)]
-    questions = [one.query_id for one in top.asked]
-    assert [questions.count(one) for one in dict.fromkeys(questions)] == [3, 2, 1]
+    queries = [one.query_id for one in top.asked]
+    assert [queries.count(one) for one in dict.fromkeys(queries)] == [3, 2, 1]
 
 
 @on_virtual_time
@@ -287,8 +287,8 @@ async def test_a_page_of_a_former_recovery_is_not_taken() -> None:
     """It says less than this one asks for: what was committed in between."""
     whole, answered = in_order((1, 2, 3), 1), list[CellKnown]()
 
-    def answer(question: CellRecovering) -> CellKnown:
-        answered.append(whole(question))
+    def answer(query: CellRecovering) -> CellKnown:
+        answered.append(whole(query))
         return answered[-1]
 
     async def repeat(bus: Bus) -> None:

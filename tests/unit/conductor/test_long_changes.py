@@ -19,8 +19,8 @@ def test_a_revert_of_a_resize_in_place_that_was_lost_has_an_end_though_its_insta
     made.apply(missed(made.instance))
     assert made.instance.phase == (State.RELEASING, State.FAILED)
     made.apply(DELETE)
-    while isinstance(question := awaited_request_of(made.instance), Release):
-        made.apply(e.Released(at=400.0, consumer=question.consumer, attempt=question.attempt or 0))
+    while isinstance(query := awaited_request_of(made.instance), Release):
+        made.apply(e.Released(at=400.0, consumer=query.consumer, attempt=query.attempt or 0))
     assert made.instance.state is State.DELETED
     assert [m for m in made.commands if isinstance(m, ActionEvent) and m.terminal and m.request_id == OTHER]
 

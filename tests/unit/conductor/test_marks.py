@@ -84,7 +84,7 @@ class Story:
         self.backup = (self.recorded, self.has)
 
     def restore(self, hears: str) -> tuple[bool, bool]:
-        """The database is set back, which begins an incarnation. Who is heard is told of it. Returns (whether it was
+        """The database is restored, which begins an incarnation. Who is heard is told of it. Returns (whether it was
         found to be behind, whether it is).
         """
         self.recorded, self.has = self.backup

@@ -145,8 +145,8 @@ GROUP, NEW_GROUP = (ServerGroup(uuid=name, policy="affinity") for name in ("g1",
 def test_the_record_of_a_request_that_has_begun(
     before: Instance, event: e.ActionRequested, limits: dict[str, int], newest: int, source_attempt: int
 ) -> None:
-    begun = replace(event, request=replace(event.request, limits=NEW))
-    after = step(replace(before, limits=OLD), begun, PATIENCE).instance
+    started = replace(event, request=replace(event.request, limits=NEW))
+    after = step(replace(before, limits=OLD), started, PATIENCE).instance
     assert after.action is not None
     assert (after.limits, after.highest_attempt, after.action.source_attempt) == (limits, newest, source_attempt)
 

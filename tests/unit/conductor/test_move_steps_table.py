@@ -37,7 +37,7 @@ THERE = moving(S.RESIZED, action={"finishing": True})
 BUILT = moving(S.FINISHING, action={"finishing": True})
 
 
-def runs(n: int, *, built: bool = True) -> e.HostRuns:
+def runs(n: int, *, built: bool = True) -> e.MachineRunning:
     return e.MachineRunning(at=220.0, attempt=n, host_uuid=host(n), service="s1", built=built)
 
 

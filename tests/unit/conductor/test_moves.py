@@ -63,9 +63,9 @@ def test_a_reverted_move_destroys_the_destination_before_the_source_starts() -> 
     assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.REVERTING), [(2, host(2))])
     assert awaited_request_of(made.instance) is None
     made.apply(e.Destroyed(at=220.0, attempt=2, host_uuid=host(2), service="s1"))
-    question = awaited_request_of(made.instance)
-    assert isinstance(question, Revert)
-    assert (question.attempt, question.source_attempt) == (3, 1)
+    query = awaited_request_of(made.instance)
+    assert isinstance(query, Revert)
+    assert (query.attempt, query.source_attempt) == (3, 1)
     (start,) = changes(made.apply(e.Reverted(at=221.0, attempt=3, consumer_generation=11)))
     assert (start.change, start.host_uuid, start.attempt) == (ChangeKind.START, host(1), 1)
     made.end(1, 1, runs=True)
@@ -76,9 +76,9 @@ def test_a_reverted_move_destroys_the_destination_before_the_source_starts() -> 
     assert not is_provably_ended(made.instance, 1, host(1))
     assert not is_provably_ended(made.instance, 4, host(2))
     made.apply(request(ActionKind.MIGRATE, 2, request_id=OTHER.replace("2", "3")))
-    question = awaited_request_of(made.instance)
-    assert isinstance(question, Claim)
-    assert question.attempt == 4
+    query = awaited_request_of(made.instance)
+    assert isinstance(query, Claim)
+    assert query.attempt == 4
 
 
 def test_a_source_that_does_not_hand_over_is_started_again() -> None:
@@ -182,9 +182,9 @@ def test_a_delete_after_a_refused_claim_releases_both_because_a_copy_may_have_su
     made.apply(*(reversed(events) if deleted_first else events))
     made.apply(e.Destroyed(at=301.0, attempt=1, host_uuid=host(1), service="s1"))
     for consumer in (UUID, ACTION):
-        question = awaited_request_of(made.instance)
-        assert isinstance(question, Release)
-        assert question.consumer == consumer
+        query = awaited_request_of(made.instance)
+        assert isinstance(query, Release)
+        assert query.consumer == consumer
         made.apply(e.Released(at=302.0, consumer=consumer))
     assert made.instance.state is State.DELETED
 
@@ -229,9 +229,9 @@ def test_a_move_goes_on_with_the_generation_that_an_audits_claim_has_left() -> N
         at=201.0, attempt=2, consumer_conflict=True, consumer_generation=12, allocations={host(1): {"VCPU": 1}}
     )
     made.apply(changed)
-    question = awaited_request_of(made.instance)
-    assert isinstance(question, Claim)
-    assert (question.attempt, question.consumer_generation, made.instance.state) == (2, 12, State.CLAIMING)
+    query = awaited_request_of(made.instance)
+    assert isinstance(query, Claim)
+    assert (query.attempt, query.consumer_generation, made.instance.state) == (2, 12, State.CLAIMING)
     made.apply(changed)
     assert made.instance.state is State.REVERTING, "once: another client goes on changing it"
     other = begun(ActionKind.MIGRATE, 2, 3)
@@ -303,15 +303,15 @@ def rescued() -> Scenario:
 
 def test_a_rescued_instance_is_unrescued_first_and_its_password_is_forgotten() -> None:
     made = begun(ActionKind.RESCUE, rescue_password="sesame")
-    (order,) = [one for one in made.commands if isinstance(one, ChangeMachine)]
-    assert (order.change, order.rescue_password) == (ChangeKind.RESCUE, "sesame")
+    (command,) = [one for one in made.commands if isinstance(one, ChangeMachine)]
+    assert (command.change, command.rescue_password) == (ChangeKind.RESCUE, "sesame")
     made.end(1, 1, runs=True)
     assert b"sesame" not in msgspec.json.encode(made.instance)
     assert condition_of(made.instance) is Condition.RESCUED
     refusal = made.apply(request(ActionKind.STOP, request_id=OTHER))
     assert announced(*refusal.commands) == [(ActionKind.STOP, ActionState.REFUSED, True, "instance.rescued")]
-    (order,) = changes(made.apply(request(ActionKind.UNRESCUE, request_id=UUID)))
-    assert (order.change, order.rescue_password) == (ChangeKind.UNRESCUE, "")
+    (command,) = changes(made.apply(request(ActionKind.UNRESCUE, request_id=UUID)))
+    assert (command.change, command.rescue_password) == (ChangeKind.UNRESCUE, "")
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_a_revert_that_waits_ends_with_the_machine_that_is_lost() -> None:
 
 @pytest.mark.parametrize("answered", [True, False], ids=["answered", "not answered"])
 def test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_commanded(answered: bool) -> None:
-    """The machine kept the new size, and with the move undone its record and placement had the old one."""
+    """The machine kept the new size, and with the move rolled back its record and placement had the old one."""
     made = begun(ActionKind.RESIZE, 1, 2, spec=replace(SPEC, flavor="larger"))
     made.apply(claimed())
     (back,) = changes(made.end(1, 1, done=False, code="broken", runs=True))
@@ -405,7 +405,7 @@ def test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_com
 
 @pytest.mark.parametrize("state", [State.CHANGING, State.RESTARTING])
 def test_a_machine_that_is_being_changed_is_wanted_where_it_is(state: State) -> None:
-    """A report that lists it comes while it is being stopped, or started again after a move that was undone."""
+    """A report that lists it comes while it is being stopped, or started again after a move that was rolled back."""
     made = begun(ActionKind.STOP) if state is State.CHANGING else begun(ActionKind.MIGRATE, 2)
     if state is State.RESTARTING:
         made.apply(claimed())
@@ -435,7 +435,7 @@ def test_what_a_finished_resize_is_after_it_was_undone_by_itself_is_announced() 
     assert (last.host, last.flavor, last.code) == ("host-1", small.flavor, "instance.lost")
 
 
-# --- no move that has arrived is undone before its source was seen, and what waits for a silent host shows it
+# --- no move that has arrived is rolled back before its source was seen, and what waits for a silent host shows it
 
 
 QUERIED = SourceQuery(host(1), "s1", 1, 202001)

@@ -52,10 +52,10 @@ NO_MOVE: dict[str, Any] = {"action": None}
 FIELDS_OF_INSTANCE = frozenset({"action", "queried", "selections"})
 
 
-def in_phase(at: State | Phase, kind: ActionKind = ActionKind.MIGRATE, **facts: Any) -> Instance:
+def in_phase(at: State | Phase, kind: ActionKind = ActionKind.MIGRATE, **fields: Any) -> Instance:
     """Attempt 2 on host 2, from attempt 1 on host 1. facts: of the instance, or else of its move."""
     state, next_state = phase_of(at)
-    of_action = {name: fact for name, fact in facts.items() if name not in FIELDS_OF_INSTANCE}
+    of_action = {name: fact for name, fact in fields.items() if name not in FIELDS_OF_INSTANCE}
     known = Instance(
         uuid=UUID,
         state=state,
@@ -68,13 +68,13 @@ def in_phase(at: State | Phase, kind: ActionKind = ActionKind.MIGRATE, **facts: 
         image="snapshot",
         action=replace(MIGRATING, kind=kind, **of_action),
     )
-    return replace(known, **{name: fact for name, fact in facts.items() if name in FIELDS_OF_INSTANCE})
+    return replace(known, **{name: fact for name, fact in fields.items() if name in FIELDS_OF_INSTANCE})
 
 
-def resized_here(at: State | Phase, **facts: Any) -> Instance:
+def resized_here(at: State | Phase, **fields: Any) -> Instance:
     """A resize on host 1, which another service has by now."""
     here = replace(selection(1), service="s8", allocations={host(1): {"VCPU": 8}})
-    return in_phase(at, ActionKind.RESIZE, selections=(selection(1), here), **facts)
+    return in_phase(at, ActionKind.RESIZE, selections=(selection(1), here), **fields)
 
 
 HERE, SOURCE = (2, host(2)), (1, host(1))
@@ -165,8 +165,8 @@ AT_SOURCE = {"attempt": 1, "host_uuid": host(1), "service": "s9", "spec": OLD, "
     ],
 )
 def test_what_a_change_is_commanded_with(known: Instance, fields: dict[str, object]) -> None:
-    (order,) = commands_of(known, PATIENCE)
-    assert isinstance(order, ChangeMachine)
+    (command,) = commands_of(known, PATIENCE)
+    assert isinstance(command, ChangeMachine)
     expected = {
         "attempt": 2,
         "host_uuid": host(2),
@@ -177,8 +177,8 @@ def test_what_a_change_is_commanded_with(known: Instance, fields: dict[str, obje
         "rescue_password": "",
         **fields,
     }
-    assert {name: getattr(order, name) for name in expected} == expected
-    assert (order.change_number, order.timeout_s, order.database_id) == (5, 100.0, PATIENCE.database_id)
+    assert {name: getattr(command, name) for name in expected} == expected
+    assert (command.change_number, command.timeout_s, command.database_id) == (5, 100.0, PATIENCE.database_id)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_orders_are_sent_once_and_before_the_other_messages(
 
 
 @pytest.mark.parametrize(
-    ("known", "queried", "order"),
+    ("known", "queried", "command"),
     [
         (in_phase(State.BUILDING, **NO_MOVE), True, 5),
         (in_phase((State.CLAIMING, State.BUILDING), **NO_MOVE), False, 5),
@@ -211,10 +211,10 @@ def test_orders_are_sent_once_and_before_the_other_messages(
         (in_phase(State.PREPARING), False, 2000),
     ],
 )
-def test_without_an_answer_all_is_sent_again_under_a_new_number(known: Instance, queried: bool, order: int) -> None:
+def test_without_an_answer_all_is_sent_again_under_a_new_number(known: Instance, queried: bool, command: int) -> None:
     stepped = resend_all(replace(known, since=1.5), 2.0, PATIENCE)
     after = stepped.instance
-    assert (stepped.resend, after.queried, after.change_number) == (True, queried, order)
+    assert (stepped.resend, after.queried, after.change_number) == (True, queried, command)
     assert after.deadline == 2.0 + PATIENCE.destroy_retry_s
 
 
@@ -224,10 +224,10 @@ def test_what_is_not_answered_is_sent_less_and_less_often(waited: float, wait: f
     assert next_resend_at(Instance(uuid=UUID, since=100.0), 100.0 + waited, context) == 100.0 + waited + wait
 
 
-@pytest.mark.parametrize(("at", "order"), [(0.001, 6), (0.006, 6), (0.007, 7), (2.0, 2000)])
-def test_a_change_is_numbered_above_all_before_and_by_the_time(at: float, order: int) -> None:
+@pytest.mark.parametrize(("at", "command"), [(0.001, 6), (0.006, 6), (0.007, 7), (2.0, 2000)])
+def test_a_change_is_numbered_above_all_before_and_by_the_time(at: float, command: int) -> None:
     after = with_change_number(in_phase(State.PREPARING), at)
-    assert after.action is not None and (after.change_number, after.action.change_number) == (order, order)
+    assert after.action is not None and (after.change_number, after.action.change_number) == (command, command)
 
 
 LARGE = replace(selection(1), allocations={host(1): {"MEMORY_MB": 4000, "VCPU": 9}, host(3): {"VCPU": 1}})
@@ -275,7 +275,7 @@ BOTH = (OPTION_2, OPTION_3)
 
 
 @pytest.mark.parametrize(
-    ("known", "question"),
+    ("known", "query"),
     [
         (record(S.CLAIMING, S.BUILDING), CLAIM),
         (
@@ -310,8 +310,8 @@ BOTH = (OPTION_2, OPTION_3)
         (record(S.DESTROYING, S.DELETED), None),
     ],
 )
-def test_the_request_that_follows_from_a_record(known: Instance, question: object) -> None:
-    assert awaited_request_of(known) == question
+def test_the_request_that_follows_from_a_record(known: Instance, query: object) -> None:
+    assert awaited_request_of(known) == query
 
 
 @pytest.mark.parametrize(
@@ -367,9 +367,9 @@ def test_only_the_answer_to_what_is_asked_now_counts(known: Instance) -> None:
     """A conductor that was paused brings the answer to what an earlier record had asked: a release that it took for its
     own left an allocation that nobody released.
     """
-    question = awaited_request_of(known)
-    assert isinstance(question, Claim | Release | Revert)
-    answer, attempt = ANSWERS[type(question)], question.attempt or 0
-    assert step(known, answer(consumer=question.consumer, attempt=attempt), PATIENCE).instance is not known
-    for consumer, other in ((question.consumer, attempt - 1), (OTHER, attempt)):
+    query = awaited_request_of(known)
+    assert isinstance(query, Claim | Release | Revert)
+    answer, attempt = ANSWERS[type(query)], query.attempt or 0
+    assert step(known, answer(consumer=query.consumer, attempt=attempt), PATIENCE).instance is not known
+    for consumer, other in ((query.consumer, attempt - 1), (OTHER, attempt)):
         assert step(known, answer(consumer=consumer, attempt=other), PATIENCE) == Step(known)

@@ -1,4 +1,4 @@
-"""What is made of one instance after its cell's database was set back: over all that may be recorded, listed and known,
+"""What is made of one instance after its cell's database was restored: over all that may be recorded, listed and known,
 and over histories of which every pair of backups is restored.
 """
 
@@ -155,7 +155,7 @@ def faults_about_machines(case: Case, result: Reconciled) -> Iterator[str]:
     """What becomes of the machines, and must not."""
     record, machines, known, _ = case
     own = [one for one in machines if not one.foreign]
-    ordered = [order.machine for order in result.commands]
+    ordered = [command.machine for command in result.commands]
     if any(one.foreign for one in ordered):
         yield "a foreign machine is touched"
     if any(o.kind is RecoveryCommandKind.DESTROY for o in result.commands) and not is_delete_recorded(record, known):
@@ -164,7 +164,7 @@ def faults_about_machines(case: Case, result: Reconciled) -> Iterator[str]:
         yield "nobody awaits that it is destroyed"
     wanted = [one for one in own if (one.host_uuid, one.attempt) in wanted_of(result)]
     running = {one.host_uuid for one in wanted if one.complete and one.runs}
-    running |= {order.machine.host_uuid for order in result.commands if order.kind is RecoveryCommandKind.START}
+    running |= {command.machine.host_uuid for command in result.commands if command.kind is RecoveryCommandKind.START}
     if len(running) > 1 or len(wanted) > 2:
         yield "two are wanted"
     if any(one.busy for one in own) and result.blocked_reason is not BlockedReason.BUSY:
@@ -566,7 +566,7 @@ def follow(machines: Sequence[ListedMachine], orders: Sequence[RecoveryCommand])
     """The machines when the orders were carried out, and what was under way has ended."""
     left = []
     for one in machines:
-        actions = {order.kind for order in orders if order.machine == one}
+        actions = {command.kind for command in orders if command.machine == one}
         if RecoveryCommandKind.DESTROY in actions or (
             RecoveryCommandKind.DESTROY_IF_INCOMPLETE in actions and not one.complete
         ):
@@ -588,7 +588,7 @@ def harms_of(case: Restored, before: Sequence[ListedMachine], result: Reconciled
         yield "destroyed"
     if after is None or result.blocked_reason or case.now.is_deleted:
         return
-    starts = [order.machine for order in result.commands if order.kind is RecoveryCommandKind.START]
+    starts = [command.machine for command in result.commands if command.kind is RecoveryCommandKind.START]
     wanted = {(after.host_uuid, after.attempt)} if desired_state_of(after).current in DESIRED else set()
     wanted |= {(one.host_uuid, one.attempt) for one in starts}
     if wanted - {alive} or after.phase in OFFLOADED_PHASES:

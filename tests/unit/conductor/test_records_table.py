@@ -65,10 +65,10 @@ def done(
 
 
 ABORTED = {"ending_request_id": OTHER, "ending_kind": ActionKind.ABORT}
-FULL = tried(3, "not_claimed", 111.0, attempt=5, code="full")
+FULL = tried(3, "not_claimed", 111.0, attempt=5, code="no_capacity")
 UP = {**RESTS, "state": State.ACTIVE, "selections": (ON_2,), "selection_index": 0, "answered": True}
 FAILED_1 = tried(2, "failed", 110.0, code="spawn.no_disk", reason="full")
-NONE_LEFT = "1 of 3 hosts tried, none is left. host-3: not_claimed, full"
+NONE_LEFT = "1 of 3 hosts tried, none is left. host-3: not_claimed, no_capacity"
 BUILDING, CLAIMING, RELEASING, DESTROYING = State.BUILDING, State.CLAIMING, State.RELEASING, State.DESTROYING
 
 
@@ -189,8 +189,8 @@ ARRIVED = {"sequence": 21, "selections": (ON_1, ON_2), "since": 110.0, "answered
             {**waits(State.REVERTING, None, 201.0, deadline=216.0), "sequence": 21, "queried": False,
              "highest_attempt": 5,
              "move_rollback_code": "max_retries_exceeded",
-             "move_rollback_reason": "no host is left. host-2: not_claimed (full)",
-             "move_history": (tried(2, "not_claimed", 201.0, attempt=5, code="full"),)},
+             "move_rollback_reason": "no host is left. host-2: not_claimed (no_capacity)",
+             "move_history": (tried(2, "not_claimed", 201.0, attempt=5, code="no_capacity"),)},
         ),
         (
             *answer(moving(State.PREPARING, action={"change_number": 5}, change_number=5), 2),

@@ -378,21 +378,21 @@ async def test_the_older_of_two_machines_stays_and_is_quarantined_when_it_is_rep
     assert not cell.sent(Destroy)
 
 
-@pytest.mark.parametrize("verdict", [DESTROY, ADOPT, PROTECT])
-async def test_of_an_operators_words_only_that_a_machine_is_kept_outlives_a_recovery(verdict: str) -> None:
+@pytest.mark.parametrize("decision", [DESTROY, ADOPT, PROTECT])
+async def test_of_an_operators_words_only_that_a_machine_is_kept_outlives_a_recovery(decision: str) -> None:
     """The machine may have been given to its instance since, and the restored record has the earlier word."""
     world = World(listed(2, 2), listed(3, 1), told=known(2))
     cell = await cell_of(world, ACTIVE)
     await cell.store.safety.record(
         "s3", [UnknownMachine(UUID, 1, host(3), UnknownMachineKind.QUARANTINED, "older")], 1.0
     )
-    await cell.store.safety.decide([DecidedMachine(UUID)], verdict, "ann", 2.0)
+    await cell.store.safety.decide([DecidedMachine(UUID)], decision, "ann", 2.0)
     found = await cell.recover()
     assert found is not None and (found.host_uuid, found.attempt) == (host(2), 2)
     report = listing("s3", 3, runs=(Running(instance_uuid=UUID, attempt=1, database_id=cell.store.database_id),))
     await cell.hosts.hosts([Received(report, Meta(id="h"), "c1", "conductor.hosts")])
     assert not cell.sent(Destroy)
-    assert [one.decision for one in await cell.store.safety.records()] == [PROTECT if verdict == PROTECT else ""]
+    assert [one.decision for one in await cell.store.safety.records()] == [PROTECT if decision == PROTECT else ""]
 
 
 async def test_the_end_of_what_was_lost_reaches_schedulers_that_have_it_as_active() -> None:
@@ -442,7 +442,7 @@ async def test_a_listing_of_several_pages_is_read_to_its_end() -> None:
 
 async def test_placement_that_refuses_leaves_the_machine_to_its_instance() -> None:
     world = World(listed(3, 7), told=known(2))
-    world.refused = "full"
+    world.refused = "no_capacity"
     cell = await cell_of(world, ACTIVE)
     found = await cell.recover()
     assert found is not None and (found.state, found.host_uuid) == (State.ACTIVE, host(3))
@@ -589,7 +589,7 @@ async def test_a_recovery_that_begins_anew_records_nothing_of_the_one_before() -
     async with cell.store.transaction() as transaction:
         await transaction.begin_recovery(Stated((DatabaseMark(5),)))
     with pytest.raises(Unrecognised):
-        await cell.recovery._settle([UUID], {}, listing)
+        await cell.recovery._reconcile_all([UUID], {}, listing)
     assert await cell.recorded() == ACTIVE
 
 

@@ -36,12 +36,12 @@ DELETING = record(
 )
 
 
-async def decided(cell: Cell, verdict: str, *places: tuple[int, int]) -> None:
+async def decided(cell: Cell, decision: str, *places: tuple[int, int]) -> None:
     """These machines, each a host and an attempt, are in quarantine, and an operator has decided about them."""
     for number, attempt in places:
         machine = UnknownMachine(UUID, attempt, host(number), UnknownMachineKind.QUARANTINED, "older")
         await cell.store.safety.record(f"s{number}", [machine], 1.0)
-    await cell.store.safety.decide([DecidedMachine(UUID)], verdict, "ann", 2.0)
+    await cell.store.safety.decide([DecidedMachine(UUID)], decision, "ann", 2.0)
 
 
 async def reported(cell: Cell, number: int, attempt: int) -> None:
@@ -58,34 +58,34 @@ async def test_of_several_machines_that_an_operator_keeps_none_is_destroyed() ->
     assert [one.host_uuid for one in cell.sent(Destroy)] == [host(2)]
 
 
-@pytest.mark.parametrize("verdict", [PROTECT, ADOPT])
-async def test_an_operators_word_on_a_blocked_instance_outlives_a_report(verdict: str) -> None:
+@pytest.mark.parametrize("decision", [PROTECT, ADOPT])
+async def test_an_operators_word_on_a_blocked_instance_outlives_a_report(decision: str) -> None:
     """No report explains its machines: a reconciliation judges them, by that word."""
     world = World(listed(2, 2), listed(3, 1, busy=True), told=known(2))
     cell = await cell_of(world, ACTIVE)
     found = await cell.recover()
     assert found is not None and found.blocked_reason == BlockedReason.BUSY
-    await decided(cell, verdict, (3, 1))
+    await decided(cell, decision, (3, 1))
     await reported(cell, 3, 1)
-    assert [one.decision for one in await cell.store.safety.records()] == [verdict]
+    assert [one.decision for one in await cell.store.safety.records()] == [decision]
 
 
-@pytest.mark.parametrize("lifting", [False, True])
-async def test_what_was_active_on_a_host_that_is_fenced_is_not_lost(*, lifting: bool) -> None:
+@pytest.mark.parametrize("unfencing", [False, True])
+async def test_what_was_active_on_a_host_that_is_fenced_is_not_lost(*, unfencing: bool) -> None:
     """By a fence alone no instance ends: it is evacuated, or its host comes back with it."""
     world = World(told=known(2))
     world.services = {"s1", "s3"}
     fence = CellFence(host_uuid=host(2), host="host-2", version=1)
-    world.fences = (replace(fence, version=2, unfence=True) if lifting else fence,)
+    world.fences = (replace(fence, version=2, unfence=True) if unfencing else fence,)
     cell = await cell_of(world, ACTIVE)
     await cell.store.fences.put(fence_of(fence, 1.0))
     found = await cell.recover()
     assert found is not None and found.state is State.ACTIVE
-    assert found.blocked_reason == (BlockedReason.HOST_ABSENT if lifting else "")
+    assert found.blocked_reason == (BlockedReason.HOST_ABSENT if unfencing else "")
 
 
 async def test_no_machine_is_started_beside_one_that_runs() -> None:
-    """The move was undone after the backup: its source runs again, and its destination is still to be destroyed."""
+    """The move was rolled back after the backup: its source runs again, its destination is still to be destroyed."""
     world = World(listed(1, 1), listed(3, 7, runs=False), told=known(1, 8))
     cell = await cell_of(world, replace(ACTIVE, attempt=1))
     found = await cell.recover()

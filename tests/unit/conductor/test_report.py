@@ -67,13 +67,13 @@ def report(
     return ComputeHosts(service="s", cell="c", epoch=epoch, sequence=sequence, hosts=(host,))
 
 
-def compared(made: ComputeHosts, *briefs: InstanceSummary, now: float = 201.0) -> Differences:
-    return differences(made, briefs, database_id=DATABASE_ID, now=now, grace_s=30.0)
+def compared(made: ComputeHosts, *summaries: InstanceSummary, now: float = 201.0) -> Differences:
+    return differences(made, summaries, database_id=DATABASE_ID, now=now, grace_s=30.0)
 
 
-def found(made: ComputeHosts, *briefs: InstanceSummary) -> list[Event]:
+def found(made: ComputeHosts, *summaries: InstanceSummary) -> list[Event]:
     """By a scan from after these records became what they are."""
-    differs = compared(replace(made, rescans=tuple(rescan_id(one) for one in briefs)), *briefs)
+    differs = compared(replace(made, rescans=tuple(rescan_id(one) for one in summaries)), *summaries)
     return [event for _, event in (*differs.events, *differs.destructive)]
 
 
@@ -83,7 +83,7 @@ def demanded(differs: Differences) -> tuple[tuple[str, str], ...]:
     return tuple((host, rescan) for (host, _), rescan in both)
 
 
-def brief(at: State | Phase, host: str = HOST, attempt: int = 1, service: str = "s") -> InstanceSummary:
+def summary(at: State | Phase, host: str = HOST, attempt: int = 1, service: str = "s") -> InstanceSummary:
     state, next_state = phase_of(at)
     return InstanceSummary(A, state, host, service, attempt, SINCE, next_state=next_state)
 
@@ -91,7 +91,7 @@ def brief(at: State | Phase, host: str = HOST, attempt: int = 1, service: str = 
 def test_what_another_service_misses_is_looked_at_again_before_it_is_lost() -> None:
     """Only a scan that began after the record was what it is proves a loss, and no clock shows that."""
     for state in (State.ACTIVE, State.RESIZED, DELETING):
-        record = brief(state, service="former")
+        record = summary(state, service="former")
         differs = compared(report(), record)
         assert (differs.events, differs.destructive, demanded(differs)) == ((), (), ((HOST, rescan_id(record)),))
         looked = compared(replace(report(), rescans=(rescan_id(record),)), record)
@@ -135,7 +135,7 @@ async def test_a_report_of_a_lower_epoch_sends_its_service_the_one_it_has_to_out
         handlers = HostHandlers()  # type: ignore[call-arg]
         handlers._store = await opened_store()
         handlers._newest, handlers._clock, handlers._stated = NewestReports(), SystemClock(), Stated
-        handlers._outdated = lambda service, epoch: reported.append((service, epoch))
+        handlers._record_superseded = lambda service, epoch: reported.append((service, epoch))
         for epoch, sequence in ((9, 5), (9, 5), (9, 4), (3, 6)):
             page = ComputeHosts(service="s", cell="c", epoch=epoch, sequence=sequence, seen_at=1.0)
             await handlers.hosts([Received(message=page, meta=Meta(id="m"), bus="c", queue="q")])
@@ -178,7 +178,7 @@ async def guarded(instances: Sequence[Instance]) -> AsyncIterator[tuple[MemoryIn
     await store.close()
 
 
-def report_of_source(instances: Sequence[Instance], database_id: str, *, is_later: bool = True) -> ComputeHosts:
+def report_of_source(instances: Sequence[Instance], database_id: str, *, is_newer: bool = True) -> ComputeHosts:
     """Attempt 1 of each still runs on the source, by this report. is_later: of a scan that began after their records
     became what they are.
     """
@@ -189,23 +189,23 @@ def report_of_source(instances: Sequence[Instance], database_id: str, *, is_late
         epoch=EPOCH,
         sequence=9,
         hosts=(HostReport(uuid=SOURCE, name="h", running=machines),),
-        rescans=tuple(rescan_id(one) for one in instances) if is_later else (),
+        rescans=tuple(rescan_id(one) for one in instances) if is_newer else (),
     )
 
 
-@pytest.mark.parametrize("is_later", [False, True])
+@pytest.mark.parametrize("is_newer", [False, True])
 @pytest.mark.parametrize("destination", [SERVICE, "other"])
-async def test_sources_that_are_gone_since_the_report_are_not_counted_as_over(destination: str, is_later: bool) -> None:
+async def test_sources_that_are_gone_since_the_report_are_not_counted_as_over(destination: str, is_newer: bool) -> None:
     """A chaos run with moves opened a breaker: a report of before an outage listed eight sources of moves."""
     instances = [moved(number, destination) for number in range(MANY)]
     async with guarded(instances) as (store, guard):
-        report = report_of_source(instances, store.database_id, is_later=is_later)
-        briefs = await store.summaries([SOURCE], [one.uuid for one in instances])
-        found = differences(report, briefs, now=MOVED_AT + 60, grace_s=30.0, database_id=store.database_id)
-        assert len(found.destructive) == (MANY if is_later else 0)
-        assert len(found.destructive_rescans) == (0 if is_later else MANY), "each is looked for again"
+        report = report_of_source(instances, store.database_id, is_newer=is_newer)
+        summaries = await store.summaries([SOURCE], [one.uuid for one in instances])
+        found = differences(report, summaries, now=MOVED_AT + 60, grace_s=30.0, database_id=store.database_id)
+        assert len(found.destructive) == (MANY if is_newer else 0)
+        assert len(found.destructive_rescans) == (0 if is_newer else MANY), "each is looked for again"
         assert not await guard.assess(report, found)
-        assert [breaker.over for breaker in await store.safety.breakers()] == ([MANY] if is_later else [])
+        assert [breaker.over for breaker in await store.safety.breakers()] == ([MANY] if is_newer else [])
 
 
 async def test_a_service_below_the_epoch_under_which_its_machine_was_built_is_believed() -> None:
@@ -214,13 +214,13 @@ async def test_a_service_below_the_epoch_under_which_its_machine_was_built_is_be
     async with guarded([instance]) as (store, guard):
         empty = HostReport(uuid=DESTINATION, name="h", running=())
         report = replace(report_of_source([], ""), epoch=0, hosts=(empty,), rescans=(rescan_id(instance),))
-        briefs = await store.summaries([DESTINATION], [])
-        found = differences(report, briefs, now=MOVED_AT + 99, grace_s=30.0, database_id=store.database_id)
+        summaries = await store.summaries([DESTINATION], [])
+        found = differences(report, summaries, now=MOVED_AT + 99, grace_s=30.0, database_id=store.database_id)
         assert [uuid for uuid, _ in await guard.assess(report, found)] == [instance.uuid]
 
 
 async def test_a_machine_that_a_backup_has_on_record_again_is_taken_off_with_its_next_report() -> None:
-    """A simulated cell was set back to while a machine of a move was in quarantine: it stayed listed for ever."""
+    """A simulated cell was restored to while a machine of a move was in quarantine: it stayed listed for ever."""
     instances = [moved(0, SERVICE)]
     (one,) = instances
     strange = UnknownMachine(one.uuid, 1, SOURCE, UnknownMachineKind.QUARANTINED, NO_RECORD)
@@ -228,12 +228,12 @@ async def test_a_machine_that_a_backup_has_on_record_again_is_taken_off_with_its
         report = report_of_source(instances, store.database_id)
         await guard.assess(report, Differences(unknown_machines=(strange,)))
         assert await store.safety.records()
-        await guard.forget(report, ())
+        await guard.delete_resolved(report, ())
         await store.safety.record(SERVICE, [strange], MOVED_AT)  # the backup has it
         store._table.place += 1
         async with store.transaction() as transaction:
             assert await transaction.recognise() is not None
-        await guard.forget(report, ())
+        await guard.delete_resolved(report, ())
         assert not await store.safety.records()
 
 
@@ -292,7 +292,7 @@ async def test_an_active_instance_is_not_lost_by_the_report_of_a_second_service(
         clock,
         config,
         bus,  # type: ignore[arg-type]
-        outdated=lambda _service, _epoch: None,
+        superseded=lambda _service, _epoch: None,
         up=lambda: up,
         gone=gone,
     )

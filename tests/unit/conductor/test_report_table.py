@@ -42,7 +42,7 @@ RUNS, MISSING, RESCAN, HARMFUL_RUNS, LOST, HARMFUL_RESCAN = "runs", "missing", "
 AGREES = ""
 
 
-def brief(at: State | Phase, attempt: int = 1, at_host: str = HERE, **others: Any) -> InstanceSummary:
+def summary(at: State | Phase, attempt: int = 1, at_host: str = HERE, **others: Any) -> InstanceSummary:
     state, next_state = phase_of(at)
     return replace(InstanceSummary(UUID, state, at_host, "s", attempt, SINCE, next_state=next_state), **others)
 
@@ -51,8 +51,8 @@ def moved(
     at: State | Phase, attempt: int = 2, at_host: str = THERE, source: str = HERE, **others: Any
 ) -> InstanceSummary:
     """From attempt 1 on `source`."""
-    facts = {"source_host_uuid": source, "source_service": "s", "source_attempt": 1, **others}
-    return brief(at, attempt, at_host, **facts)
+    fields = {"source_host_uuid": source, "source_service": "s", "source_attempt": 1, **others}
+    return summary(at, attempt, at_host, **fields)
 
 
 def outcome(
@@ -102,48 +102,48 @@ def outcome(
     [
         # Without our mark.
         (None, UNMARKED, NO_OWNER_TAG),
-        (brief(State.ACTIVE), UNMARKED, AGREES),
-        (brief(State.ACTIVE), replace(UNMARKED, destroying=True), AGREES),
-        (brief(State.ACTIVE, at_host=THERE), UNMARKED, NO_OWNER_TAG),
-        (brief(State.BUILDING), UNMARKED, NO_OWNER_TAG),
-        (brief(State.FAILED), UNMARKED, NO_OWNER_TAG),
-        (brief(DELETING), UNMARKED, AGREES),
-        (brief(DELETING, at_host=THERE), UNMARKED, NO_OWNER_TAG),
-        (brief((State.CLAIMING, State.DELETED)), UNMARKED, NO_OWNER_TAG),
-        (brief(UNDOING), UNMARKED, NO_OWNER_TAG),
+        (summary(State.ACTIVE), UNMARKED, AGREES),
+        (summary(State.ACTIVE), replace(UNMARKED, destroying=True), AGREES),
+        (summary(State.ACTIVE, at_host=THERE), UNMARKED, NO_OWNER_TAG),
+        (summary(State.BUILDING), UNMARKED, NO_OWNER_TAG),
+        (summary(State.FAILED), UNMARKED, NO_OWNER_TAG),
+        (summary(DELETING), UNMARKED, AGREES),
+        (summary(DELETING, at_host=THERE), UNMARKED, NO_OWNER_TAG),
+        (summary((State.CLAIMING, State.DELETED)), UNMARKED, NO_OWNER_TAG),
+        (summary(UNDOING), UNMARKED, NO_OWNER_TAG),
         (moved(State.RESIZED), UNMARKED, AGREES),
         (moved((State.RELEASING, State.ACTIVE)), UNMARKED, AGREES),
         # With it: what its record does not explain.
         (None, OURS, NO_RECORD),
         (None, replace(OURS, destroying=True), AGREES),
-        (brief(State.ABSENT), OURS, UNREADABLE),
-        (brief(State.ACTIVE, at_host=THERE), OURS, ON_OTHER_HOST),
-        (brief(State.ACTIVE), SECOND, NEWER),
-        (brief(State.ACTIVE), replace(OURS, attempt=UNKNOWN_ATTEMPT), UNNUMBERED),
+        (summary(State.ABSENT), OURS, UNREADABLE),
+        (summary(State.ACTIVE, at_host=THERE), OURS, ON_OTHER_HOST),
+        (summary(State.ACTIVE), SECOND, NEWER),
+        (summary(State.ACTIVE), replace(OURS, attempt=UNKNOWN_ATTEMPT), UNNUMBERED),
         (moved(State.RESIZED, source=host(3)), OURS, ON_OTHER_HOST),
         (moved(State.RESIZED, source=host(3)), SECOND, ON_OTHER_HOST),
         (moved(State.PREPARING, 2, HERE, host(3)), SECOND, ON_OTHER_HOST),
-        (brief(State.FAILED, code="build.machine_exists"), OURS, RUNS),
+        (summary(State.FAILED, code="build.machine_exists"), OURS, RUNS),
         # What it explains.
-        (brief(State.ACTIVE), OURS, AGREES),
-        (brief(State.ACTIVE), BUILDING, AGREES),
-        (brief(State.BUILDING), BUILDING, AGREES),
-        (brief(State.BUILDING), OURS, RUNS),
-        (brief(DELETING), OURS, AGREES),
-        (brief((State.CLAIMING, State.DELETED)), OURS, RUNS),
-        (brief((State.CLAIMING, State.BUILDING)), OURS, HARMFUL_RUNS),
-        (brief(State.FAILED), OURS, HARMFUL_RUNS),
-        (brief(State.FAILED), replace(OURS, destroying=True), AGREES),
-        (brief(State.ACTIVE, 2), OURS, HARMFUL_RUNS),
-        (brief(State.FAILED, highest_attempt=2), SECOND, HARMFUL_RUNS),
-        (brief(State.DELETED, 2), OURS, RUNS),
-        (brief(UNDOING), OURS, HARMFUL_RUNS),
+        (summary(State.ACTIVE), OURS, AGREES),
+        (summary(State.ACTIVE), BUILDING, AGREES),
+        (summary(State.BUILDING), BUILDING, AGREES),
+        (summary(State.BUILDING), OURS, RUNS),
+        (summary(DELETING), OURS, AGREES),
+        (summary((State.CLAIMING, State.DELETED)), OURS, RUNS),
+        (summary((State.CLAIMING, State.BUILDING)), OURS, HARMFUL_RUNS),
+        (summary(State.FAILED), OURS, HARMFUL_RUNS),
+        (summary(State.FAILED), replace(OURS, destroying=True), AGREES),
+        (summary(State.ACTIVE, 2), OURS, HARMFUL_RUNS),
+        (summary(State.FAILED, highest_attempt=2), SECOND, HARMFUL_RUNS),
+        (summary(State.DELETED, 2), OURS, RUNS),
+        (summary(UNDOING), OURS, HARMFUL_RUNS),
         (moved(State.RESIZED), OURS, AGREES),
         (moved(CONFIRMING), OURS, HARMFUL_RUNS),
         (moved(DELETING), OURS, RUNS),
         # Before a destination is claimed the source is here; an unshelving has none.
-        (brief((State.CLAIMING, State.PREPARING), source_attempt=1), OURS, AGREES),
-        (brief((State.CLAIMING, State.PREPARING)), OURS, HARMFUL_RUNS),
+        (summary((State.CLAIMING, State.PREPARING), source_attempt=1), OURS, AGREES),
+        (summary((State.CLAIMING, State.PREPARING)), OURS, HARMFUL_RUNS),
     ],
 )
 def test_a_machine_that_a_host_lists(record: InstanceSummary | None, machine: Running, expected: str) -> None:
@@ -154,14 +154,14 @@ def test_a_machine_that_a_host_lists(record: InstanceSummary | None, machine: Ru
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
-        (brief(State.ACTIVE), LOST),
-        (brief(State.RESIZED), LOST),
-        (brief(DELETING), MISSING),
-        (brief(UNDOING), MISSING),
-        (brief(State.BUILDING), AGREES),
-        (brief(State.FAILED), AGREES),
-        (brief(State.ACTIVE, at_host=THERE), AGREES),
-        (brief(State.ACTIVE, at_host=host(3)), AGREES),
+        (summary(State.ACTIVE), LOST),
+        (summary(State.RESIZED), LOST),
+        (summary(DELETING), MISSING),
+        (summary(UNDOING), MISSING),
+        (summary(State.BUILDING), AGREES),
+        (summary(State.FAILED), AGREES),
+        (summary(State.ACTIVE, at_host=THERE), AGREES),
+        (summary(State.ACTIVE, at_host=host(3)), AGREES),
         (moved(State.RESIZED), AGREES),
         (moved(CONFIRMING), MISSING),
         (moved(DELETING), MISSING),
@@ -178,11 +178,11 @@ def test_a_machine_that_a_host_does_not_list(record: InstanceSummary, expected: 
 @pytest.mark.parametrize(
     ("record", "machine", "expected"),
     [
-        (brief(State.ACTIVE, service="other"), OURS, RUNS),
-        (brief(State.BUILDING, service="other"), BUILDING, RUNS),
+        (summary(State.ACTIVE, service="other"), OURS, RUNS),
+        (summary(State.BUILDING, service="other"), BUILDING, RUNS),
         (moved(State.RESIZED, source_service="other"), OURS, RUNS),
         (moved(State.RESIZED, service="other"), OURS, AGREES),
-        (brief(State.ACTIVE, service="other"), None, LOST),
+        (summary(State.ACTIVE, service="other"), None, LOST),
         (moved(CONFIRMING, source_service="other"), None, MISSING),
     ],
 )
@@ -205,7 +205,7 @@ def test_a_machine_of_another_service(record: InstanceSummary, machine: Running 
 def test_what_is_over_is_destroyed_by_a_later_scan_and_a_young_record_demands_none(
     later: bool, now: float, expected: str
 ) -> None:
-    over = brief(State.ACTIVE, 2)
+    over = summary(State.ACTIVE, 2)
     assert outcome(over, OURS, later=later, now=now) == expected
     of_a_loss = expected.replace(HARMFUL_RUNS, RUNS).replace(HARMFUL_RESCAN, RESCAN)
     assert outcome(over, OURS, later=later, now=now, fenced=(HERE,)) == of_a_loss

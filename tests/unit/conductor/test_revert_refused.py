@@ -1,4 +1,4 @@
-"""A move is undone, and placement does not give the instance its source again."""
+"""A move is rolled back, and placement does not give the instance its source again."""
 
 from __future__ import annotations
 

@@ -68,11 +68,11 @@ def build(*services: str, **other: Any) -> e.BuildRequested:
 
 
 def gives_up(code: str = "x", *, query: bool = False, **other: Any) -> e.BuildRequested:
-    why = Refusal(code=code, reason="y")
-    return build(dead_letter_reason=why, is_query=query, **other)
+    reason = Refusal(code=code, reason="y")
+    return build(dead_letter_reason=reason, is_query=query, **other)
 
 
-def runs(attempt: int, n: int | None = None, **other: Any) -> e.HostRuns:
+def runs(attempt: int, n: int | None = None, **other: Any) -> e.MachineRunning:
     return e.MachineRunning(at=220.0, attempt=attempt, host_uuid=host(n or attempt), service="s1", **other)
 
 
@@ -374,7 +374,7 @@ PASSED = (*FAILS["history"], tried(3, "not_commanded", "host.fenced", attempt=5,
                 "queried": False,
                 "sequence": 21,
                 "build_sequence": 20,
-                "history": (tried(3, "not_claimed", "full", attempt=5, at=111.0),),
+                "history": (tried(3, "not_claimed", "no_capacity", attempt=5, at=111.0),),
             },
         ),
         (

@@ -58,7 +58,9 @@ MISSED = 5
 
 
 class LeaseScenario:
-    """A conductor that receives its keeper's digest each second, and services that beat each second unless left out."""
+    """A conductor that receives its leader's service states each second, and services that beat each second unless left
+    out.
+    """
 
     def __init__(self, *services: str) -> None:
         self.table = LeaseTable(MISSED)
@@ -72,7 +74,7 @@ class LeaseScenario:
         for _ in range(seconds):
             self.now += 1.0
             self.sequence += 1
-            self.table.advance_clock(self.now)  # the digest
+            self.table.advance_clock(self.now)  # the service states
             for service, epoch in self.services.items():
                 if service not in without.split():
                     self.beat(service, epoch)
@@ -116,7 +118,7 @@ def test_purged_services_are_not_published_and_living_ones_are_not_purged() -> N
     assert list(scenario.table.leases) == ["b"]
 
 
-# --- A keeper's messages must be readable for its listeners.
+# --- A leader's messages must be readable for its listeners.
 
 
 def test_a_digest_that_names_services_is_read_by_every_receiver() -> None:
@@ -126,9 +128,9 @@ def test_a_digest_that_names_services_is_read_by_every_receiver() -> None:
         for name, state in (("a", LeaseState.SILENT), ("b", LeaseState.STOPPED))
     }
     (page,) = pages_of(down)
-    digest = ServiceStates(cell="c1", term=1, number=1, down=page, up=3)
-    parsed = msgspec.json.decode(msgspec.json.encode(digest), type=ServiceStates)
-    assert parsed == digest and [one.code for one in parsed.down] == ["service.silent", "service.stopped"]
+    states = ServiceStates(cell="c1", term=1, number=1, down=page, up=3)
+    parsed = msgspec.json.decode(msgspec.json.encode(states), type=ServiceStates)
+    assert parsed == states and [one.code for one in parsed.down] == ["service.silent", "service.stopped"]
 
 
 def test_a_digest_has_one_page_at_least_and_pages_of_bounded_length() -> None:
@@ -140,11 +142,11 @@ def test_a_digest_has_one_page_at_least_and_pages_of_bounded_length() -> None:
 
 
 async def test_a_conductor_that_is_not_the_keeper_learns_from_the_digest_who_was_down_before_it_started() -> None:
-    """Seed 10005: restarted beside a keeper it did not know the dead service, and took alternates there."""
-    keeper = keeper_of(await opened_store())
+    """Seed 10005: restarted beside a leader it did not know the dead service, and took alternates there."""
+    controller = controller_of(await opened_store())
 
     async def receive(message: ServiceStates | Heartbeat) -> None:
-        await keeper.handle([Received(message, Meta(id="m"), "c1", "conductor.leases")])
+        await controller.handle([Received(message, Meta(id="m"), "c1", "conductor.leases")])
 
     (page,) = pages_of(
         {
@@ -153,16 +155,16 @@ async def test_a_conductor_that_is_not_the_keeper_learns_from_the_digest_who_was
         }
     )
     await receive(ServiceStates(cell="c2", term=1, number=1, down=page))
-    assert keeper.down() == {}, "another cell's"
+    assert controller.down() == {}, "another cell's"
     await receive(ServiceStates(cell="c1", term=1, number=1, down=page))
-    assert {name: lease.state for name, lease in keeper.down().items()} == {
+    assert {name: lease.state for name, lease in controller.down().items()} == {
         "a": LeaseState.SILENT,
         "b": LeaseState.STOPPED,
     }
     await receive(Heartbeat(service="a", cell="c1", epoch=5, sequence=9))
-    assert list(keeper.down()) == ["b"], "its heartbeat shows that it is up"
+    assert list(controller.down()) == ["b"], "its heartbeat shows that it is up"
     await receive(ServiceStates(cell="c1", term=1, number=2, down=page))
-    assert list(keeper.down()) == ["b"], "what arrives here counts for more"
+    assert list(controller.down()) == ["b"], "what arrives here counts for more"
 
 
 # --- A cell's additions to the stages of a build: when the first host began, and when the last attempt ended.
@@ -199,58 +201,58 @@ DOWN = Lease(service="s3", epoch=5, state=LeaseState.SILENT, since=100.0, reason
 ORDER = CellServiceDelete(service="s3", reason="burnt", by="ann")
 
 
-def keeper_of(store: MemoryInstances | None = None) -> LeaseController:
+def controller_of(store: MemoryInstances | None = None) -> LeaseController:
     nothing: Any = None
     return LeaseController(
         store or nothing, nothing, clock=SystemClock(), config=ConductorConfig(), cell="c1", process="conductor"
     )
 
 
-async def receive(keeper: LeaseController, message: Message) -> None:
-    await keeper.handle([Received(message, Meta(id="m"), "c1", "conductor.leases")])
+async def receive(controller: LeaseController, message: Message) -> None:
+    await controller.handle([Received(message, Meta(id="m"), "c1", "conductor.leases")])
 
 
-def digest(*down: Lease, number: int = 1) -> ServiceStates:
+def states(*down: Lease, number: int = 1) -> ServiceStates:
     (page,) = pages_of({one.service: one for one in down})
     return ServiceStates(cell="c1", term=1, number=number, page=1, pages=1, down=page)
 
 
 async def test_each_conductor_drops_it_and_adopts_no_digest_from_before() -> None:
-    keeper = keeper_of()
-    await receive(keeper, digest(DOWN))
-    await receive(keeper, ServiceRemoved(cell="c2", service="s3", at=200.0))
-    assert list(keeper.down()) == ["s3"], "another cell's"
-    await receive(keeper, ServiceRemoved(cell="c1", service="s3", at=200.0))
-    assert (keeper.down(), set(keeper.deleted())) == ({}, {"s3"})
-    await receive(keeper, digest(DOWN, number=2))
-    assert keeper.down() == {}, "its keeper had not received the notice"
-    await receive(keeper, digest(replace(DOWN, since=201.0), number=3))
-    assert list(keeper.down()) == ["s3"], "it was back, and is down again"
-    assert set(keeper.deleted()) == set()
+    controller = controller_of()
+    await receive(controller, states(DOWN))
+    await receive(controller, ServiceRemoved(cell="c2", service="s3", at=200.0))
+    assert list(controller.down()) == ["s3"], "another cell's"
+    await receive(controller, ServiceRemoved(cell="c1", service="s3", at=200.0))
+    assert (controller.down(), set(controller.deleted())) == ({}, {"s3"})
+    await receive(controller, states(DOWN, number=2))
+    assert controller.down() == {}, "its keeper had not received the notice"
+    await receive(controller, states(replace(DOWN, since=201.0), number=3))
+    assert list(controller.down()) == ["s3"], "it was back, and is down again"
+    assert set(controller.deleted()) == set()
 
 
 async def test_a_forgotten_service_is_not_taken_up_again_from_a_digest_that_was_under_way() -> None:
-    """The keeper's clock is ahead of that of the conductor which took the order: this one waited for it for ever."""
-    keeper = keeper_of()
+    """The leader's clock is ahead of that of the conductor which took the order: this one waited for it for ever."""
+    controller = controller_of()
     silent = replace(DOWN, since=203.0)
-    await receive(keeper, digest(silent))
-    await receive(keeper, ServiceRemoved(cell="c1", service="s3", at=200.0))
-    await receive(keeper, digest(silent, number=2))
-    assert keeper.down() == {} and set(keeper.deleted()) == {"s3"}
+    await receive(controller, states(silent))
+    await receive(controller, ServiceRemoved(cell="c1", service="s3", at=200.0))
+    await receive(controller, states(silent, number=2))
+    assert controller.down() == {} and set(controller.deleted()) == {"s3"}
 
 
 async def test_a_digest_that_is_older_than_the_newest_one_is_not_adopted() -> None:
-    keeper = keeper_of()
-    await receive(keeper, digest(number=2))
-    await receive(keeper, digest(DOWN, number=1))
-    assert keeper.down() == {}
+    controller = controller_of()
+    await receive(controller, states(number=2))
+    await receive(controller, states(DOWN, number=1))
+    assert controller.down() == {}
 
 
 async def test_one_that_sends_heartbeats_is_not_dropped() -> None:
-    keeper = keeper_of(await opened_store())
-    await receive(keeper, Heartbeat(service="s3", cell="c1", epoch=6, sequence=1))
-    await receive(keeper, ServiceRemoved(cell="c1", service="s3", at=200.0))
-    assert set(keeper.deleted()) == set()
+    controller = controller_of(await opened_store())
+    await receive(controller, Heartbeat(service="s3", cell="c1", epoch=6, sequence=1))
+    await receive(controller, ServiceRemoved(cell="c1", service="s3", at=200.0))
+    assert set(controller.deleted()) == set()
 
 
 async def test_one_that_was_up_is_not_forgotten_when_it_is_dropped_later() -> None:
@@ -263,10 +265,10 @@ async def test_one_that_was_up_is_not_forgotten_when_it_is_dropped_later() -> No
     assert table.deleted == frozenset() and not table.leases
 
 
-async def kept(keeper: LeaseController) -> None:
-    """The keeper takes its turn."""
-    keeper._renew_at = 0.0
-    await keeper._renew_leadership()
+async def kept(controller: LeaseController) -> None:
+    """The leader takes its turn."""
+    controller._renew_at = 0.0
+    await controller._renew_leadership()
 
 
 def lately() -> Lease:
@@ -275,33 +277,33 @@ def lately() -> Lease:
 
 
 async def test_a_keeper_records_again_what_the_database_has_forgotten() -> None:
-    """A stand-by without the last commits was promoted within a turn: the office was held still, and its keeper took
-    what was lost to be on record. A later keeper asked nothing of the service that was down.
+    """A stand-by without the last commits was promoted within a turn: the office was held still, and its leader took
+    what was lost to be on record. A later leader asked nothing of the service that was down.
     """
     store = await opened_store()
-    keeper = keeper_of(store)
-    await receive(keeper, digest(lately()))
-    await kept(keeper)
+    controller = controller_of(store)
+    await receive(controller, states(lately()))
+    await kept(controller)
     assert [one.service for one in await store.leases.leases()] == ["s3"]
     store._table.leases.clear()
     store._table.place += 1
     for _ in ("not recognised", "recognised"):
-        await kept(keeper)
+        await kept(controller)
         async with store.transaction() as transaction:
             await transaction.begin_recovery()
-    assert [one.service for one in await store.leases.leases()] == ["s3"] and keeper.is_leader
+    assert [one.service for one in await store.leases.leases()] == ["s3"] and controller.is_leader
 
 
 async def test_a_keeper_whose_office_has_passed_on_records_no_more() -> None:
     store = await opened_store()
-    keeper = keeper_of(store)
-    await receive(keeper, digest(lately()))
-    await kept(keeper)
-    assert keeper.is_leader
+    controller = controller_of(store)
+    await receive(controller, states(lately()))
+    await kept(controller)
+    assert controller.is_leader
     store._table.leader = replace(store._table.leader, term=store._table.leader.term + 1)
-    await receive(keeper, Heartbeat(service="s4", cell="c1", epoch=1, sequence=1))
-    await keeper._renew_leadership()  # before its next turn to keep the office
-    assert not keeper.is_leader and [one.service for one in await store.leases.leases()] == ["s3"]
+    await receive(controller, Heartbeat(service="s4", cell="c1", epoch=1, sequence=1))
+    await controller._renew_leadership()  # before its next turn to keep the office
+    assert not controller.is_leader and [one.service for one in await store.leases.leases()] == ["s3"]
 
 
 @pytest.mark.parametrize("is_back", [False, True])
@@ -310,19 +312,19 @@ async def test_a_lease_that_is_recorded_while_it_is_forgotten_is_deleted_again(*
     more.
     """
     store = await opened_store()
-    keeper = keeper_of(store)
-    await receive(keeper, digest(lately()))
-    await kept(keeper)
+    controller = controller_of(store)
+    await receive(controller, states(lately()))
+    await kept(controller)
     assert await store.leases.delete("s3")
     term = store._table.leader.term
     if is_back:
-        await receive(keeper, Heartbeat(service="s3", cell="c1", epoch=6, sequence=1))
-        await kept(keeper)
+        await receive(controller, Heartbeat(service="s3", cell="c1", epoch=6, sequence=1))
+        await kept(controller)
         assert await store.leases.delete("s3")
     else:
         await store.leases.record(term, [lately()])  # by a statement that was under way
-    await receive(keeper, ServiceRemoved(cell="c1", service="s3", at=lately().since + 1.0))
-    await kept(keeper)
+    await receive(controller, ServiceRemoved(cell="c1", service="s3", at=lately().since + 1.0))
+    await kept(controller)
     assert [one.service for one in await store.leases.leases()] == ["s3"] * is_back
 
 
@@ -389,8 +391,8 @@ async def test_the_builds_and_deletes_of_its_batch_come_before_it() -> None:
             taken.append("service")
             return Done()
 
-    order: Any = Order()
-    handlers = requests_of(order, SystemClock(), leases=order)
+    command: Any = Order()
+    handlers = requests_of(command, SystemClock(), leases=command)
     delete = CellDelete(instance_uuid=UUID, project_id="p")
     batch = [Received(one, Meta(id=str(at)), "c1", "conductor.requests") for at, one in enumerate((ORDER, delete))]
     outcomes = await handlers.requests(batch)
@@ -420,7 +422,7 @@ async def test_it_is_not_forgotten_for_an_operator_who_has_stopped_waiting(*, wa
 
 
 class Known:
-    """The services that are gone, at the keeper or elsewhere."""
+    """The services that are gone, at the leader or elsewhere."""
 
     def __init__(self, *gone: str, is_leader: bool = True) -> None:
         self.gone = gone
@@ -482,37 +484,39 @@ async def test_nothing_is_released_by_a_conductor_that_is_not_the_keeper_or_has_
     assert [type(one) for one in published] == [HostConflict], "its list has not come yet"
 
 
-# --- A compute service that is lost in a cell whose database was set back: no build fails over from what it forgot.
+# --- A compute service that is lost in a cell whose database was restored: no build fails over from what it lost.
 
 
 async def test_no_build_leaves_a_lost_service_before_its_cell_has_recovered() -> None:
-    """The keeper failed builds over from restored leases and records."""
+    """The leader failed builds over from restored leases and records."""
     table, relay, config = MemoryInstanceTable(SystemClock()), Relay(), ConductorConfig()
     bus: Any = Queried()
     store = MemoryInstances(table.session())
     await store.open()
-    keeper = LeaseController(store, bus, clock=SystemClock(), config=config, cell="c1", process="p")
-    engine = engine_of(store=store, bus=bus, relay=relay, clock=SystemClock(), config=config, cell="c1", leases=keeper)
+    controller = LeaseController(store, bus, clock=SystemClock(), config=config, cell="c1", process="p")
+    engine = engine_of(
+        store=store, bus=bus, relay=relay, clock=SystemClock(), config=config, cell="c1", leases=controller
+    )
     await insert(store, run(on("s1", "s2")).instance)
     (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
-    digest = ServiceStates(cell="c1", term=1, number=1, down=silent)
-    await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
-    keeper._listening = _Listening(store.servers, math.inf, may_act=True)
+    states = ServiceStates(cell="c1", term=1, number=1, down=silent)
+    await controller.handle([Received(states, Meta(id="m"), "c1", "conductor.leases")])
+    controller._listening = _Listening(store.servers, math.inf, may_act=True)
     table.place += 1  # an operator restores a backup
     with pytest.raises(Unrecognised):  # it has not heard yet which incarnations there were
-        await keeper._fail_over(engine)
+        await controller._fail_over(engine)
     async with store.transaction() as transaction:
         await transaction.begin_recovery()
     for _ in range(2):
-        await keeper._fail_over(engine)
-        keeper._fail_over_at = 0.0
+        await controller._fail_over(engine)
+        controller._fail_over_at = 0.0
     assert table.instances[UUID].state is State.BUILDING
     assert not relay.sent, "nothing is destroyed"
     async with store.transaction() as transaction:
         await transaction.expect_recovering()
         await transaction.end_recovery()
-    keeper._listening = _Listening(store.servers, math.inf, may_act=True)
-    await keeper._fail_over(engine)
+    controller._listening = _Listening(store.servers, math.inf, may_act=True)
+    await controller._fail_over(engine)
     assert table.instances[UUID].state is State.CLAIMING
 
 
@@ -525,12 +529,12 @@ async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() 
     bus: Any = Queried()
     store = MemoryInstances(session := table.session())
     await store.open()
-    keeper = LeaseController(store, bus, clock=clock, config=config, cell="c1", process="p")  # type: ignore[arg-type]
-    engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", leases=keeper)  # type: ignore[arg-type]
+    controller = LeaseController(store, bus, clock=clock, config=config, cell="c1", process="p")  # type: ignore[arg-type]
+    engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", leases=controller)  # type: ignore[arg-type]
     await insert(store, run(on("s1", "s2")).instance)
     (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
-    digest = ServiceStates(cell="c1", term=1, number=1, down=silent)
-    await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
+    states = ServiceStates(cell="c1", term=1, number=1, down=silent)
+    await controller.handle([Received(states, Meta(id="m"), "c1", "conductor.leases")])
     building_at = store.building_at
 
     async def read(services: Sequence[str]) -> list[tuple[str, str]]:
@@ -539,10 +543,10 @@ async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() 
         return await building_at(services)
 
     store.building_at = read  # type: ignore[method-assign]
-    keeper._listening = _Listening(store.servers, math.inf, may_act=True)
+    controller._listening = _Listening(store.servers, math.inf, may_act=True)
     session.connection_losses += 1  # the database has died
     for wait_s, state in ((0.0, State.BUILDING), (AFTER_DISCONNECT_S - 0.1, State.BUILDING), (0.2, State.CLAIMING)):
         now += wait_s
-        await keeper._fail_over(engine)
+        await controller._fail_over(engine)
         assert table.instances[UUID].state is state
     assert table.instances[UUID].history[-1].at == now, "when it was read that it is there"

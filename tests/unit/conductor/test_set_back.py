@@ -1,4 +1,4 @@
-"""What a database that was set back proves, and what an operator keeps: nothing is begun in its place."""
+"""What a database that was restored proves, and what an operator keeps: nothing is begun in its place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.unit.conductor.move_scenario import begun, claimed
 from tests.unit.conductor.scenario import DELETE, PATIENCE, SPEC, UUID, host, queried, selection
 from tests.unit.conductor.world import BUILD, Conductor, Quiet, hosts_of, insert, listing, opened
 
-# --- What a database that was set back proves, and what an event or a state says where it says nothing: tables.
+# --- What a database that was restored proves, and what an event or a state says where it says nothing: tables.
 
 
 AT = 1000.0
@@ -237,14 +237,14 @@ async def test_a_word_that_comes_while_a_report_is_compared_is_kept() -> None:
     """By its record the machine was over, no word was known yet, and the row went with the new word."""
     conductor = await kept_on_host_1()
     await conductor.report(conductor.own)
-    briefs = conductor.store.summaries
+    summaries = conductor.store.summaries
 
     async def too_early(*asked: Any) -> Any:
-        return [replace(one, protected_hosts=()) for one in await briefs(*asked)]
+        return [replace(one, protected_hosts=()) for one in await summaries(*asked)]
 
     conductor.store.summaries = too_early  # type: ignore[method-assign]
     await conductor.report(conductor.own)
-    conductor.store.summaries = briefs  # type: ignore[method-assign]
+    conductor.store.summaries = summaries  # type: ignore[method-assign]
     await conductor.report(conductor.own)
     assert not conductor.relay.sent and await conductor.kept() == [PROTECT]
 
@@ -332,18 +332,20 @@ def orders(conductor: Conductor) -> list[type[Message]]:
     return [type(one.message) for one in conductor.relay.sent if isinstance(one, OutboxMessage)]
 
 
-async def deleted_beside(word: str = PROTECT, table: MemoryInstanceTable | None = None) -> Conductor:
+async def deleted_beside(decision: str = PROTECT, table: MemoryInstanceTable | None = None) -> Conductor:
     """A delete has come of an instance that is not on record, and of which host 1 has a machine in quarantine."""
     conductor = await opened(table=table)
-    await conductor.keep(1, word)
+    await conductor.keep(1, decision)
     assert isinstance(await conductor.request(DELETE_BEGUN), Done)
     return conductor
 
 
-@pytest.mark.parametrize(("word", "reason"), [(PROTECT, ""), ("", "conflict")])
-async def test_a_delete_waits_for_the_machine_in_quarantine_unless_an_operator_keeps_it(word: str, reason: str) -> None:
+@pytest.mark.parametrize(("decision", "reason"), [(PROTECT, ""), ("", "conflict")])
+async def test_a_delete_waits_for_the_machine_in_quarantine_unless_an_operator_keeps_it(
+    decision: str, reason: str
+) -> None:
     """Its claim was released while the machine ran on; or a kept one held it up for ever."""
-    conductor = await deleted_beside(word)
+    conductor = await deleted_beside(decision)
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.blocked_reason == reason
     assert recorded.phase == (State.DESTROYING if reason else State.RELEASING, State.DELETED)
@@ -436,17 +438,17 @@ async def test_a_report_of_a_machine_whose_delete_is_under_way_begins_no_transac
     """Each page of a drain paid for one, to ask whether an operator keeps the machine."""
     conductor = await opened()
     await insert(conductor.store, replace(UP, state=State.DESTROYING, next_state=State.DELETED))
-    begun, begin = list[None](), conductor.store.transaction
+    started, begin = list[None](), conductor.store.transaction
 
     def counted() -> Any:
-        begun.append(None)
+        started.append(None)
         return begin()
 
     conductor.store.transaction = counted  # type: ignore[method-assign]
     own = Running(database_id=conductor.store.database_id, **OWN)
     hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), ConductorConfig(), Quiet())
     await hosts.hosts([Received(listing("s1", 1, runs=(own,)), Meta(id="r"), "c1", "conductor.hosts.p")])
-    assert not begun
+    assert not started
 
 
 # --- No machine is begun in its place.
@@ -455,13 +457,13 @@ async def test_a_report_of_a_machine_whose_delete_is_under_way_begins_no_transac
 @pytest.mark.parametrize("since", ["the claim", "the hand-over"])
 def test_a_move_begins_no_machine_where_another_was_kept_meanwhile(since: str) -> None:
     """The destination was judged when its claim was requested, and its new machine took the place of the kept one."""
-    word = replace(PATIENCE, protected={(host(2), UUID): 7})
+    decision = replace(PATIENCE, protected={(host(2), UUID): 7})
     moving = begun(ActionKind.MIGRATE, 2, 3)
-    moving.context = word if since == "the claim" else PATIENCE
+    moving.context = decision if since == "the claim" else PATIENCE
     moving.apply(claimed())
     if since != "the claim":
         moving.end(2, 2)
-        moving.context = word
+        moving.context = decision
         moving.end(1, 1)
     assert moving.instance.state is State.CLAIMING and [one.host for one in moving.instance.alternates] == ["host-3"]
     assert not moving.spawns and not moving.destroys
@@ -471,9 +473,9 @@ def test_a_move_begins_no_machine_where_another_was_kept_meanwhile(since: str) -
 
 def test_a_build_that_is_commanded_where_another_machine_is_kept_goes_on_elsewhere() -> None:
     """No rule need ask: its record was judged before the word came, or by none."""
-    word = replace(PATIENCE, protected={(host(2), UUID): 7})
+    decision = replace(PATIENCE, protected={(host(2), UUID): 7})
     adopted = replace(BUILDING, state=State.CLAIMING, next_state=State.ACTIVE, selections=(selection(2), selection(3)))
-    stepped = _without_protected(_spawn(adopted, 1.0, word), 1.0, word)
+    stepped = _without_protected(_spawn(adopted, 1.0, decision), 1.0, decision)
     assert stepped.instance.phase == (State.CLAIMING, State.BUILDING)
     assert [type(one) for one in stepped.commands] == [BuildEvent]
     own = replace(PATIENCE, protected={(host(2), UUID): 1})

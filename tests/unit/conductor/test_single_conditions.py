@@ -212,7 +212,7 @@ def test_what_failed_and_was_forgotten_above_is_built_when_it_is_requested_anew(
 # --- The instance state machine: what a host's own report of its machines changes.
 
 
-def runs(attempt: int, n: int = 1, *, built: bool = True) -> e.HostRuns:
+def runs(attempt: int, n: int = 1, *, built: bool = True) -> e.MachineRunning:
     return e.MachineRunning(at=320.0, attempt=attempt, host_uuid=host(n), service="s1", built=built)
 
 
@@ -227,12 +227,12 @@ def test_what_its_record_proves_over_is_destroyed() -> None:
         event = replace(older, rescans=(rescan_id(before),))
         if before.state in (State.ACTIVE, State.FAILED):
             assert step(before, older, PATIENCE) == Step(before), "it may be gone by now"
-        (order,) = step(before, event, PATIENCE).commands
-        assert isinstance(order, Destroy) and (order.attempt, order.host_uuid) == (event.attempt, event.host_uuid)
-        assert order.database_id == DATABASE_ID
+        (command,) = step(before, event, PATIENCE).commands
+        assert isinstance(command, Destroy) and (command.attempt, command.host_uuid) == (event.attempt, event.host_uuid)
+        assert command.database_id == DATABASE_ID
 
 
-# --- a fence of a host: what waits for the host's word ends, what is active stays, and what it may have kept is a loss
+# --- a fence of a host: what waits for the host's report ends, what is active stays, and what it may have kept is stale
 
 
 def fences_on(*numbers: int) -> dict[str, Fence]:
@@ -426,7 +426,7 @@ DOWN = Lease(service="a", epoch=5, state=LeaseState.SILENT, since=3.0)
 def test_a_lease_from_before_its_service_was_forgotten_is_not_adopted(
     recorded: Lease, stated: Lease | None, adopted: bool
 ) -> None:
-    """stated: by the keeper, which has another clock."""
+    """stated: by the leader, which has another clock."""
     table = Listened()
     table.load([DOWN])
     if stated is not None:

@@ -1,4 +1,4 @@
-"""Answers of compute services about a record that has changed meanwhile, or of a database that was set back since."""
+"""Answers of compute services about a record that has changed meanwhile, or of a database that was restored since."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_illegal_pairs_raise_with_the_history() -> None:
 @pytest.mark.parametrize("answer", [claimed(), refused(), RELEASED, e.Reverted(at=120.0, attempt=2)])
 @pytest.mark.parametrize("start", [Instance(uuid=UUID), run(queried()).instance])
 def test_an_answer_to_what_no_record_asks_changes_nothing(answer: e.Event, start: Instance) -> None:
-    """A database that was set back has forgotten the question. It ended the process (seed 51)."""
+    """A database that was restored has lost the request. It ended the process (seed 51)."""
     after = step(start, answer, PATIENCE)
     assert (after.instance, after.commands) == (start, ())
 
@@ -254,10 +254,10 @@ def test_no_order_destroys_what_was_wanted_before_there_were_desires(phase: Phas
     fences = {host: Fence(host_uuid=host, host=host, version=1) for host in (HERE, SOURCE) if fenced}
     context, over, ordered = replace(PATIENCE, fences=fences), frozen_over(phase), 0
     for instance, known in records(phase):
-        for order in commands_of(instance, context):
-            if isinstance(order, Destroy) and not order.keep_if_complete:
+        for command in commands_of(instance, context):
+            if isinstance(command, Destroy) and not command.keep_if_complete:
                 ordered += 1
-                assert over[known, order.attempt, order.host_uuid], (instance, order)
+                assert over[known, command.attempt, command.host_uuid], (instance, command)
     assert bool(ordered) is (phase[0] is State.DESTROYING)
 
 

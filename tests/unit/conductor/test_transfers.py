@@ -49,32 +49,32 @@ def leaving(kind: ActionKind = ActionKind.MIGRATE) -> Scenario:
     return made
 
 
-def departed(kind: ActionKind = ActionKind.MIGRATE) -> tuple[Scenario, CellTransfer]:
+def transferred(kind: ActionKind = ActionKind.MIGRATE) -> tuple[Scenario, CellTransfer]:
     made = leaving(kind)
     made.end(1, 1, image="snapshot-1", runs=False)
     made.apply(gone(made.instance, 1))
     released(made)
-    return made, departure_of(made)
+    return made, transfer_of(made)
 
 
 def given() -> CellTransfer:
-    return departed()[1]
+    return transferred()[1]
 
 
 def released(made: Scenario) -> None:
-    question = awaited_request_of(made.instance)
-    assert isinstance(question, Release)
-    made.apply(e.Released(at=230.0, attempt=question.attempt or 0))
+    query = awaited_request_of(made.instance)
+    assert isinstance(query, Release)
+    made.apply(e.Released(at=230.0, attempt=query.attempt or 0))
 
 
-def departure_of(made: Scenario) -> CellTransfer:
+def transfer_of(made: Scenario) -> CellTransfer:
     return [one.transfer for one in made.commands if isinstance(one, ActionEvent) and one.transfer is not None][-1]
 
 
 def arrives(
-    departure: CellTransfer, kind: ActionKind = ActionKind.MIGRATE, *hosts: int, **fields: object
+    transfer: CellTransfer, kind: ActionKind = ActionKind.MIGRATE, *hosts: int, **fields: object
 ) -> e.ActionRequested:
-    known = {"transfer": departure, "to_cell": "c1", **fields}
+    known = {"transfer": transfer, "to_cell": "c1", **fields}
     return request(kind, *(hosts or (2, 3)), **known)
 
 
@@ -104,11 +104,11 @@ def gone(instance: Instance, n: int) -> e.Destroyed:
 
 @pytest.mark.parametrize("kind", [ActionKind.MIGRATE, ActionKind.RESIZE])
 def test_its_next_cell_claims_a_host_and_builds_it_from_its_image_and_the_move_is_over(kind: ActionKind) -> None:
-    former, departure = departed(kind)
+    former, transfer = transferred(kind)
     assert changes(former) == [ChangeKind.SNAPSHOT] and former.destroys == [(1, host(1))]
-    there = in_next_cell(arrives(departure, kind, spec=LARGER))
+    there = in_next_cell(arrives(transfer, kind, spec=LARGER))
     claim = awaited_request_of(there.instance)
-    assert isinstance(claim, Claim) and claim.attempt > departure.attempt + 1 and claim.migration is None
+    assert isinstance(claim, Claim) and claim.attempt > transfer.attempt + 1 and claim.migration is None
     assert [len(claim.options), claim.consumer_generation] == [2, None]
     building(there)
     (spawn,) = there.spawns
@@ -124,27 +124,27 @@ def test_its_next_cell_claims_a_host_and_builds_it_from_its_image_and_the_move_i
 
 
 def test_a_departure_is_announced_until_the_build_elsewhere_has_ended() -> None:
-    """Schedulers that were set back have forgotten to say so: its record was kept for ever."""
-    made, departure = departed()
+    """Schedulers that were restored have forgotten to say so: its record was kept for ever."""
+    made, transfer = transferred()
     announced = made.commands[-1]
     for _ in range(3):
         assert made.instance.deadline is not None
         made.apply(e.TimedOut(at=made.instance.deadline))
-        assert made.commands[-1] == replace(announced, at=ANY) and made.instance.transfer == departure
+        assert made.commands[-1] == replace(announced, at=ANY) and made.instance.transfer == transfer
     made.apply(departs(made.instance, ended=True))
     assert (made.instance.phase, made.instance.deadline) == ((State.TRANSFERRED, State.ABSENT), None)
 
 
 @pytest.mark.parametrize("kind", [ActionKind.MIGRATE, ActionKind.RESIZE])
 def test_a_departure_by_another_request_than_it_left_by_is_refused(kind: ActionKind) -> None:
-    former, departure = departed()
+    former, transfer = transferred()
     former.apply(departs(former.instance, kind, "c3", request_id=OTHER))
     left, end = [one for one in former.commands if isinstance(one, ActionEvent)][-2:]
-    assert (left.request_id, left.transfer) == (ACTION, departure)
+    assert (left.request_id, left.transfer) == (ACTION, transfer)
     assert (end.request_id, end.terminal, end.code, end.transfer) == (OTHER, True, "instance.transferred", None)
     told = len(former.commands)
     former.apply(departs(former.instance))
-    assert [one.transfer for one in former.commands[told:] if isinstance(one, ActionEvent)] == [departure]
+    assert [one.transfer for one in former.commands[told:] if isinstance(one, ActionEvent)] == [transfer]
 
 
 def test_what_has_another_flavor_than_the_hosts_there_were_chosen_for_does_not_leave() -> None:
@@ -157,18 +157,18 @@ def test_what_has_another_flavor_than_the_hosts_there_were_chosen_for_does_not_l
 
 
 def test_what_no_host_of_the_next_cell_builds_comes_home_as_it_was() -> None:
-    former, departure = departed(ActionKind.RESIZE)
-    there = building(in_next_cell(arrives(departure, ActionKind.RESIZE, spec=LARGER)))
+    former, transfer = transferred(ActionKind.RESIZE)
+    there = building(in_next_cell(arrives(transfer, ActionKind.RESIZE, spec=LARGER)))
     attempt = there.instance.attempt
     there.apply(
         e.SpawnFailed(at=261.0, attempt=attempt, host_uuid=host(2), code="image.broken", final=True),
         e.Destroyed(at=262.0, attempt=attempt, host_uuid=host(2), service="s1"),
     )
     released(there)
-    back = departure_of(there)
+    back = transfer_of(there)
     assert (there.instance.state, there.terminals) == (State.TRANSFERRED, [])
-    assert (back.cell, back.code, back.spec, back.image) == ("c1", "image.broken", departure.spec, "snapshot-1")
-    assert back.attempt > attempt > departure.attempt
+    assert (back.cell, back.code, back.spec, back.image) == ("c1", "image.broken", transfer.spec, "snapshot-1")
+    assert back.attempt > attempt > transfer.attempt
     former.apply(arrives(back, ActionKind.RESIZE, 1, to_cell=None, spec=None))
     assert building(former, 1).spawns[-1].spec == active().spec
     former.apply(spawned(n=1, attempt=former.instance.attempt, at=270.0))
@@ -176,12 +176,12 @@ def test_what_no_host_of_the_next_cell_builds_comes_home_as_it_was() -> None:
         State.ACTIVE,
         [(ActionKind.RESIZE, ActionState.FAILED, "image.broken")],
     )
-    former.apply(departs(active()))  # its schedulers' database was set back to the first step
+    former.apply(departs(active()))  # its schedulers' database was restored to the first step
     assert [one[1:] for one in former.terminals] == [(ActionState.FAILED, "image.broken")] * 2
 
 
 def test_a_silent_host_of_the_next_cell_ends_no_move_that_goes_on_at_home() -> None:
-    there = building(in_next_cell(arrives(departed()[1])))
+    there = building(in_next_cell(arrives(transferred()[1])))
     attempt = there.instance.attempt
     failed = e.SpawnFailed(at=261.0, attempt=attempt, host_uuid=host(2), code="image.broken", final=True)
     there.apply(failed, e.TimedOut(at=400.0))
@@ -192,8 +192,8 @@ def test_a_silent_host_of_the_next_cell_ends_no_move_that_goes_on_at_home() -> N
 
 
 def test_what_no_host_at_home_takes_either_rests_offloaded() -> None:
-    former, departure = departed()
-    back = replace(departure, cell="c1", attempt=departure.attempt + 9)
+    former, transfer = transferred()
+    back = replace(transfer, cell="c1", attempt=transfer.attempt + 9)
     former.apply(arrives(back, ActionKind.MIGRATE, 1, to_cell=None))
     former.apply(e.ClaimRefused(at=240.0, attempt=former.instance.next_attempt, outcomes=()))
     released(former)
@@ -251,10 +251,10 @@ def test_the_schedulers_wait_for_a_host_that_does_not_know_whether_the_image_is_
     assert made.instance.phase == (State.DESTROYING, State.OFFLOADED)
 
 
-@pytest.mark.parametrize("is_begun", [True, False])
-def test_a_delete_ends_it_on_its_way(is_begun: bool) -> None:
+@pytest.mark.parametrize("is_started", [True, False])
+def test_a_delete_ends_it_on_its_way(is_started: bool) -> None:
     made = leaving()
-    if is_begun:
+    if is_started:
         made.end(1, 1, image="snapshot-1", runs=False)
     made.apply(e.DeleteRequested(at=206.0, cause=UUID))
     assert made.instance.phase == (State.DESTROYING, State.DELETED)
@@ -263,7 +263,7 @@ def test_a_delete_ends_it_on_its_way(is_begun: bool) -> None:
     assert made.instance.state is State.DELETED and made.instance.transfer is None
 
 
-# --- a cell's database is set back in the middle: what hosts list and the schedulers have decides
+# --- a cell's database is restored in the middle: what hosts list and the schedulers have decides
 
 
 INCARNATION = 2
@@ -305,10 +305,10 @@ def orders(made: Scenario) -> list[tuple[int, str, bool]]:
 
 def arrived() -> Scenario:
     """It is being built in the next cell."""
-    return building(in_next_cell(arrives(departed()[1])))
+    return building(in_next_cell(arrives(transferred()[1])))
 
 
-# --- the next cell was set back
+# --- the next cell was restored
 
 
 @pytest.mark.parametrize(("attempt", "state", "blocked"), [(9, State.CLAIMING, ""), (0, State.ACTIVE, "host_absent")])
@@ -381,7 +381,7 @@ def test_a_move_with_a_source_waits_for_its_two_hosts_and_no_others(absent: tupl
         assert checking.terminals == [(ActionKind.MIGRATE, ActionState.FAILED, "action.lost")]
 
 
-# --- the former cell was set back
+# --- the former cell was restored
 
 
 def before_it_left() -> list[Scenario]:
@@ -435,7 +435,7 @@ def test_schedulers_that_were_set_back_as_well_are_referred_to_the_next_cell() -
         for event in (e.DeleteRequested(at=1_700.0, project_id="p", attempt=1), queried(), request(ActionKind.STOP)):
             made.commands.clear()
             made.apply(event)
-            assert departure_of(made).cell == "c2"
+            assert transfer_of(made).cell == "c2"
 
 
 @pytest.mark.parametrize("listed", [(machine(1, 1),), (machine(9),)])
@@ -452,12 +452,12 @@ def test_what_had_no_machine_any_more_rests_offloaded_and_leaves_by_the_next_req
         assert (made.instance.state, made.instance.image) == (State.OFFLOADED, "snapshot-1")
         assert made.terminals == [(ActionKind.MIGRATE, ActionState.FAILED, "action.lost")]
         made.apply(departs(made.instance, ActionKind.UNSHELVE, request_id=OTHER))
-        assert made.instance.state is State.TRANSFERRED and departure_of(made).cell == "c2"
+        assert made.instance.state is State.TRANSFERRED and transfer_of(made).cell == "c2"
 
 
 @pytest.mark.parametrize("is_query", [False, True])
 def test_a_record_that_was_given_up_without_its_departure_leaves_no_request_without_an_end(*, is_query: bool) -> None:
-    """The cell was set back to before the departure, and its schedulers to before the move."""
+    """The cell was restored to before the transfer, and its schedulers to before the move."""
     made = Scenario(active())
     over = CellTransferOut(
         request_id=OTHER,
@@ -482,8 +482,8 @@ def test_a_delete_that_came_before_its_instance_is_later_than_that_whatever_its_
     there = in_next_cell(e.DeleteRequested(at=100.0, project_id="p", may_have_started=True, attempt=1_501))
     released(there)
     assert there.instance.state is State.DELETED
-    _, departure = departed()
-    there.apply(arrives(replace(departure, attempt=1_500)))
+    _, transfer = transferred()
+    there.apply(arrives(replace(transfer, attempt=1_500)))
     assert there.instance.state is State.DELETED
 
 
@@ -510,16 +510,16 @@ def test_one_that_was_resized_in_place_keeps_no_move_where_a_later_machine_is_it
 
 
 def test_a_delete_numbers_above_all_that_its_departed_record_gave_out() -> None:
-    given, _ = departed()
+    given, _ = transferred()
     given.instance = replace(given.instance, highest_attempt=3_000)
     given.apply(e.DeleteRequested(at=1_500.0, project_id="p", may_have_started=True, attempt=3_001))
-    question = awaited_request_of(given.instance)
-    assert isinstance(question, Release) and question.attempt is not None
-    assert question.attempt > 3_001
+    query = awaited_request_of(given.instance)
+    assert isinstance(query, Release) and query.attempt is not None
+    assert query.attempt > 3_001
 
 
 def test_a_cell_that_an_instance_has_left_announces_no_machine_of_it() -> None:
-    former, departure = departed()
+    former, transfer = transferred()
     former.commands.clear()
     former.apply(queried(hosts=1))
-    assert [getattr(one, "transfer", None) for one in former.commands] == [departure]
+    assert [getattr(one, "transfer", None) for one in former.commands] == [transfer]

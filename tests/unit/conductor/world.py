@@ -153,12 +153,12 @@ class Told:
         self,
         leases: Any = ALONE,
         up: Any = tuple,
-        outdated: Any = lambda _service, _epoch: None,
+        superseded: Any = lambda _service, _epoch: None,
         gone: Collection[str] = (),
     ) -> None:
         self._leases = leases
         self.up = up
-        self.record_superseded = outdated
+        self.record_superseded = superseded
         if gone:
             self.is_removed = gone.__contains__
 
@@ -168,7 +168,7 @@ class Told:
 
 def hosts_of(*parts: Any, **named: Any) -> HostHandlers:
     """Handlers of reports that are alone but for these."""
-    told: Any = Told(**{name: named.pop(name) for name in ("leases", "up", "outdated", "gone") if name in named})
+    told: Any = Told(**{name: named.pop(name) for name in ("leases", "up", "superseded", "gone") if name in named})
     return HostHandlers(*parts, leases=told, **{"listings": Listings(), "fences": ALONE, **named})
 
 
@@ -213,12 +213,12 @@ class Conductor:
         )
         self.requests = requests_of(self.engine, clock)
 
-    async def keep(self, n: int, verdict: str = "") -> None:
+    async def keep(self, n: int, decision: str = "") -> None:
         """A host has a machine of the instance that no record explains, with this word of an operator."""
         machine = UnknownMachine(UUID, 1, host(n), UnknownMachineKind.QUARANTINED, "newer")
         await self.store.safety.record(f"s{n}", [machine], 1.0)
-        if verdict:
-            await self.store.safety.decide([DecidedMachine(UUID)], verdict, "ann", 2.0)
+        if decision:
+            await self.store.safety.decide([DecidedMachine(UUID)], decision, "ann", 2.0)
 
     async def request(self, message: Message, *, attempt: int = 0, message_id: str = "m") -> Outcome:
         (outcome,) = await self.requests.requests(

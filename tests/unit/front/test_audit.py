@@ -1,33 +1,38 @@
 """The invariants over facts, and an audit's findings in them."""
 
 from __future__ import annotations
-
 from typing import Any
-
-import pytest
 from msgspec.structs import replace
-
-from berth.audit.findings import AuditFacts, AuditFinding, Confirmed, FindingKind, findings
-from berth.audit.invariants import (
-    ALIVE,
-    AT_REST,
-    ActionFact,
-    BreakerFact,
-    Facts,
-    GangFact,
-    InstanceFact,
-    InventoryFact,
-    QuarantineFact,
-    ReporterFact,
-    RunningFact,
-    ServiceDownFact,
-    check_invariants,
-)
-from berth.audit.repairing import MAX_AT_ONCE, chosen
-from berth.settings import AuditSettings, Settings
-from bus.contracts.build import BuildEvent, BuildState
+from berth.audit.findings import AuditFacts
+from berth.audit.findings import AuditFinding
+from berth.audit.findings import Confirmed
+from berth.audit.findings import FindingKind
+from berth.audit.findings import findings
+from berth.audit.invariants import ALIVE
+from berth.audit.invariants import AT_REST
+from berth.audit.invariants import ActionFact
+from berth.audit.invariants import BreakerFact
+from berth.audit.invariants import Facts
+from berth.audit.invariants import GangFact
+from berth.audit.invariants import InstanceFact
+from berth.audit.invariants import InventoryFact
+from berth.audit.invariants import QuarantineFact
+from berth.audit.invariants import ReporterFact
+from berth.audit.invariants import RunningFact
+from berth.audit.invariants import ServiceDownFact
+from berth.audit.invariants import check_invariants
+from berth.audit.repairing import MAX_AT_ONCE
+from berth.audit.repairing import chosen
+from berth.settings import AuditSettings
+from berth.settings import Settings
+from bus.contracts.build import BuildEvent
+from bus.contracts.build import BuildState
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
+
+
+import pytest
+
 
 # --- each invariant, seen to hold on sound facts and to break on facts with one thing wrong
 
@@ -110,7 +115,7 @@ def test_what_a_silent_service_does_not_report_is_not_checked_and_is_listed() ->
         running=[],
     )
     assert broken(facts) >= {"hosts_instances_allocations_agree", "one_terminal_state"}
-    down = ServiceDownFact(cell="cell1", service="s", why="silent since then")
+    down = ServiceDownFact(cell="cell1", service="s", reason="silent since then")
     judged = {verdict.name: verdict for verdict in check_invariants(replace(facts, down=[down]))}
     assert {name for name, verdict in judged.items() if not verdict.holds} == {"services_there"}
     assert judged["services_there"].examples == ("cell1: s: silent since then",)
@@ -247,7 +252,7 @@ def test_a_machine_that_an_operator_keeps_in_quarantine_is_no_second_one_of_its_
     older = [RunningFact(ONE, 1, OTHER), *SOUND.running]
     kept = QuarantineFact("cell1", "s", OTHER, ONE, "an older attempt", "protect", is_protected=True)
     assert broken(replace(SOUND, running=older, quarantine=[kept])) == set()
-    undecided = replace(kept, verdict="", is_protected=False)
+    undecided = replace(kept, decision="", is_protected=False)
     assert broken(replace(SOUND, running=older, quarantine=[undecided])) >= {ONCE, "quarantine_decided"}
 
 
@@ -321,7 +326,7 @@ def test_a_request_about_an_instance_that_has_not_ended_is_a_breach_unless_its_s
     waits = ActionFact("move", ONE, "migrate", "finishing", terminal=False)
     assert broken(replace(SOUND, actions=[waits])) == {"actions_end"}
     at_s = [replace(SOUND.instances[0], service="s"), *SOUND.instances[1:]]
-    down = [ServiceDownFact(cell="cell1", service="s", why="stopped", is_expected=True)]
+    down = [ServiceDownFact(cell="cell1", service="s", reason="stopped", is_expected=True)]
     assert "actions_end" not in broken(replace(SOUND, actions=[waits], instances=at_s, down=down))
 
 
@@ -408,7 +413,7 @@ OFFLOADED: dict[str, Any] = {
     "requests": {A: "active", B: "active"},
     "instances": (ACTIVE, InstanceFact(B, "cell1", "offloaded", None, 1, "s")),
 }
-KEPT = QuarantineFact(cell="cell1", service="s", host_uuid=FINDINGS_HOST, instance_uuid=B, why="unknown")
+KEPT = QuarantineFact(cell="cell1", service="s", host_uuid=FINDINGS_HOST, instance_uuid=B, reason="unknown")
 CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
     ({}, []),
     ({"allocations": {**HELD, B: {FINDINGS_HOST: {"VCPU": 1}}}}, [(K.ORPHANED, B)]),
@@ -456,7 +461,7 @@ CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
     ({"allocations": {A: {"a pool": {"DISK_GB": 1}}}}, [(K.MISSING, A)]),
     ({"allocations": {}, "busy": {A}}, []),
     ({"running": ()}, [(K.INSTANCE_WITHOUT_MACHINE, A)]),
-    ({"running": (), "down": (ServiceDownFact(cell="cell1", service="s", why="silent"),)}, []),
+    ({"running": (), "down": (ServiceDownFact(cell="cell1", service="s", reason="silent"),)}, []),
     ({"running": None}, []),
     ({"zones": {A: ("west", "east")}}, [(K.OUTSIDE_ZONE, A)]),
     ({"moving": {A}, "busy": {A}}, [(K.MOVING_UNREQUESTED, A)]),
@@ -542,7 +547,7 @@ def test_an_orphan_whose_instance_is_deleted_everywhere_has_a_proof() -> None:
         {"down": None},
         {"unheard": None},
         {"unheard": (("cell1", "s2"),)},  # it is up and slow: what it runs was not waited for
-        {"down": (ServiceDownFact(cell="cell1", service="s2", why="silent"),)},
+        {"down": (ServiceDownFact(cell="cell1", service="s2", reason="silent"),)},
     ],
 )
 def test_an_orphan_that_may_have_a_machine_has_none(more: dict[str, Any]) -> None:
@@ -574,10 +579,10 @@ def test_nothing_is_repaired_by_itself_unless_the_site_has_decided_so() -> None:
 def test_the_states_at_rest_follow_from_the_cells_table() -> None:
     assert sorted(AT_REST - ALIVE) == [
         "deleted",
-        "transferred",
-        "transferred/absent",
         "failed",
         "offloaded",
         "tombstone",
+        "transferred",
+        "transferred/absent",
     ]
     assert sorted(AT_REST & ALIVE) == sorted(ALIVE) == ["active", "resized"]

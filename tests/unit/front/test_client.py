@@ -596,7 +596,7 @@ async def test_item_28_a_service_that_no_lease_calls_down_and_that_does_not_answ
     place = Site(Settings(cells={"c": CellSettings()}))
     running, silent, _, unheard = await gather._running(place, {"c": None}, there, leases)  # type: ignore[dict-item]
     assert {fact.host_uuid for fact in running} == {REPORTS_HOSTS[0], REPORTS_HOSTS[3]}
-    assert {name: (one.service, one.why, one.is_expected) for (_, name), one in silent.items()} == {
+    assert {name: (one.service, one.reason, one.is_expected) for (_, name), one in silent.items()} == {
         name: (name, f"it did not answer within {SILENCE_S:g} s", False) for name in ("half", "silent")
     }
     assert unheard == [("c", "slow")], "nothing is proved about what it runs"

@@ -88,8 +88,8 @@ class TwoCells:
             chosen = found if cell is None else {cell: found[cell]}
             return InCells(chosen, {name: breakers[name] for name in chosen})
 
-        async def decide(_: Any, machines: Any, verdict: str, by: str) -> Any:
-            self.told.append((verdict, {cell: len(of) for cell, of in machines.items()}))
+        async def decide(_: Any, machines: Any, decision: str, by: str) -> Any:
+            self.told.append((decision, {cell: len(of) for cell, of in machines.items()}))
             return {cell: [(one.host_uuid, one.uuid) for one in of] for cell, of in machines.items()}, {}
 
         async def reset(_: Any, seen: Any, by: str) -> Any:
@@ -108,7 +108,7 @@ class TwoCells:
         machine = SimpleNamespace(
             uuid=INSTANCES[n], host_uuid=INSTANCES[n], attempt=1, kind=UnknownMachineKind.QUARANTINED
         )
-        return SimpleNamespace(machine=machine, service="compute", verdict="")
+        return SimpleNamespace(machine=machine, service="compute", decision="")
 
 
 RELEASE = partial(safety.release, Settings(), None, True, "compute", by="me")

@@ -228,8 +228,8 @@ def test_a_fence_and_a_host_that_no_service_announces_are_explained(capsys: pyte
         "  leave it off until `berth hosts` shows that its cell has acknowledged the fence",
     ]
     assert lines[-2:] == [
-        f"{HOST}                 not announced                 VCPU 2/16",
-        "not announced: by no compute service since this scheduler started",
+        f"{HOST}                 not reported                 VCPU 2/16",
+        "not reported: by no compute service since this scheduler started",
     ]
 
 

@@ -381,12 +381,12 @@ def test_a_run_that_is_slower_is_called_slower_and_the_faster_one_faster() -> No
     found = compare(calm, slow, names=("calm", "slow"))
     for what in ("latency p50, ms", "latency p99, ms", "queued p50, ms", "announced p99, ms"):
         one = line(found, what)
-        assert one.word == "slower" and one.interval is not None and one.ratio is not None
+        assert one.meaning == "slower" and one.interval is not None and one.ratio is not None
         assert 1 < one.interval[0] < one.ratio < one.interval[1], what
         assert one.interval[0] < 1.3 < one.interval[1], what
-    assert line(compare(slow, calm), "latency p50, ms").word == "faster"
-    assert found.verdict[0] == "Settings and machine are the same."
-    assert found.verdict[1].startswith("Latency p50: slow is slower, 1.3")
+    assert line(compare(slow, calm), "latency p50, ms").meaning == "faster"
+    assert found.conclusions[0] == "Settings and machine are the same."
+    assert found.conclusions[1].startswith("Latency p50: slow is slower, 1.3")
 
 
 @pytest.mark.parametrize("share", [0.5, 0.99])
@@ -411,10 +411,12 @@ def test_boots_that_wait_in_one_queue_are_not_counted_as_many_witnesses() -> Non
 
 def test_few_boots_prove_nothing() -> None:
     found = compare(made_up(99), made_up(99, slower=3.0))
-    assert line(found, "latency p50, ms").word == line(found, "latency p99, ms").word == "too few boots to compare"
+    assert (
+        line(found, "latency p50, ms").meaning == line(found, "latency p99, ms").meaning == "too few boots to compare"
+    )
     found = compare(made_up(300), made_up(300, slower=3.0))
-    assert line(found, "latency p50, ms").word == "slower"
-    assert line(found, "latency p99, ms").word == "too few boots to compare", "three boots beyond it"
+    assert line(found, "latency p50, ms").meaning == "slower"
+    assert line(found, "latency p99, ms").meaning == "too few boots to compare", "three boots beyond it"
     empty = compare(made_up(0), made_up(0))
     assert line(empty, "latency p50, ms").ratio is None and "not known" in empty.text
 
@@ -423,20 +425,20 @@ def test_other_requests_are_named_first() -> None:
     one = made_up(500)
     other = replace(one, settings=replace(one.settings, rate_per_s=500.0), machine=replace(one.machine, cpus=8))
     found = compare(one, other)
-    assert found.verdict[0].startswith("The requests differ: rate_per_s.")
+    assert found.conclusions[0].startswith("The requests differ: rate_per_s.")
     assert ("rate_per_s", "1,000", "500") in found.differences
     assert ("machine: cpus", "2", "8") in found.differences
     moved = compare(one, replace(one, machine=other.machine))
-    assert moved.verdict[0] == "The requests are the same; the differences: machine: cpus."
+    assert moved.conclusions[0] == "The requests are the same; the differences: machine: cpus."
 
 
 def test_no_run_is_faster_at_requests_that_the_other_did_not_have() -> None:
     calm, slow = made_up(2_000, seed=1), made_up(2_000, seed=2, slower=1.3)
     calm = replace(calm, settings=replace(calm.settings, rate_per_s=500.0))
     for found, word in ((compare(calm, slow), "higher"), (compare(slow, calm), "lower")):
-        assert line(found, "latency p50, ms").word == word
+        assert line(found, "latency p50, ms").meaning == word
         assert "faster" not in found.text and "slower" not in found.text
-        assert "the requests differ" in found.verdict[1]
+        assert "the requests differ" in found.conclusions[1]
 
 
 def test_the_same_records_and_seed_give_the_same() -> None:

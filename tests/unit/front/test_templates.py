@@ -107,7 +107,7 @@ PAGES: dict[str, dict[str, Any]] = {
         "cells": tuple[CellView, ...],
         "services": list[ServiceRecord],
         "workers": list[WorkerRecord],
-        "letters": list[DeadLetterCount],
+        "dead_letters": list[DeadLetterCount],
     },
     "quarantine.html": {
         "page": QuarantinePage,
@@ -116,7 +116,7 @@ PAGES: dict[str, dict[str, Any]] = {
         "query": dict[str, str],
         "decided": bool,
     },
-    "letters.html": {"bus": str, "queue": str, "letters": list[DeadLetterView]},
+    "letters.html": {"bus": str, "queue": str, "dead_letters": list[DeadLetterView]},
     "problem.html": {"problem": Problem},
 }
 PAGES["metal.html"]["nodes"] = typing.get_type_hints(NodesView)["nodes"]

@@ -442,7 +442,7 @@ def test_the_api_of_the_default_is_printed_with_its_token_and_why_it_is_not_wher
     settings = Settings(state_dir=str(tmp_path))
     served = replace(settings, placement=replace(settings.placement, rest=RestConfig(listen="127.0.0.1:9")))
     answer = messages_of(served, token=tmp_path / "placement.token", taken="127.0.0.1:8778")
-    line = f"http://127.0.0.1:9 (127.0.0.1:8778 is taken), for the token in {tmp_path}/placement.token"
+    line = f"http://127.0.0.1:9 (127.0.0.1:8778 is in use), for the token in {tmp_path}/placement.token"
     assert line in block(answer)
     assert (answer["placement_api"], answer["placement_token"]) == ("http://127.0.0.1:9", f"{tmp_path}/placement.token")
 

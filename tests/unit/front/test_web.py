@@ -597,12 +597,12 @@ def test_hosts_that_are_not_announced_differ_from_those_that_are_down() -> None:
         HostRecord(uuid=THEIRS, name="h3", reported=False),
         HostRecord(uuid=THEIRS, name="h4", cell="c1", reported=False),
     ]
-    assert [state_of(host) for host in hosts] == ["up", "down", "not announced", "not announced"]
+    assert [state_of(host) for host in hosts] == ["up", "down", "not reported", "not reported"]
     cells, problems = problems_of_hosts(hosts)
     assert cells == {"c1": (1, 3), "?": (0, 1)}
     assert [(one.what, one.detail) for one in problems] == [
         ("Cell c1", "1 of 3 hosts are down: their compute services are silent"),
-        ("Hosts not announced", "2 of 4: by no compute service since the scheduler's start"),
+        ("Hosts not reported", "2 of 4: by no compute service since the scheduler's start"),
     ]
 
 

@@ -426,7 +426,9 @@ async def test_a_query_is_about_the_project_and_so_is_its_answer(key: str, of: s
         assert [one.message.project_id for one in door.got] == ["demo"]  # type: ignore[attr-defined]
         ((correlation, page),) = client.replies
         assert (correlation, [one["project_id"] for one in page[of]]) == ("mine", ["demo"])
-        holders = [holder for one in page[of] for line in one.get("timeline", ()) for holder in line["holders"]]
+        holders = [
+            holder for one in page[of] for line in one.get("timeline", ()) for holder in line["conflicting_consumers"]
+        ]
         assert {one["project_id"] for one in holders} <= {"demo"}
 
 

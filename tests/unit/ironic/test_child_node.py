@@ -24,7 +24,7 @@ def test_a_child_node_is_not_offered() -> None:
             await here.notify(worlds.notification("node.provision_set.end", uuid=OTHER))
             await here.settle()
             await here.pass_time(7200)  # a list or two go by
-            return here.book.seen(OTHER)
+            return here.placement.seen(OTHER)
 
     seen = asyncio.run(run())
     assert seen is None or seen["reserved"] == 1, f"a child node is on offer: {seen}"

@@ -247,7 +247,7 @@ def wrong(world: World, expected: dict[str, Any], before: dict[str, Any]) -> dic
     """{node: (held, expected)} where they differ. A node that Nova cannot place keeps the provider it had."""
     differ = {}
     for uuid, answer in expected["nodes"].items():
-        held, should = world.book.seen(uuid), answer
+        held, should = world.placement.seen(uuid), answer
         if answer is not None and "error" in answer:
             assert world.loop.problems()[uuid] == NO_CLASS
             should = before.get(uuid)
@@ -258,7 +258,7 @@ def wrong(world: World, expected: dict[str, Any], before: dict[str, Any]) -> dic
 
 def assert_no_accidental_offer(world: World, since: int, expected: dict[str, Any], before: dict[str, Any]) -> None:
     """Whatever was published while Ironic stood at this step, it never offered a node that was not free then."""
-    for update in world.book.updates[since:]:
+    for update in world.placement.updates[since:]:
         for report in update.providers:
             should = expected["nodes"].get(report.uuid)
             should = before.get(report.uuid) if should is not None and "error" in should else should
@@ -267,7 +267,7 @@ def assert_no_accidental_offer(world: World, since: int, expected: dict[str, Any
 
 
 def state_after(world: World, expected: dict[str, Any]) -> dict[str, Any]:
-    return {uuid: world.book.seen(uuid) for uuid in expected["nodes"]}
+    return {uuid: world.placement.seen(uuid) for uuid in expected["nodes"]}
 
 
 async def play(recording: Recording, disturb: Callable[[int, Messages], Messages], *, resync: bool) -> None:
@@ -277,7 +277,7 @@ async def play(recording: Recording, disturb: Callable[[int, Messages], Messages
     async with world.running():
         for index, expected in enumerate(recording.expected):
             recording.source.go_to(index)
-            updates_before = len(world.book.updates)
+            updates_before = len(world.placement.updates)
             for body, key in disturb(index, recording.messages[index]):
                 await world.notify(body, key)
             await world.settle()
@@ -386,7 +386,7 @@ async def test_every_update_names_the_cell_of_the_node(cell: str, expected: str 
     _, here = world(cell=cell)
     async with here.running():
         await here.settle()
-        assert {update.cell for update in here.book.updates} == {expected}
+        assert {update.cell for update in here.placement.updates} == {expected}
 
 
 def test_an_unknown_cell_is_an_error() -> None:

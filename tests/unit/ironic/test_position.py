@@ -151,7 +151,7 @@ async def test_a_second_process_waits_and_takes_over_with_newer_versions() -> No
     second.broker, second.clock = here.broker, here.clock
     second.transport = MemoryTransport(here.broker, "second")
     second.ironic = MemoryTransport(here.broker, "also ironic")
-    second.book = here.book
+    second.placement = here.placement
     second.loop = second.make_loop()
     async with here.running():
         await here.settle()
@@ -159,7 +159,7 @@ async def test_a_second_process_waits_and_takes_over_with_newer_versions() -> No
             await turns()
             assert (here.loop.is_leader, second.loop.is_leader) == (True, False)
             assert second.loop.healthy
-            versions = dict(here.book.versions)
+            versions = dict(here.placement.versions)
             here.positions.depose()
             nodes.put(maintenance=True)
             await here.notify(notification("node.maintenance_set.end", maintenance=True))
@@ -168,7 +168,7 @@ async def test_a_second_process_waits_and_takes_over_with_newer_versions() -> No
                 here.clock.advance()
             assert (here.loop.is_leader, second.loop.is_leader) == (False, True)
             assert reserved_in(here) == 1
-            assert here.book.versions[NODE] > versions[NODE]
+            assert here.placement.versions[NODE] > versions[NODE]
 
 
 async def test_a_deposed_writer_publishes_nothing_more() -> None:
@@ -178,11 +178,11 @@ async def test_a_deposed_writer_publishes_nothing_more() -> None:
         here.positions.depose()
         held = here.positions.become_leader()
         async with held:
-            count = len(here.book.updates)
+            count = len(here.placement.updates)
             nodes.put(maintenance=True)
             await here.notify(notification("node.maintenance_set.end", maintenance=True))
             await turns(200)
-            assert len(here.book.updates) == count
+            assert len(here.placement.updates) == count
             assert not here.loop.is_leader
             assert await here.transport.depth(here.config.queue) == 1, "the notification is left to the next writer"
 
@@ -213,19 +213,19 @@ async def test_a_restart_publishes_everything_again_with_newer_versions() -> Non
     nodes, here = world()
     async with here.running():
         await here.settle()
-    before = dict(here.book.versions)
+    before = dict(here.placement.versions)
     again = World(nodes, positions=here.positions)
     again.clock.now = here.clock.now - 1000  # even with a clock that went back
     async with again.running():
         await again.settle()
-        assert again.book.versions[NODE] > before[NODE]
+        assert again.placement.versions[NODE] > before[NODE]
 
 
 async def test_what_was_saved_and_not_published_is_published_at_the_next_start() -> None:
     nodes, here = world()
     async with here.running():
         await here.settle()
-        here.book.fault = BusUnavailable("unavailable")
+        here.placement.fault = BusUnavailable("unavailable")
         nodes.put(maintenance=True)
         await here.notify(notification("node.maintenance_set.end", maintenance=True))
         await turns()
@@ -266,19 +266,19 @@ async def test_an_offer_is_not_published_again_on_a_read_that_an_event_has_overt
         await turns()
         nodes.answers.set()
         await again.settle()
-        assert [update.providers[0].inventories["CUSTOM_GOLD"].reserved for update in again.book.updates] == [1]
+        assert [update.providers[0].inventories["CUSTOM_GOLD"].reserved for update in again.placement.updates] == [1]
 
 
 async def test_all_is_published_again_at_intervals() -> None:
     nodes, here = world(resync_interval_s=60.0, republish_interval_s=300.0)
     async with here.running():
         await here.settle()
-        assert len(here.book.updates) == 1
+        assert len(here.placement.updates) == 1
         await here.pass_time(200)
-        assert len(here.book.updates) == 1
+        assert len(here.placement.updates) == 1
         await here.pass_time(200)
-        assert len(here.book.updates) == 2
-        first, second = here.book.updates
+        assert len(here.placement.updates) == 2
+        first, second = here.placement.updates
         assert isinstance(second, InventoryUpdate)
         assert (second.providers, second.version > first.version) == (first.providers, True)
         assert 5 <= nodes.lists <= 9
@@ -291,7 +291,7 @@ async def test_a_clock_that_is_set_back_puts_off_no_publication() -> None:
         await here.settle()
         here.clock.time = lambda: here.clock.now - 50_000.0  # type: ignore[method-assign]
         await here.pass_time(400)
-        assert len(here.book.updates) == 2
+        assert len(here.placement.updates) == 2
 
 
 async def test_that_a_node_is_gone_is_published_again_too() -> None:
@@ -304,16 +304,16 @@ async def test_that_a_node_is_gone_is_published_again_too() -> None:
         nodes.nodes.clear()
         here.loop.read_all()
         await here.settle()
-        first = here.book.updates[-1]
+        first = here.placement.updates[-1]
         assert not first.providers
         await here.pass_time(500)
-        second = here.book.updates[-1]
+        second = here.placement.updates[-1]
         assert (second.providers, second.version > first.version) == ((), True)
     again = World(nodes, positions=here.positions, removed_retention_s=1000.0)
     again.clock.now = here.clock.now
     async with again.running():
         await again.settle()
-        assert [update.providers for update in again.book.updates] == [()], "and by the next writer"
+        assert [update.providers for update in again.placement.updates] == [()], "and by the next writer"
         await again.pass_time(5000)
         assert not again.positions.positions
 
@@ -329,10 +329,10 @@ async def test_what_is_held_for_a_fault_is_published_again_unless_ironic_does_no
         here.loop.read_all()
         await here.settle()
         assert here.loop.problems() == {NODE: UNREADABLE, OTHER: ABSENT}
-        before = dict(here.book.versions)
+        before = dict(here.placement.versions)
         await here.pass_time(500)
-        assert here.book.versions[NODE] > before[NODE]
-        assert here.book.versions[OTHER] == before[OTHER]
+        assert here.placement.versions[NODE] > before[NODE]
+        assert here.placement.versions[OTHER] == before[OTHER]
         nodes.put(OTHER)
         here.loop.read_all()
         await here.settle()
@@ -353,9 +353,9 @@ async def test_an_absent_node_is_removed_after_long_by_another_writer_too() -> N
     again.clock.now = here.clock.now
     async with again.running():
         await again.settle()
-        assert again.book.updates == [] and again.loop.problems() == {NODE: ABSENT}
+        assert again.placement.updates == [] and again.loop.problems() == {NODE: ABSENT}
         await again.pass_time(2_000)
-        assert [update.providers for update in again.book.updates] == [()]
+        assert [update.providers for update in again.placement.updates] == [()]
         assert again.loop.problems() == {}
 
 
@@ -392,14 +392,14 @@ async def test_a_process_whose_clock_is_behind_goes_on_above_what_the_book_has()
     _, here = world()
     async with here.running():
         await here.settle()
-        version = here.book.versions[NODE]
+        version = here.placement.versions[NODE]
         ahead = version + 10**12
         for known in (version - 5, ahead, 2**62):
-            outdated = InventoryStale(reporter="ironic", root_uuid=NODE, version=known)
-            await here.loop.outdated([Received(outdated, Meta(id="m"), "api", "ironic.stale.test")])
+            stale = InventoryStale(reporter="ironic", root_uuid=NODE, version=known)
+            await here.loop.outdated([Received(stale, Meta(id="m"), "api", "ironic.stale.test")])
             await here.settle()
-            assert (here.book.versions[NODE] > ahead) is (known >= ahead), known
-        assert here.book.versions[NODE] < 2 * ahead, "what leaves no room is not followed"
+            assert (here.placement.versions[NODE] > ahead) is (known >= ahead), known
+        assert here.placement.versions[NODE] < 2 * ahead, "what leaves no room is not followed"
 
 
 # --- a node that Ironic shows as free is offered within one read of all nodes, whatever was announced before or lost

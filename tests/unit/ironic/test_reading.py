@@ -31,7 +31,7 @@ async def test_withdrawing_does_not_wait_for_the_read() -> None:
         await turns()
         assert nodes.under_way == 1, "the read is on its way"
         assert reserved(here) == 1
-        assert here.book.causes[-1] == "req-1"
+        assert here.placement.causes[-1] == "req-1"
         nodes.gate.set()
 
 
@@ -65,7 +65,7 @@ async def test_a_read_overtaken_by_events_gives_nothing_back() -> None:
         await turns()
         nodes.gate.set()
         await here.settle()
-        assert [update.providers[0].inventories["CUSTOM_GOLD"].reserved for update in here.book.updates] == [1]
+        assert [update.providers[0].inventories["CUSTOM_GOLD"].reserved for update in here.placement.updates] == [1]
 
 
 async def test_many_events_about_a_node_being_read_is_one_more_read() -> None:
@@ -178,16 +178,16 @@ async def test_what_is_taken_away_is_published_before_what_is_offered() -> None:
     nodes, here = world()
     async with here.running():
         await here.settle()
-        here.book.fault = BusUnavailable("away")
+        here.placement.fault = BusUnavailable("away")
         uuids = storm(nodes, 3 * PUBLISH_BATCH)
         here.loop.read_all()
         await turns(500)
         await here.notify(notification("node.maintenance_set.end", maintenance=True))
         nodes.put(maintenance=True)
         await turns(500)
-        here.book.fault = None
+        here.placement.fault = None
         await here.settle()
-        order = [update.root_uuid for update in here.book.updates[1:]]
+        order = [update.root_uuid for update in here.placement.updates[1:]]
         assert order.index(NODE) <= PUBLISH_BATCH and set(order) == {NODE, *uuids}
 
 
@@ -230,7 +230,7 @@ async def test_many_made_up_uuids_are_read_once_and_hold_up_no_other_read() -> N
             await here.notify(notification("node.update.end", f"00000000-0000-4000-8000-{number:012x}"))
         await read_through(here)
         assert here.loop.sync_state is not None
-        assert here.loop.sync_state.known() == [NODE] and len(here.book.updates) == 1
+        assert here.loop.sync_state.known() == [NODE] and len(here.placement.updates) == 1
         assert nodes.reads == 500 and nodes.lists == lists, (nodes.reads, nodes.lists - lists)
         nodes.put(maintenance=True)
         await here.notify(notification("node.maintenance_set.end", maintenance=True))
@@ -307,7 +307,7 @@ async def test_a_deleted_node_is_removed_and_may_come_back() -> None:
     nodes, here = world()
     async with here.running():
         await here.settle()
-        first = here.book.versions[NODE]
+        first = here.placement.versions[NODE]
         del nodes.nodes[NODE]
         nodes.gate.clear()
         await here.notify(notification("node.delete.end"))
@@ -315,12 +315,12 @@ async def test_a_deleted_node_is_removed_and_may_come_back() -> None:
         assert reserved(here) == 1, "held back before the 404 confirms it"
         nodes.gate.set()
         await here.settle()
-        assert here.book.updates[-1].providers == ()
+        assert here.placement.updates[-1].providers == ()
         nodes.put()
         await here.notify(notification("node.create.end"))
         await here.settle()
         assert reserved(here) == 0
-        assert here.book.versions[NODE] > first
+        assert here.placement.versions[NODE] > first
 
 
 async def test_absence_from_the_list_removes_only_what_ironic_confirms_gone() -> None:
@@ -337,7 +337,7 @@ async def test_absence_from_the_list_removes_only_what_ironic_confirms_gone() ->
         nodes.nodes = hidden
         nodes.gate.set()
         await here.settle()
-        assert here.book.seen(NODE) is not None
+        assert here.placement.seen(NODE) is not None
         nodes.nodes = {NODE: hidden[NODE]}
         here.loop.read_all()
         await here.settle()
@@ -352,7 +352,7 @@ async def test_a_made_up_uuid_leaves_nothing_behind() -> None:
         await here.settle()
         assert here.loop.sync_state is not None
         assert list(here.loop.sync_state.positions) == [NODE]
-        assert len(here.book.updates) == 1
+        assert len(here.placement.updates) == 1
 
 
 async def test_more_nodes_than_the_bound_are_refused_aloud() -> None:
@@ -373,8 +373,8 @@ async def test_nodes_without_class_and_unreadable_ones_are_listed_and_hide_no_ot
         for _ in range(5):
             await turns()
         assert here.loop.problems() == {OTHER: NO_CLASS, INSTANCE: UNREADABLE}
-        assert here.book.seen(OTHER) == {"resource_class": None, "traits": []}
-        assert here.book.seen(INSTANCE) is None
+        assert here.placement.seen(OTHER) == {"resource_class": None, "traits": []}
+        assert here.placement.seen(INSTANCE) is None
         assert reserved(here) == 0
         here.loop.read_all()
         await here.settle()

@@ -155,16 +155,16 @@ async def test_an_unavailable_bus_loses_nothing_and_piles_up_one_update_a_node()
     nodes, here = world()
     async with here.running():
         await here.settle()
-        here.book.fault = BusUnavailable("unavailable")
+        here.placement.fault = BusUnavailable("unavailable")
         for on in (True, False) * 20 + (True,):
             nodes.put(maintenance=on)
             await here.notify(notification("node.maintenance_set.end", maintenance=on))
             await turns()
-        here.book.fault = None
-        reported_before = len(here.book.updates)
+        here.placement.fault = None
+        reported_before = len(here.placement.updates)
         await here.settle()
         assert reserved(here) == 1
-        assert len(here.book.updates) == reported_before + 1
+        assert len(here.placement.updates) == reported_before + 1
 
 
 class UnavailableTerm(MemoryTerm):

@@ -129,7 +129,7 @@ class VirtualClock:
             raise AssertionError("no task sleeps, so time would never bring anything")
 
 
-class Book:
+class Placement:
     """Placement that a placement worker would hold: the newest version of each root. Keeps all it was sent."""
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class World:
         self.broker = MemoryBroker(self.clock)
         self.broker.declare_exchange("ironic")
         self.source = source
-        self.book = Book()
+        self.placement = Placement()
         self.config = msgspec.convert({"resync_interval_s": 3600.0, **settings}, IronicSyncConfig)
         self.positions = positions or MemoryPositions(MemoryPositionTable(self.clock).session())
         self.transport = MemoryTransport(self.broker, "ironic_sync")
@@ -192,7 +192,7 @@ class World:
             self.source,
             self.positions,
             self.transport,
-            self.book.publish_all,
+            self.placement.publish_all,
             clock=self.clock,
             rng=random.Random(1),
             config=self.config,
@@ -372,7 +372,7 @@ def notification(event: str, uuid: str = NODE, **data: Any) -> bytes:
 
 
 def reserved(world: World, uuid: str = NODE) -> int:
-    held = world.book.seen(uuid)
+    held = world.placement.seen(uuid)
     assert held is not None
     value = held["reserved"]
     assert isinstance(value, int)

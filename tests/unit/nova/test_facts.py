@@ -208,7 +208,7 @@ class Kept:
         self.nova = nova
         self.table = host_table()
         self.facts = NovaState(self.table)
-        self.keeper = NovaStatePoller(
+        self.poller = NovaStatePoller(
             nova,
             self.facts,
             self.table,
@@ -219,7 +219,7 @@ class Kept:
 
     async def after(self, seconds: float) -> None:
         """Run for so long, and stop."""
-        running = asyncio.create_task(self.keeper.run())
+        running = asyncio.create_task(self.poller.run())
         await asyncio.sleep(seconds)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -234,7 +234,7 @@ async def test_states_are_read_often_and_nodes_seldom() -> None:
     kept = Kept(MemoryNova(node(1)), poll_interval_s=5, hosts_interval_s=60)
     await kept.after(602)
     assert [kept.nova.calls.count(name) for name in ("services", "aggregates", "nodes")] == [121, 121, 11]
-    assert kept.keeper.first.is_set()
+    assert kept.poller.first.is_set()
 
 
 @on_virtual_time
@@ -242,16 +242,16 @@ async def test_whether_a_server_waits_for_a_host() -> None:
     kept = Kept(MemoryNova(node(1)))
     a, b, c, d = (uuid_of(number) for number in range(11, 15))
     kept.nova.tasks = {a: "", b: "deleting", c: "unshelving"}
-    assert not await kept.keeper.waits_for_host([a, b, d])
-    assert await kept.keeper.waits_for_host([d, c])
+    assert not await kept.poller.waits_for_host([a, b, d])
+    assert await kept.poller.waits_for_host([d, c])
     kept.nova.calls.clear()
-    assert not await kept.keeper.waits_for_host([d] * 1000)
+    assert not await kept.poller.waits_for_host([d] * 1000)
     assert len(kept.nova.calls) == 1
     kept.nova.fails = NovaRefused("a user that may not list them")
-    assert await kept.keeper.waits_for_host([d]), "it is not known"
+    assert await kept.poller.waits_for_host([d]), "it is not known"
     kept.nova.fails = NovaUnavailable("away")
     with pytest.raises(NovaUnavailable):
-        await kept.keeper.waits_for_host([d])
+        await kept.poller.waits_for_host([d])
 
 
 @on_virtual_time
@@ -274,7 +274,7 @@ async def test_an_outage_leaves_what_is_known_and_ends() -> None:
     kept.nova.fails = NovaUnavailable("it is away")
     await kept.after(100)
     assert kept.table.live_service_of(uuid_of(1)) == "host1"
-    assert await kept.keeper.ask([uuid_of(9)]) is False
+    assert await kept.poller.ask([uuid_of(9)]) is False
     kept.nova.fails = None
     kept.nova.of_hosts["host1"] = down("host1")
     await kept.after(1)
@@ -288,11 +288,11 @@ async def test_an_unknown_host_is_asked_for_by_its_uuid() -> None:
     kept.calls()
     kept.nova.listed[uuid_of(2)] = node(2)
     kept.nova.of_hosts["host2"] = up("host2")
-    assert await kept.keeper.ask([uuid_of(1), uuid_of(2), uuid_of(3)]) is True
+    assert await kept.poller.ask([uuid_of(1), uuid_of(2), uuid_of(3)]) is True
     assert kept.calls() == ["node", "node"], "the states were read within this second"
     assert kept.table.live_service_of(uuid_of(2)) == "host2"
     await asyncio.sleep(2)
-    assert await kept.keeper.ask([uuid_of(3)]) is False, "a sharing provider; it is no host"
+    assert await kept.poller.ask([uuid_of(3)]) is False, "a sharing provider; it is no host"
     assert kept.calls() == ["services", "aggregates"]
 
 
@@ -300,14 +300,14 @@ async def test_an_unknown_host_is_asked_for_by_its_uuid() -> None:
 async def test_questions_at_the_same_time_share_one_read_and_many_hosts_are_listed() -> None:
     kept = Kept(MemoryNova(node(1)))
     kept.nova.of_hosts["host1"] = up("host1")
-    answers = await asyncio.gather(*(kept.keeper.ask([uuid_of(1)]) for _ in range(20)))
+    answers = await asyncio.gather(*(kept.poller.ask([uuid_of(1)]) for _ in range(20)))
     assert kept.calls() == ["services", "aggregates", "node"] and all(answers)
     many = [uuid_of(number) for number in range(100, 100 + MAX_ASKED + 1)]
     kept.nova.fails = NovaUnavailable("away")
-    await kept.keeper.ask(many)
+    await kept.poller.ask(many)
     assert kept.calls() == ["nodes"]
     kept.nova.fails = None
-    await asyncio.gather(*(kept.keeper.ask(many) for _ in range(20)))
+    await asyncio.gather(*(kept.poller.ask(many) for _ in range(20)))
     assert kept.calls() == ["nodes"]
 
 
@@ -317,11 +317,11 @@ async def test_calls_are_decided_by_states_that_are_fresh_enough() -> None:
     await kept.after(1)
     kept.calls()
     await asyncio.sleep(3)
-    await kept.keeper.prepare()
+    await kept.poller.prepare()
     assert kept.calls() == []
     kept.nova.of_hosts["host1"] = down("host1")
     await asyncio.sleep(3)
-    await asyncio.gather(*(kept.keeper.prepare() for _ in range(20)))
+    await asyncio.gather(*(kept.poller.prepare() for _ in range(20)))
     assert kept.calls() == ["services", "aggregates"] and kept.table.is_down(uuid_of(1))
 
 
@@ -337,13 +337,13 @@ async def test_a_call_that_comes_during_a_read_is_not_decided_by_older_states(mo
 
     monkeypatch.setattr(kept.nova, "services", slowly)
     await asyncio.sleep(3.9)
-    asked = [asyncio.create_task(kept.keeper.ask())]
+    asked = [asyncio.create_task(kept.poller.ask())]
     await asyncio.sleep(0.05)
-    await kept.keeper.prepare()
+    await kept.poller.prepare()
     assert not asked[0].done(), "what is known is new enough"
     await asyncio.sleep(0.5)
     kept.nova.of_hosts["host1"] = down("host1")
-    await kept.keeper.prepare()
+    await kept.poller.prepare()
     assert kept.table.is_down(uuid_of(1))
 
 
@@ -361,10 +361,10 @@ async def test_each_call_may_have_a_read_that_began_after_it_came(monkeypatch: p
         return found
 
     monkeypatch.setattr(kept.nova, "services", slowly)
-    first = asyncio.create_task(kept.keeper.prepare())
+    first = asyncio.create_task(kept.poller.prepare())
     await asyncio.sleep(0.5)
     kept.nova.of_hosts["host1"] = down("host1")
-    await asyncio.gather(first, *(kept.keeper.prepare() for _ in range(20)))
+    await asyncio.gather(first, *(kept.poller.prepare() for _ in range(20)))
     assert kept.calls().count("services") == 2 and kept.table.is_down(uuid_of(1))
 
 
@@ -380,7 +380,7 @@ async def test_a_nova_that_does_not_answer_holds_questions_up_once_and_not_for_l
     await asyncio.sleep(10)
     kept.calls()
     began = asyncio.get_running_loop().time()
-    answers = await asyncio.gather(*(kept.keeper.ask([uuid_of(3)]) for _ in range(40)))
+    answers = await asyncio.gather(*(kept.poller.ask([uuid_of(3)]) for _ in range(40)))
     assert not any(answers) and asyncio.get_running_loop().time() - began <= ASK_LIMIT_S
 
 
@@ -398,7 +398,7 @@ async def test_a_long_list_of_nodes_holds_up_nothing_else(monkeypatch: pytest.Mo
     await kept.after(1)
     monkeypatch.setattr(kept.nova, "nodes", slowly)
     kept.nova.of_hosts["host1"] = down("host1")
-    running = asyncio.create_task(kept.keeper.run())
+    running = asyncio.create_task(kept.poller.run())
     await asyncio.sleep(40)
     kept.calls()
     # Meanwhile: states by polls and for a call, and a new host.
@@ -406,7 +406,7 @@ async def test_a_long_list_of_nodes_holds_up_nothing_else(monkeypatch: pytest.Mo
     kept.nova.listed[uuid_of(3)] = node(3)
     await asyncio.sleep(10)
     assert kept.calls() == ["services", "aggregates"] * 2 and kept.table.is_down(uuid_of(2))
-    assert await kept.keeper.ask([uuid_of(3)]) and kept.table.live_service_of(uuid_of(3)) == "host3"
+    assert await kept.poller.ask([uuid_of(3)]) and kept.table.live_service_of(uuid_of(3)) == "host3"
     listed.set()
     await asyncio.sleep(1)
     assert not kept.table.is_down(uuid_of(1)) and kept.table.is_down(uuid_of(2)), "the list was older"
@@ -423,7 +423,7 @@ async def test_what_breaks_in_a_list_of_nodes_ends_the_keeper(monkeypatch: pytes
     kept = Kept(MemoryNova(node(1)))
     monkeypatch.setattr(kept.nova, "nodes", breaks)
     with pytest.raises(RuntimeError):
-        await asyncio.wait_for(kept.keeper.run(), 60)
+        await asyncio.wait_for(kept.poller.run(), 60)
 
 
 @on_virtual_time
@@ -433,7 +433,7 @@ async def test_a_read_that_fails_is_shared_as_well() -> None:
     kept.nova.fails = NovaUnavailable("down")
     await asyncio.sleep(10)
     kept.calls()
-    await asyncio.gather(*(kept.keeper.ask() for _ in range(20)))
+    await asyncio.gather(*(kept.poller.ask() for _ in range(20)))
     assert kept.calls() == ["services"]
 
 
@@ -454,7 +454,7 @@ def of_aggregate(uuid: str, **data: object) -> dict[str, object]:
 async def test_casts_are_taken_in() -> None:
     kept = Kept(MemoryNova(node(1), node(2)))
     await kept.after(1)
-    cast = kept.keeper.apply_cast
+    cast = kept.poller.apply_cast
     zone = of_aggregate(uuid_of(7), hosts=["host1"], metadata={"availability_zone": "z"})
     assert cast("update_aggregates", {"aggregates": primitive("AggregateList", {"objects": [zone]})})
     assert kept.facts.membership().named == {uuid_of(7): {uuid_of(1)}}
@@ -488,10 +488,10 @@ async def test_hostile_casts_change_nothing() -> None:
     for method in ("update_aggregates", "delete_aggregate"):
         for hostile in HOSTILE:
             arguments = dict.fromkeys(("aggregates", "aggregate"), hostile)
-            assert kept.keeper.apply_cast(method, arguments) is False, (method, hostile)
-            assert kept.keeper.apply_cast(method, {}) is False
+            assert kept.poller.apply_cast(method, arguments) is False, (method, hostile)
+            assert kept.poller.apply_cast(method, {}) is False
     for hostile in UNREADABLE_AGGREGATES:
-        assert kept.keeper.apply_cast("update_aggregates", {"aggregates": hostile}) is False
+        assert kept.poller.apply_cast("update_aggregates", {"aggregates": hostile}) is False
     assert (kept.facts.version, kept.table.revision) == before
 
 
@@ -517,8 +517,8 @@ async def test_a_cast_that_crosses_a_poll_is_newer_than_its_answer() -> None:
     await kept.after(1)
 
     def casts() -> None:
-        kept.keeper.apply_cast("delete_aggregate", {"aggregate": of_aggregate(gone)})
-        kept.keeper.apply_cast("update_aggregates", {"aggregates": of_aggregate(made)})
+        kept.poller.apply_cast("delete_aggregate", {"aggregate": of_aggregate(gone)})
+        kept.poller.apply_cast("update_aggregates", {"aggregates": of_aggregate(made)})
 
     nova.cast = casts
     await kept.after(1)
@@ -535,7 +535,7 @@ async def test_the_hosts_of_an_aggregate_that_cannot_be_read_take_nothing_and_ot
     isolated = NovaAggregate(uuid=uuid_of(7), name="isolated", metadata={"filter_tenant_id": "p"}, hosts=("host1",))
     kept.nova.groups, kept.nova.unreadable = {uuid_of(7): isolated}, {uuid_of(7)}
     await kept.after(1)
-    assert kept.keeper.first.is_set() and [bool(kept.table.enabled[at]) for at in range(2)] == [False, True]
+    assert kept.poller.first.is_set() and [bool(kept.table.enabled[at]) for at in range(2)] == [False, True]
     kept.nova.unreadable = set()
     await kept.after(1)
     assert [bool(kept.table.enabled[at]) for at in range(2)] == [True, True]
@@ -552,19 +552,19 @@ async def test_an_aggregate_that_does_not_tell_its_hosts_leaves_what_is_known() 
     kept = Kept(MemoryNova(node(1)))
     kept.nova.nameless = True
     await kept.after(1)
-    assert not kept.keeper.first.is_set(), "whom it keeps from which host is not known"
+    assert not kept.poller.first.is_set(), "whom it keeps from which host is not known"
     kept.nova.nameless = False
     await kept.after(1)
     kept.nova.nameless = True
     kept.nova.of_hosts["host1"] = down("host1")
     await kept.after(1)
-    assert kept.keeper.first.is_set() and kept.table.is_down(uuid_of(1))
+    assert kept.poller.first.is_set() and kept.table.is_down(uuid_of(1))
 
 
 @on_virtual_time
 async def test_a_host_of_no_cell_is_named_once() -> None:
     kept = Kept(MemoryNova(node(1)), poll_interval_s=5)
-    kept.keeper._cells = ConfiguredCells({CELL1: ("other*",)})
+    kept.poller._cells = ConfiguredCells({CELL1: ("other*",)})
     with capture_logs() as lines:
         await kept.after(20)
     assert [one["count"] for one in lines if one["event"] == "nova.hosts_without_cell"] == [1]
@@ -573,7 +573,7 @@ async def test_a_host_of_no_cell_is_named_once() -> None:
 @on_virtual_time
 async def test_a_disabled_cell_is_known_with_its_hosts() -> None:
     kept = Kept(MemoryNova(node(1)))
-    kept.keeper._cells.disabled = frozenset({CELL1})
+    kept.poller._cells.disabled = frozenset({CELL1})
     await kept.after(1)
     assert kept.table.disabled_cells == {CELL1} and kept.facts.cell_of(uuid_of(1)) == CELL1
 

@@ -22,9 +22,9 @@ async def test_a_redelivered_call_of_nine_waits_for_its_ninth() -> None:
         async def task_of(self, instance: str) -> str | None:
             return "scheduling" if instance == INSTANCES[8] else None
 
-    keeper = NovaStatePoller.__new__(NovaStatePoller)
-    keeper._api = cast(Any, Api())
-    assert await keeper.waits_for_host(INSTANCES)
+    poller = NovaStatePoller.__new__(NovaStatePoller)
+    poller._api = cast(Any, Api())
+    assert await poller.waits_for_host(INSTANCES)
 
 
 async def test_an_address_with_a_password_is_not_in_an_error() -> None:

@@ -51,7 +51,7 @@ class Stock:
     async def forward(self, call: Call) -> None:
         self.taken.append(call.method)
 
-    def give_up(self) -> None: ...
+    def abandon(self) -> None: ...
 
     async def call(self, call: Call, reason: str, acknowledge_first: Callable[[], Awaitable[None]]) -> bytes:
         await acknowledge_first()

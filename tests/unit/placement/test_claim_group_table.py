@@ -256,7 +256,7 @@ STEPS = {"total": 8, "step_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("takers", "used", "holdings", "moved"),
+    ("takers", "used", "allocations", "moved"),
     [
         ([report("a", VCPU=4), report("b", VCPU=4)], {}, {"c": old(VCPU=4)}, {"c": {"a": {"VCPU": 4}}}),
         ([report("a", VCPU=4)], {"a": {"VCPU": 1}}, {"c": old(VCPU=3)}, {"c": {"a": {"VCPU": 3}}}),
@@ -330,13 +330,13 @@ STEPS = {"total": 8, "step_size": 2}
     ],
 )  # fmt: skip
 def test_how_much_a_taker_takes(
-    takers: list[ProviderReport], used: dict[str, dict[str, int]], holdings: Holdings, moved: Holdings
+    takers: list[ProviderReport], used: dict[str, dict[str, int]], allocations: Holdings, moved: Holdings
 ) -> None:
-    assert migrate(takers, used, holdings) == moved
+    assert migrate(takers, used, allocations) == moved
 
 
 @pytest.mark.parametrize(
-    ("takers", "holdings", "moved"),
+    ("takers", "allocations", "moved"),
     [
         ([report("a", VCPU=3)], {"c": old(VCPU=2), "d": old(VCPU=3)}, {"d"}),
         ([report("a", VCPU=3)], {"d": old(VCPU=3), "c": old(VCPU=3)}, {"c"}),
@@ -364,16 +364,16 @@ def test_how_much_a_taker_takes(
         "where it is known, as far as there is room",
     ],
 )  # fmt: skip
-def test_who_moves_first(takers: list[ProviderReport], holdings: Holdings, moved: set[str]) -> None:
+def test_who_moves_first(takers: list[ProviderReport], allocations: Holdings, moved: set[str]) -> None:
     """There is room for one of them, or each has its own."""
-    assert set(migrate(takers, {}, holdings)) == moved
+    assert set(migrate(takers, {}, allocations)) == moved
 
 
 def migrate(
-    takers: list[ProviderReport], used: dict[str, dict[str, int]], holdings: Holdings
+    takers: list[ProviderReport], used: dict[str, dict[str, int]], allocations: Holdings
 ) -> Mapping[str, ProviderAllocations]:
     inventories = {one.uuid: {name: stored_inventory(room) for name, room in one.inventories.items()} for one in takers}
-    return migrate_allocations(takers, "old", inventories, used, holdings)
+    return migrate_allocations(takers, "old", inventories, used, allocations)
 
 
 def test_classes_of_other_takers_move_apart_and_each_known_place_is_kept() -> None:

@@ -98,9 +98,9 @@ def taken(generation: int = 1, *where: str, **fields: Any) -> Verdict:
     return verdict("claimed", consumer_generation=generation, **{**made, **fields})
 
 
-def row(hold: Hold, generation: int = 1, attempt: int = 1, run: str = "", **fields: str) -> ConsumerState:
+def row(hold: Hold, generation: int = 1, attempt: int = 1, claim_owner: str = "", **fields: str) -> ConsumerState:
     owner = {"project_id": "p", "user_id": "u", "consumer_type": "INSTANCE", **fields}
-    return ConsumerState(generation, attempt, allocations=hold, claim_owner=run, **owner)
+    return ConsumerState(generation, attempt, allocations=hold, claim_owner=claim_owner, **owner)
 
 
 def kept(hold: Hold, generation: int = 1, attempt: int = 1, **fields: str) -> ConsumerState:
@@ -118,33 +118,38 @@ OTHERS = "claim.foreign_cell"
 @pytest.mark.parametrize(
     ("known", "fields", "expected", "after"),
     [
-        (None, {"owner": "r"}, taken(), row(ONE, run="r")),
+        (None, {"owner": "r"}, taken(), row(ONE, claim_owner="r")),
         (None, {}, taken(), row(ONE)),
-        (row(HELD, run="r"), {"attempt": 2, "consumer_generation": 1}, taken(2), row(ONE, 2, 2, "r")),
-        (row(HELD, run="r"), {"attempt": 2, "consumer_generation": 1, "owner": "s"}, taken(2), row(ONE, 2, 2, "s")),
-        (row(ONE, run="r"), {}, taken(changed=False, outcomes=(), generations={A: 10}), None),
-        (row(ONE, run="r"), {"owner": "r"}, taken(changed=False, outcomes=(), generations={A: 10}), None),
+        (row(HELD, claim_owner="r"), {"attempt": 2, "consumer_generation": 1}, taken(2), row(ONE, 2, 2, "r")),
         (
-            row(ONE, run="r"),
+            row(HELD, claim_owner="r"),
+            {"attempt": 2, "consumer_generation": 1, "owner": "s"},
+            taken(2),
+            row(ONE, 2, 2, "s"),
+        ),
+        (row(ONE, claim_owner="r"), {}, taken(changed=False, outcomes=(), generations={A: 10}), None),
+        (row(ONE, claim_owner="r"), {"owner": "r"}, taken(changed=False, outcomes=(), generations={A: 10}), None),
+        (
+            row(ONE, claim_owner="r"),
             {"owner": "s", "transfers_from": "r"},
             taken(changed=False, outcomes=(), generations={A: 10}),
-            row(ONE, run="s"),
+            row(ONE, claim_owner="s"),
         ),
-        (row(ONE, run="r"), {"owner": "s"}, changed(consumer_generation=1, allocations=ONE, attempt=1), None),
+        (row(ONE, claim_owner="r"), {"owner": "s"}, changed(consumer_generation=1, allocations=ONE, attempt=1), None),
         (
-            row(ONE, run="r"),
+            row(ONE, claim_owner="r"),
             {"owner": "s", "transfers_from": "t"},
             changed(consumer_generation=1, allocations=ONE, attempt=1),
             None,
         ),
-        (row(ONE, run="r", project_id="q"), {"owner": "r"}, changed(consumer_generation=1), None),
-        (row({}, run="r"), {"owner": "s"}, taken(2), row(ONE, 2, run="s")),
-        (row({}, run="r"), {"owner": "r"}, changed(), None),
-        (row({}, run="r"), {}, changed(), None),
-        (row({}, attempt=2, run="r"), {"owner": "s"}, changed(), None),
+        (row(ONE, claim_owner="r", project_id="q"), {"owner": "r"}, changed(consumer_generation=1), None),
+        (row({}, claim_owner="r"), {"owner": "s"}, taken(2), row(ONE, 2, claim_owner="s")),
+        (row({}, claim_owner="r"), {"owner": "r"}, changed(), None),
+        (row({}, claim_owner="r"), {}, changed(), None),
+        (row({}, attempt=2, claim_owner="r"), {"owner": "s"}, changed(), None),
         (row({}), {"owner": "s"}, changed(), None),
         (
-            row(HELD, run="r"),
+            row(HELD, claim_owner="r"),
             {"owner": "s", "consumer_generation": 1},
             changed(consumer_generation=1, allocations=HELD, attempt=1),
             None,
@@ -166,29 +171,29 @@ AGAIN = taken(changed=False, outcomes=(), generations={A: 10})
 @pytest.mark.parametrize(
     ("known", "wanted", "fields", "expected", "after"),
     [
-        (None, ONE, {}, taken(), row(ONE, attempt=0, run="r")),
-        (row(ONE, attempt=0, run="r"), ONE, {}, AGAIN, None),
+        (None, ONE, {}, taken(), row(ONE, attempt=0, claim_owner="r")),
+        (row(ONE, attempt=0, claim_owner="r"), ONE, {}, AGAIN, None),
         (
-            row(BOTH, attempt=0, run="r"), ONE, {},
+            row(BOTH, attempt=0, claim_owner="r"), ONE, {},
             taken(changed=False, outcomes=(), option=None, generations={A: 10, B: 10}, allocations=BOTH), None,
         ),
-        (row(ONE, attempt=0, run="s"), THERE, {}, changed(consumer_generation=1, allocations=ONE), None),
+        (row(ONE, attempt=0, claim_owner="s"), THERE, {}, changed(consumer_generation=1, allocations=ONE), None),
         (row(ONE, attempt=0), THERE, {}, changed(consumer_generation=1, allocations=ONE), None),
-        (row(ONE, attempt=0, run="r", project_id="q"), THERE, {}, changed(consumer_generation=1), None),
+        (row(ONE, attempt=0, claim_owner="r", project_id="q"), THERE, {}, changed(consumer_generation=1), None),
         (
-            row(ONE, attempt=0, run="s"), THERE, {"consumer_generation": 1},
+            row(ONE, attempt=0, claim_owner="s"), THERE, {"consumer_generation": 1},
             taken(2, A, B), row(BOTH, 2, 0, "r"),
         ),
         (
-            row(ONE, attempt=0, run="s"), THERE, {"consumer_generation": 2},
+            row(ONE, attempt=0, claim_owner="s"), THERE, {"consumer_generation": 2},
             changed(consumer_generation=1, allocations=ONE), None,
         ),
-        (row(ONE, attempt=0, run="r"), THERE, {"consumer_generation": 1}, taken(
+        (row(ONE, attempt=0, claim_owner="r"), THERE, {"consumer_generation": 1}, taken(
             changed=False, outcomes=(), option=None, generations={A: 10}, allocations=ONE), None),
         (row(ONE, attempt=0), {A: {"VCPU": 3}}, {"consumer_generation": 1}, taken(2), row({A: {"VCPU": 3}}, 2, 0, "r")),
         (row(HELD, attempt=0), ONE, {"consumer_generation": 1}, taken(2), row(HELD, 2, 0, "r")),
         (None, ONE, {"consumer_generation": 1}, changed(), None),
-        (row({}, 3, attempt=7, run="r"), ONE, {}, taken(4), row(ONE, 4, 0, "r")),
+        (row({}, 3, attempt=7, claim_owner="r"), ONE, {}, taken(4), row(ONE, 4, 0, "r")),
         (row(ONE, attempt=7), THERE, {"consumer_generation": 1}, taken(2, A, B), row(BOTH, 2, 0, "r")),
         (None, ONE, {"release_first": True}, verdict("invalid", reason="claim.foreign"), None),
         (

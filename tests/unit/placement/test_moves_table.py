@@ -121,7 +121,7 @@ def test_a_migration_is_known_by_its_type(kind: str, expected: bool) -> None:
     assert not is_migration(None)
 
 
-# --- Moves, releases, reverts and swaps: whole verdicts, and the rows that they write, as tables.
+# --- Moves, releases, reverts and swaps: whole results, and the rows that they write, as tables.
 
 
 MOVE = Migration(uuid=MIGRATION, source=HELD)

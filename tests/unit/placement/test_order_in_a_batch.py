@@ -29,10 +29,10 @@ ROOT = "aaaaaaaa-0000-4000-8000-000000000000"
 METAL = ProviderReport(uuid=ROOT, name="node", inventories={"CUSTOM_GOLD": Inventory(total=1)})
 
 
-async def _book() -> PlacementService:
-    book = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
-    await book.open()
-    return book
+async def _service() -> PlacementService:
+    service = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
+    await service.open()
+    return service
 
 
 def report(version: int) -> InventoryUpdate:
@@ -40,27 +40,27 @@ def report(version: int) -> InventoryUpdate:
 
 
 async def _hosts(together: bool) -> list[str]:
-    book = await _book()
-    handlers = PlacementHandlers(book, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
-    await book.apply_reports([report(1)], bus="api")
+    service = await _service()
+    handlers = PlacementHandlers(service, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
+    await service.apply_reports([report(1)], bus="api")
     messages = [ProviderTreeDelete(root_uuid=ROOT), report(2)]
     received = [Received(one, Meta(id=str(at)), "api", "placement.inventory") for at, one in enumerate(messages)]
     for batch in [received] if together else [[one] for one in received]:
         await handlers.inventory(batch)
-    return [state.uuid for state in (await book.snapshot(None, 10)).providers]
+    return [state.uuid for state in (await service.snapshot(None, 10)).providers]
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_a_host_that_is_reported_after_it_was_forgotten_is_there(together: bool) -> None:
+def test_a_host_that_is_reported_after_it_was_deleted_is_there(together: bool) -> None:
     assert asyncio.run(_hosts(together)) == [ROOT]
 
 
 async def _classes() -> list[str]:
-    book = await _book()
-    await book.apply_reports([report(1)], bus="api")
-    await book.rename_class("CUSTOM_GOLD", "CUSTOM_SILVER")
-    (_result,) = await book.apply_reports([report(2)], bus="api")
-    (state,) = (await book.snapshot(None, 10)).providers
+    service = await _service()
+    await service.apply_reports([report(1)], bus="api")
+    await service.rename_class("CUSTOM_GOLD", "CUSTOM_SILVER")
+    (_result,) = await service.apply_reports([report(2)], bus="api")
+    (state,) = (await service.snapshot(None, 10)).providers
     return sorted(state.inventories)
 
 
@@ -77,10 +77,10 @@ POOL = "ffffffff-0000-4000-8000-000000000000"
 
 @st.composite
 def _messages(draw: st.DrawFn) -> Any:
-    root, source = draw(st.sampled_from(ROOTS)), draw(st.sampled_from(SOURCES))
+    root, reporter = draw(st.sampled_from(ROOTS)), draw(st.sampled_from(SOURCES))
     kind = draw(st.sampled_from((InventoryUpdate, InventoryUpdate, InventoryUpdate, InventoryReleased, *OTHERS)))
     if kind is InventoryReleased:
-        return kind(reporter=source, roots=(root,))
+        return kind(reporter=reporter, roots=(root,))
     if kind is ProviderTreeDelete:
         return kind(root_uuid=root)
     if kind is AggregateMembers:
@@ -89,23 +89,23 @@ def _messages(draw: st.DrawFn) -> Any:
         uuid=root,
         name=root,  # hosts that exchange their names are applied together alone
         inventories={"VCPU": Inventory(total=draw(st.integers(1, 2)))},
-        is_reference=source == "agent",
+        is_reference=reporter == "agent",
     )
     below = draw(st.lists(st.sampled_from(CHILDREN), unique=True))
     devices = [ProviderReport(uuid=uuid, name=uuid, parent_uuid=root) for uuid in below]
     named = {"former_reporter": draw(st.sampled_from((None, *SOURCES[:2])))}
-    return kind(reporter=source, version=draw(st.integers(1, 9)), root_uuid=root, providers=(host, *devices), **named)
+    return kind(reporter=reporter, version=draw(st.integers(1, 9)), root_uuid=root, providers=(host, *devices), **named)
 
 
 async def _left(messages: list[Any], together: bool) -> Any:
     """The outcomes, and what is in placement then."""
-    book = await _book()
-    handlers = PlacementHandlers(book, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
+    service = await _service()
+    handlers = PlacementHandlers(service, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
     received = [Received(one, Meta(id=str(at)), "api", "placement.inventory") for at, one in enumerate(messages)]
     outcomes = []
     for batch in [received] if together else [[one] for one in received]:
         outcomes += await handlers.inventory(batch)
-    states = (await book.snapshot(None, 10)).providers
+    states = (await service.snapshot(None, 10)).providers
     return [getattr(getattr(one, "reply", one), "outcome", type(one)) for one in outcomes], {
         state.uuid: (state.name, state.parent_uuid, state.inventories, state.aggregates) for state in states
     }

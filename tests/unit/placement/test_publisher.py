@@ -1,4 +1,4 @@
-"""Placement's feed, books from outside, a cell that refuses, and any order of trees."""
+"""Placement's feed, placements from outside, a cell that refuses, and any order of trees."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from placement_worker.store.memory_table import MemoryPlacementTable
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.front.world import HandClock
 
-# --- Placement's feed, its differences, and books from outside.
+# --- Placement's feed, its differences, and placements from outside.
 
 
 # --- how the worker forgets: often enough to keep up, a batch at a time
@@ -204,7 +204,7 @@ def test_item_16_long_lists_of_members_are_not_compared_pair_by_pair() -> None:
     assert come == after[MEMBERS // 2 :]
 
 
-# --- books from outside: what cannot be one is refused in a sentence, before anything is written
+# --- placements from outside: what cannot be one is refused in a sentence, before anything is written
 A, B, C = (f"0000000{number}-0000-4000-8000-000000000000" for number in (1, 2, 3))
 INVENTORY = StoredInventory(8, 0, 1, 8, 1, 2.0, 16)
 EXPORTED = Provider(A, "host ü☃", None, A, 1, 1, {"VCPU": INVENTORY}, {}, ("HW_CPU_X86_VMX",), (C,))
@@ -212,7 +212,7 @@ HOLDER = ConsumerState(1, 0, "gone project", "u", "INSTANCE", {A: {"VCPU": 4}})
 MEMBER = GroupMember("p", C, B)
 
 
-def book(**changes: Any) -> PlacementExport:
+def export_of(**changes: Any) -> PlacementExport:
     host = replace(EXPORTED, **changes)
     return PlacementExport(frozenset(), frozenset(), {host.uuid: host}, {})
 
@@ -230,24 +230,24 @@ def held(**changes: Any) -> PlacementExport:
 @pytest.mark.parametrize(
     "bad",
     [
-        book(uuid="x", root="x"),
-        book(uuid=A.replace("1", "a").upper(), root=A.replace("1", "a").upper()),
-        book(parent="x"),
-        book(name=""),
-        book(name="a\x00b"),
-        book(name="n" * 300),
-        book(generation=-1),
-        book(generation=2**80),
-        book(traits=("lower",)),
-        book(traits=("CUSTOM_A\n",)),
-        book(aggregates=("x",)),
-        book(inventories={"vcpu": INVENTORY}),
-        book(inventories={"VCPU": replace(INVENTORY, total=0)}),
-        book(inventories={"VCPU": replace(INVENTORY, total=2**31)}),
-        book(inventories={"VCPU": replace(INVENTORY, reserved=-1)}),
-        book(inventories={"VCPU": replace(INVENTORY, min_unit=0)}),
-        book(inventories={"VCPU": replace(INVENTORY, step_size=0)}),
-        book(inventories={"VCPU": replace(INVENTORY, capacity=2**70)}),
+        export_of(uuid="x", root="x"),
+        export_of(uuid=A.replace("1", "a").upper(), root=A.replace("1", "a").upper()),
+        export_of(parent="x"),
+        export_of(name=""),
+        export_of(name="a\x00b"),
+        export_of(name="n" * 300),
+        export_of(generation=-1),
+        export_of(generation=2**80),
+        export_of(traits=("lower",)),
+        export_of(traits=("CUSTOM_A\n",)),
+        export_of(aggregates=("x",)),
+        export_of(inventories={"vcpu": INVENTORY}),
+        export_of(inventories={"VCPU": replace(INVENTORY, total=0)}),
+        export_of(inventories={"VCPU": replace(INVENTORY, total=2**31)}),
+        export_of(inventories={"VCPU": replace(INVENTORY, reserved=-1)}),
+        export_of(inventories={"VCPU": replace(INVENTORY, min_unit=0)}),
+        export_of(inventories={"VCPU": replace(INVENTORY, step_size=0)}),
+        export_of(inventories={"VCPU": replace(INVENTORY, capacity=2**70)}),
         held(uuid="x"),
         held(generation=-1),
         held(attempt=2**40),
@@ -268,12 +268,12 @@ def held(**changes: Any) -> PlacementExport:
         PlacementExport(frozenset(), frozenset(), {A: EXPORTED, B: replace(EXPORTED, uuid=B, root=B)}, {}),
     ],
 )
-def test_what_is_no_book_is_refused_with_its_reason(bad: PlacementExport) -> None:
+def test_what_is_no_placement_is_refused_with_its_reason(bad: PlacementExport) -> None:
     with pytest.raises(InvalidExport):
         checked(bad)
 
 
-def test_unusual_books_are_books() -> None:
+def test_unusual_exports_are_exports() -> None:
     full = replace(INVENTORY, reserved=8, capacity=0)
     closed = replace(INVENTORY, orphaned=True, reserved=8, capacity=0)
     over = replace(INVENTORY, total=1, reserved=2, allocation_ratio=0.05, capacity=0)
@@ -289,7 +289,7 @@ def test_unusual_books_are_books() -> None:
 def test_a_capacity_that_does_not_follow_from_the_rest_is_counted_anew(
     inventory: StoredInventory, capacity: int
 ) -> None:
-    edited = checked(book(inventories={"VCPU": replace(inventory, capacity=10_000)}))
+    edited = checked(export_of(inventories={"VCPU": replace(inventory, capacity=10_000)}))
     assert edited.providers[A].inventories["VCPU"].capacity == capacity
 
 
@@ -304,8 +304,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("number", [0, 1], ids=["the first line", "a later one"])
-def test_hostile_bytes_are_no_book_and_the_error_names_the_line(line: bytes, number: int) -> None:
-    rows = [*lines(book())]
+def test_hostile_bytes_are_no_placement_and_the_error_names_the_line(line: bytes, number: int) -> None:
+    rows = [*lines(export_of())]
     with pytest.raises(InvalidExport, match=f"line {number + 1}"):
         parse([*rows[:number], line, *rows[number:]])
 
@@ -370,36 +370,36 @@ STEPS = st.lists(st.tuples(updates(), st.dictionaries(st.sampled_from(UUIDS), st
 
 @given(STEPS)
 def test_trees_stay_a_forest_and_nothing_in_use_is_lost(steps: list[tuple[InventoryUpdate, dict[str, int]]]) -> None:
-    book: dict[str, Provider] = {}
+    providers: dict[str, Provider] = {}
     reported: dict[str, tuple[str, ...]] = {}
     for spec_generation, (update, usage) in enumerate(steps, 1):
         for uuid, amount in usage.items():
-            if uuid in book and "VCPU" in book[uuid].inventories:
-                book[uuid] = replace(book[uuid], used={"VCPU": amount} if amount else {})
-        planned = plan([update], [reported.get(update.root_uuid, ())], book, spec_generation=spec_generation)
+            if uuid in providers and "VCPU" in providers[uuid].inventories:
+                providers[uuid] = replace(providers[uuid], used={"VCPU": amount} if amount else {})
+        planned = plan([update], [reported.get(update.root_uuid, ())], providers, spec_generation=spec_generation)
         (result,) = planned.results
         check_forest(planned.after)
-        check_nothing_lost(book, planned.after)
-        check_changes(book, planned.after)
+        check_nothing_lost(providers, planned.after)
+        check_changes(providers, planned.after)
         if isinstance(result, Applied):
             reported[update.root_uuid] = result.reported
             for report in update.providers:
                 assert planned.after[report.uuid].root == update.root_uuid
                 assert planned.after[report.uuid].parent == report.parent_uuid
         else:
-            assert planned.after == book, "a refused update leaves no trace"
-        book = planned.after
+            assert planned.after == providers, "a refused update leaves no trace"
+        providers = planned.after
 
 
-def check_forest(book: dict[str, Provider]) -> None:
-    for uuid, provider in book.items():
+def check_forest(providers: dict[str, Provider]) -> None:
+    for uuid, provider in providers.items():
         seen = [uuid]
-        while (parent := book[seen[-1]].parent) is not None:
-            assert parent in book, f"{seen[-1]} hangs under nothing"
+        while (parent := providers[seen[-1]].parent) is not None:
+            assert parent in providers, f"{seen[-1]} hangs under nothing"
             assert parent not in seen, "round in circles"
             seen.append(parent)
         assert provider.root == seen[-1]
-    assert len({provider.name for provider in book.values()}) == len(book)
+    assert len({provider.name for provider in providers.values()}) == len(providers)
 
 
 def check_nothing_lost(before: dict[str, Provider], after: dict[str, Provider]) -> None:

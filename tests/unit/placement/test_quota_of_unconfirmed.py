@@ -31,10 +31,10 @@ MOVES = [f"d00000{n:02d}-0000-4000-8000-000000000000" for n in range(20)]
 
 
 class Project:
-    """The instances of one project in a book of two large hosts. where: {instance: (host, VCPU, attempt)}."""
+    """The instances of one project in a placement of two large hosts. where: {instance: (host, VCPU, attempt)}."""
 
     def __init__(self, quota: int) -> None:
-        self.book = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
+        self.service = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
         self.limits = {"VCPU": quota}
         self.where: dict[int, tuple[int, int, int]] = {}
         self.sources: dict[int, tuple[int, int, int]] = {}
@@ -43,7 +43,7 @@ class Project:
     async def open(self) -> None:
         for at, host in enumerate(HOSTS):
             report = ProviderReport(uuid=host, name=f"h{at}", inventories={"VCPU": Inventory(total=1000)})
-            await self.book.apply_reports(
+            await self.service.apply_reports(
                 [InventoryUpdate(reporter=f"s{at}", version=1, root_uuid=host, providers=(report,))]
             )
 
@@ -59,7 +59,7 @@ class Project:
             limits=self.limits,
             migration=migration,
         )
-        (claimed,) = await self.book.apply([claim])
+        (claimed,) = await self.service.apply([claim])
         assert isinstance(claimed, ClaimResult) and claimed.outcome in ("claimed", "over_quota"), claimed
         if claimed.outcome == "claimed":
             self.generations[vm] = claimed.consumer_generation
@@ -76,7 +76,7 @@ class Project:
 
     async def confirm(self, vm: int) -> None:
         del self.sources[vm]
-        await self.book.apply([Release(consumer=MOVES[vm], of_migration=True)])
+        await self.service.apply([Release(consumer=MOVES[vm], of_migration=True)])
 
     async def revert(self, *vms: int) -> None:
         reverts = []
@@ -87,15 +87,15 @@ class Project:
             reverts.append(
                 Revert(consumer=VMS[vm], migration=migration, source_attempt=source_attempt, attempt=attempt)
             )
-        for vm, one in zip(vms, await self.book.apply(reverts), strict=True):
+        for vm, one in zip(vms, await self.service.apply(reverts), strict=True):
             assert isinstance(one, RevertResult) and one.outcome == "reverted"
             self.generations[vm] = one.consumer_generation
 
     async def used(self) -> int:
         """The project's usage, which is all that its instances and their migrations hold."""
-        usage = (await self.book.reads.usage(ProjectUsageQuery(projects=("p",)))).usage.get("p", {})
+        usage = (await self.service.reads.usage(ProjectUsageQuery(projects=("p",)))).usage.get("p", {})
         held = Counter[str]()
-        for one in await self.book.reads.allocations([*VMS, *MOVES]):
+        for one in await self.service.reads.allocations([*VMS, *MOVES]):
             for amounts in one.allocations.values():
                 held.update(amounts)
         assert (usage.get("VCPU", 0), usage.get("INSTANCES", 0)) == (held["VCPU"], len(self.where))

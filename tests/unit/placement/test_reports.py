@@ -32,20 +32,20 @@ def update(*nodes: ProviderReport, root: str = "", version: int = 1) -> Inventor
     return InventoryUpdate(reporter="s", version=version, root_uuid=root or nodes[0].uuid, providers=nodes)
 
 
-def book_of(*updates: InventoryUpdate) -> dict[str, Provider]:
+def providers_of(*updates: InventoryUpdate) -> dict[str, Provider]:
     return plan(updates, [()] * len(updates), {}, spec_generation=1).after
 
 
-def using(book: Mapping[str, Provider], uuid: str, **used: int) -> dict[str, Provider]:
-    old = book[uuid]
+def using(providers: Mapping[str, Provider], uuid: str, **used: int) -> dict[str, Provider]:
+    old = providers[uuid]
     fields = {name: getattr(old, name) for name in Provider.__struct_fields__}
-    return {**book, uuid: Provider(**{**fields, "used": used})}
+    return {**providers, uuid: Provider(**{**fields, "used": used})}
 
 
 def after(
-    book: Mapping[str, Provider], requested: InventoryUpdate, earlier: Sequence[str] = ()
+    providers: Mapping[str, Provider], requested: InventoryUpdate, earlier: Sequence[str] = ()
 ) -> tuple[Applied, ReportPlan]:
-    planned = plan([requested], [earlier], book, spec_generation=2)
+    planned = plan([requested], [earlier], providers, spec_generation=2)
     (result,) = planned.results
     assert isinstance(result, Applied), result
     return result, planned
@@ -75,20 +75,20 @@ def test_what_is_wrong_with_an_update_by_itself(bad: InventoryUpdate, code: str)
 
 
 def test_the_former_parent_of_what_is_reported_elsewhere_goes() -> None:
-    book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
-    result, planned = after(book, update(node(ROOT), node(GRANDCHILD, ROOT)), earlier=[ROOT, CHILD, GRANDCHILD])
+    providers = providers_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
+    result, planned = after(providers, update(node(ROOT), node(GRANDCHILD, ROOT)), earlier=[ROOT, CHILD, GRANDCHILD])
     assert (result.orphaned, set(planned.after)) == ((), {ROOT, GRANDCHILD})
 
 
 def test_each_tree_that_an_update_takes_providers_from_is_told() -> None:
-    book = book_of(update(node(ROOT), node(CHILD, ROOT)), update(node(SECOND), node(GRANDCHILD, SECOND)))
-    result, _ = after(book, update(node(THIRD), node(CHILD, THIRD), node(GRANDCHILD, THIRD)))
+    providers = providers_of(update(node(ROOT), node(CHILD, ROOT)), update(node(SECOND), node(GRANDCHILD, SECOND)))
+    result, _ = after(providers, update(node(THIRD), node(CHILD, THIRD), node(GRANDCHILD, THIRD)))
     assert set(result.left) == {ROOT, SECOND}
 
 
 def test_a_provider_in_use_is_stranded_with_its_parents_and_goes_when_unused() -> None:
-    book = using(book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD))), GRANDCHILD, VCPU=2)
-    result, planned = after(book, update(node(ROOT)), earlier=[ROOT, CHILD, GRANDCHILD])
+    providers = using(providers_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD))), GRANDCHILD, VCPU=2)
+    result, planned = after(providers, update(node(ROOT)), earlier=[ROOT, CHILD, GRANDCHILD])
     assert result.orphaned == (GRANDCHILD, CHILD)
     inventory = planned.after[GRANDCHILD].inventories["VCPU"]
     assert (inventory.capacity, inventory.reserved, inventory.total, inventory.orphaned) == (0, 4, 4, True)
@@ -114,10 +114,10 @@ def place(uuid: str, parent: str | None = None) -> ProviderReport:
     ],
 )
 def test_a_place_that_is_not_there_is_refused(requested: InventoryUpdate) -> None:
-    book = book_of(update(node(SECOND)), update(node(GRANDCHILD), node(ROOT, GRANDCHILD), node(CHILD, ROOT)))
+    providers = providers_of(update(node(SECOND)), update(node(GRANDCHILD), node(ROOT, GRANDCHILD), node(CHILD, ROOT)))
     if requested.root_uuid == ROOT:
-        book = book_of(update(node(SECOND)))
-    (result,) = plan([requested], [()], book, spec_generation=2).results
+        providers = providers_of(update(node(SECOND)))
+    (result,) = plan([requested], [()], providers, spec_generation=2).results
     assert isinstance(result, ReportRefusal)
     assert result.code == "inventory.not_there"
 
@@ -148,31 +148,33 @@ NESTED = report_of(
 )
 
 
-def held(book: Mapping[str, Provider], holdings: Mapping[str, ProviderAllocations]) -> dict[str, Provider]:
+def held(providers: Mapping[str, Provider], allocations: Mapping[str, ProviderAllocations]) -> dict[str, Provider]:
     """Placement with what these consumers use of it."""
-    used: dict[str, dict[str, int]] = {uuid: {} for uuid in book}
-    for holding in holdings.values():
+    used: dict[str, dict[str, int]] = {uuid: {} for uuid in providers}
+    for holding in allocations.values():
         for uuid, resources in holding.items():
             for name, amount in resources.items():
                 used[uuid][name] = used[uuid].get(name, 0) + amount
     fields = Provider.__struct_fields__
     return {
         uuid: Provider(**{name: getattr(old, name) for name in fields} | {"used": used[uuid]})
-        for uuid, old in book.items()
+        for uuid, old in providers.items()
     }
 
 
 def upgrade(
-    holdings: Mapping[str, ProviderAllocations], requested: InventoryUpdate = NESTED, before: InventoryUpdate = FLAT
+    allocations: Mapping[str, ProviderAllocations], requested: InventoryUpdate = NESTED, before: InventoryUpdate = FLAT
 ) -> tuple[Applied, ReportPlan, dict[str, Provider]]:
-    book = held(plan([before], [()], {}, spec_generation=1).after, holdings)
-    planned = plan([requested], [[report.uuid for report in before.providers]], book, holdings, spec_generation=2)
+    providers = held(plan([before], [()], {}, spec_generation=1).after, allocations)
+    planned = plan(
+        [requested], [[report.uuid for report in before.providers]], providers, allocations, spec_generation=2
+    )
     (result,) = planned.results
     assert isinstance(result, Applied), result
     # Whatever moved: usage is what is held, in every provider.
-    now = {**holdings, **planned.moved}
+    now = {**allocations, **planned.moved}
     assert {u: p.used for u, p in planned.after.items()} == {u: p.used for u, p in held(planned.after, now).items()}
-    return result, planned, book
+    return result, planned, providers
 
 
 def test_whose_place_is_known_goes_there() -> None:

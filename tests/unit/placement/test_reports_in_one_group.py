@@ -22,14 +22,14 @@ DEVICE = ProviderReport(uuid=CHILD, name="device", parent_uuid=ROOT, inventories
 CELL = "cell1"
 
 
-async def _book() -> PlacementService:
-    book = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
-    await book.open()
-    return book
+async def _service() -> PlacementService:
+    service = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
+    await service.open()
+    return service
 
 
-def of_compute(version: int, *providers: ProviderReport, source: str = "compute-a", **more: str) -> InventoryUpdate:
-    return InventoryUpdate(reporter=source, version=version, root_uuid=ROOT, providers=providers, **more)
+def of_compute(version: int, *providers: ProviderReport, reporter: str = "compute-a", **more: str) -> InventoryUpdate:
+    return InventoryUpdate(reporter=reporter, version=version, root_uuid=ROOT, providers=providers, **more)
 
 
 AGENT = InventoryUpdate(
@@ -41,12 +41,12 @@ AGENT = InventoryUpdate(
 
 
 async def _children(groups: list[list[InventoryUpdate]]) -> list[str]:
-    book = await _book()
-    await book.apply_reports([of_compute(1, HOST, DEVICE)], bus=CELL)
+    service = await _service()
+    await service.apply_reports([of_compute(1, HOST, DEVICE)], bus=CELL)
     for group in groups:
-        for one in await book.apply_reports(group, bus=CELL):
+        for one in await service.apply_reports(group, bus=CELL):
             assert isinstance(one, InventoryResult) and one.outcome in ("applied", "unchanged"), one
-    return [state.uuid for state in (await book.snapshot(None, 10)).providers]
+    return [state.uuid for state in (await service.snapshot(None, 10)).providers]
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -57,16 +57,16 @@ def test_a_child_that_passes_from_one_source_to_another_stays(together: bool) ->
 
 
 async def _taken_over(together: bool) -> str:
-    book = await _book()
-    handlers = PlacementHandlers(book, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
-    await book.apply_reports([of_compute(1, HOST)], bus=CELL)
+    service = await _service()
+    handlers = PlacementHandlers(service, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
+    await service.apply_reports([of_compute(1, HOST)], bus=CELL)
     more = replace(HOST, inventories={"VCPU": Inventory(total=9)})
     messages = [of_compute(2, more), InventoryReleased(reporter="compute-a", roots=(ROOT,))]
     received = [Received(one, Meta(id=str(at)), CELL, "placement.inventory") for at, one in enumerate(messages)]
     for batch in [received] if together else [[one] for one in received]:
         await handlers.inventory(batch)
-    (result,) = await book.apply_reports(
-        [of_compute(1, HOST, source="compute-b", former_reporter="compute-a")], bus=CELL
+    (result,) = await service.apply_reports(
+        [of_compute(1, HOST, reporter="compute-b", former_reporter="compute-a")], bus=CELL
     )
     assert isinstance(result, InventoryResult)
     return result.outcome

@@ -22,20 +22,20 @@ from placement_worker.domain.report_group import (
 from placement_worker.domain.reports import Applied, ReportRefusal, changes_of, plan, problem_of
 from placement_worker.domain.trees import TreesToLock
 from placement_worker.domain.values import Provider, StoredInventory
-from tests.unit.placement.test_reports import CHILD, GRANDCHILD, ROOT, SECOND, TRAITS, book_of, node, place, update
+from tests.unit.placement.test_reports import CHILD, GRANDCHILD, ROOT, SECOND, TRAITS, node, place, providers_of, update
 from tests.unit.placement_rest.test_decisions import inventory, provider
 
 
-def told(version: int = 2, total: int = 4, source: str = "s", **fields: Any) -> InventoryUpdate:
-    return replace(update(node(ROOT, total=total), version=version), reporter=source, **fields)
+def told(version: int = 2, total: int = 4, reporter: str = "s", **fields: Any) -> InventoryUpdate:
+    return replace(update(node(ROOT, total=total), version=version), reporter=reporter, **fields)
 
 
-def last(version: int = 1, total: int = 4, *, settled: bool = True, providers: Any = (ROOT,)) -> LastReport:
-    return LastReport(version, digest_of(told(total=total).providers), settled, providers)
+def last(version: int = 1, total: int = 4, *, complete: bool = True, providers: Any = (ROOT,)) -> LastReport:
+    return LastReport(version, digest_of(told(total=total).providers), complete, providers)
 
 
-def group(*updates: InventoryUpdate, sources: Any = None, cell: str | None = None, bus: str = "api") -> ReportGroup:
-    return ReportGroup(updates, sources or {}, cells={ROOT: cell} if cell else {}, bus=bus)
+def group(*updates: InventoryUpdate, reporters: Any = None, cell: str | None = None, bus: str = "api") -> ReportGroup:
+    return ReportGroup(updates, reporters or {}, cells={ROOT: cell} if cell else {}, bus=bus)
 
 
 # --- what a group names
@@ -60,7 +60,7 @@ def test_a_report_of_another_cells_root_is_refused(bus: str, cell: str | None, c
     assert [getattr(one, "code", None) for one in both.results.values()] == ([code] if code else [])
 
 
-def test_a_report_counts_without_the_traits_that_the_book_does_not_know() -> None:
+def test_a_report_counts_without_the_traits_that_placement_does_not_know() -> None:
     """A trait of a newer os-traits had every report of its node refused: in maintenance it stayed on offer."""
     told_of = update(node(ROOT, traits=("HW_NEWER", "CUSTOM_X", *TRAITS)), version=2)
     one = group(told_of)
@@ -70,7 +70,7 @@ def test_a_report_counts_without_the_traits_that_the_book_does_not_know() -> Non
     one.record_results([0], [Applied((ROOT,), (), True)])
     assert one.answers(7) == [InventoryResult(outcome="applied", sequence=7, unknown_traits=("HW_NEWER",))]
     for known, fresh in ((TRAITS, []), ({*TRAITS, "HW_NEWER"}, [0])):
-        again = group(replace(told_of, version=3), sources=one.written())
+        again = group(replace(told_of, version=3), reporters=one.written())
         again.refuse_invalid(known)
         assert again.updates_to_plan() == fresh
 
@@ -80,24 +80,24 @@ def test_a_report_counts_without_the_traits_that_the_book_does_not_know() -> Non
 MINE, YOURS, THEIRS = (f"compute-{letter}" for letter in "myt")
 GIVEN_UP = replace(last(), digest=RELEASED)
 OUT = replace(last(), digest=WITHDRAWN)
-TAKES = told(source=MINE, former_reporter=YOURS)
+TAKES = told(reporter=MINE, former_reporter=YOURS)
 
 
 @pytest.mark.parametrize(
-    ("report", "sources", "owner"),
+    ("report", "reporters", "owner"),
     [
-        (told(source=MINE), {}, None),
-        (told(source=MINE), {MINE: last()}, None),
-        (told(source=MINE), {YOURS: last()}, YOURS),
-        (told(source=MINE), {"ironic": last()}, None),
-        (told(source="ironic"), {YOURS: last()}, None),
-        (told(source=MINE), {YOURS: last(providers=(CHILD,))}, None),
+        (told(reporter=MINE), {}, None),
+        (told(reporter=MINE), {MINE: last()}, None),
+        (told(reporter=MINE), {YOURS: last()}, YOURS),
+        (told(reporter=MINE), {"ironic": last()}, None),
+        (told(reporter="ironic"), {YOURS: last()}, None),
+        (told(reporter=MINE), {YOURS: last(providers=(CHILD,))}, None),
         (TAKES, {YOURS: GIVEN_UP}, None),
         (TAKES, {YOURS: OUT}, None),
         (TAKES, {YOURS: last()}, YOURS),
         (TAKES, {THEIRS: GIVEN_UP}, THEIRS),
-        (told(source=MINE), {YOURS: GIVEN_UP}, YOURS),
-        (told(source=MINE), {YOURS: OUT}, None),
+        (told(reporter=MINE), {YOURS: GIVEN_UP}, YOURS),
+        (told(reporter=MINE), {YOURS: OUT}, None),
     ],
     ids=[
         "nobody's",
@@ -114,24 +114,24 @@ TAKES = told(source=MINE, former_reporter=YOURS)
         "taken out, and not named",
     ],
 )
-def test_a_root_has_one_owner(report: InventoryUpdate, sources: Any, owner: str | None) -> None:
-    one = group(report, sources={(ROOT, source): row for source, row in sources.items()})
+def test_a_root_has_one_owner(report: InventoryUpdate, reporters: Any, owner: str | None) -> None:
+    one = group(report, reporters={(ROOT, reporter): row for reporter, row in reporters.items()})
     one.refuse_owned()
     assert getattr(one.results.get(0), "owner", None) == owner
 
 
 def test_who_takes_a_root_over_answers_for_what_its_owner_reported() -> None:
     yours = replace(GIVEN_UP, version=7, providers=(ROOT, CHILD))
-    sources = {(ROOT, MINE): last(providers=(GRANDCHILD, ROOT)), (ROOT, YOURS): yours}
-    sources[ROOT, MINE] = replace(sources[ROOT, MINE], providers=(GRANDCHILD,))
-    both = group(TAKES, sources={**sources, (ROOT, "s"): last()})
+    reporters = {(ROOT, MINE): last(providers=(GRANDCHILD, ROOT)), (ROOT, YOURS): yours}
+    reporters[ROOT, MINE] = replace(reporters[ROOT, MINE], providers=(GRANDCHILD,))
+    both = group(TAKES, reporters={**reporters, (ROOT, "s"): last()})
     both.refuse_owned()
     assert tuple(both.earlier(0)) == (GRANDCHILD, CHILD)
     both.record_results([0], [Applied(changed=False, orphaned=(), reported=(ROOT,))])
     assert both.written() == {
         (ROOT, MINE): replace(last(2), complete=True),
         (ROOT, YOURS): LastReport(7, RELEASED, False, ()),
-        (ROOT, "s"): last(settled=False, providers=()),
+        (ROOT, "s"): last(complete=False, providers=()),
     }
 
 
@@ -139,7 +139,7 @@ ENDS = replace(told(2), providers=())
 
 
 @pytest.mark.parametrize(
-    ("requested", "sources", "earlier"),
+    ("requested", "reporters", "earlier"),
     [
         (ENDS, {"s": last()}, (ROOT,)),
         (ENDS, {}, (ROOT,)),  # its row is lost
@@ -152,10 +152,10 @@ ENDS = replace(told(2), providers=())
     ],
 )
 def test_a_source_takes_out_nothing_that_another_one_reports(
-    requested: InventoryUpdate, sources: Any, earlier: tuple[str, ...]
+    requested: InventoryUpdate, reporters: Any, earlier: tuple[str, ...]
 ) -> None:
     """A node that is another Ironic's by now left placement with each removal that its former one repeated."""
-    one = group(requested, sources={(ROOT, source): row for source, row in sources.items()})
+    one = group(requested, reporters={(ROOT, reporter): row for reporter, row in reporters.items()})
     assert tuple(one.earlier(0)) == earlier
 
 
@@ -171,7 +171,7 @@ def test_a_source_takes_out_nothing_that_another_one_reports(
     ],
 )
 def test_who_reports_a_provider_last_answers_for_it(former: str, row: LastReport, left: tuple[str, ...] | None) -> None:
-    one = group(told(2, source="heir"), sources={(ROOT, former): row})
+    one = group(told(2, reporter="heir"), reporters={(ROOT, former): row})
     one.record_results([0], [Applied(changed=False, orphaned=(), reported=(ROOT,))])
     assert one.written().get((ROOT, former)) == (None if left is None else replace(row, complete=False, providers=left))
 
@@ -179,14 +179,14 @@ def test_who_reports_a_provider_last_answers_for_it(former: str, row: LastReport
 @pytest.mark.parametrize("digest", [RELEASED, WITHDRAWN], ids=["released", "taken out"])
 def test_a_root_stays_given_up_though_another_source_reports_a_part_of_it(digest: bytes) -> None:
     """No other compute service could take the root over any more, and one that was taken out stayed for good."""
-    yours = replace(last(settled=False, providers=(ROOT, CHILD)), digest=digest)
-    agent = group(told(source="agent"), sources={(ROOT, YOURS): yours})
+    yours = replace(last(complete=False, providers=(ROOT, CHILD)), digest=digest)
+    agent = group(told(reporter="agent"), reporters={(ROOT, YOURS): yours})
     agent.record_results([0], [Applied((CHILD,), (), True)])
     assert agent.written()[ROOT, YOURS] == replace(yours, providers=(ROOT,))
-    heir = group(TAKES, sources=agent.written())
+    heir = group(TAKES, reporters=agent.written())
     heir.refuse_owned()
     assert heir.results == {}
-    end = group(replace(ENDS, reporter="agent", version=3), sources=agent.written())
+    end = group(replace(ENDS, reporter="agent", version=3), reporters=agent.written())
     assert tuple(end.earlier(0)) == (CHILD, ROOT)
 
 
@@ -209,7 +209,7 @@ SAME = InventoryResult(outcome="unchanged")
 def test_a_report_that_is_not_newer_than_its_sources_last_one_is_stale(
     report: InventoryUpdate, known: LastReport | None, result: InventoryResult | None
 ) -> None:
-    one = group(report, sources={(ROOT, "s"): known} if known else {})
+    one = group(report, reporters={(ROOT, "s"): known} if known else {})
     one.refuse_stale()
     assert one.results.get(0) == result
 
@@ -218,7 +218,7 @@ def test_a_group_names_each_root_once_and_groups_stay_in_order() -> None:
     """One source's reports of many roots are one transaction; a second report of a root begins another one."""
     many = [update(node(f"{number:08x}-0000-4000-8000-000000000000")) for number in range(500)]
     assert split_by_root(many) == [many]
-    first, second, other = told(2), told(1, source="other"), update(node(SECOND))
+    first, second, other = told(2), told(1, reporter="other"), update(node(SECOND))
     assert split_by_root([other, first, second, first, other]) == [[other, first], [second], [first, other]]
     assert split_by_root([]) == []
 
@@ -233,14 +233,14 @@ def test_a_group_names_each_root_once_and_groups_stay_in_order() -> None:
         ("api", "c1", "c2", last(), True),
         ("c1", None, None, last(), True),
         ("c1", "c1", None, last(), False),
-        ("api", None, None, last(settled=False), True),
+        ("api", None, None, last(complete=False), True),
         ("api", None, None, last(total=9), True),
     ],
 )  # fmt: skip
 def test_a_report_of_the_same_content_changes_its_version_alone(
     bus: str, cell: str | None, named: str | None, known: LastReport, is_fresh: bool
 ) -> None:
-    both = group(told(9, source="decided"), told(cell=named), sources={(ROOT, "s"): known}, cell=cell, bus=bus)
+    both = group(told(9, reporter="decided"), told(cell=named), reporters={(ROOT, "s"): known}, cell=cell, bus=bus)
     both.results[0] = STALE
     assert both.updates_to_plan() == [1] * is_fresh
     assert both.results == {0: STALE} | ({} if is_fresh else {1: SAME})
@@ -256,12 +256,12 @@ def test_a_report_of_the_same_content_changes_its_version_alone(
         (
             Applied((ROOT,), (CHILD, f"{ROOT}/VCPU"), True),
             InventoryResult(outcome="applied", sequence=7, orphaned=(CHILD, f"{ROOT}/VCPU")),
-            last(2, settled=False, providers=(ROOT, CHILD)),
+            last(2, complete=False, providers=(ROOT, CHILD)),
         ),
         (
             Applied((ROOT,), (f"{ROOT}/VCPU",), False),
             replace(SAME, orphaned=(f"{ROOT}/VCPU",)),
-            last(2, settled=False),
+            last(2, complete=False),
         ),
         (ReportRefusal("some.code", ""), ReportRefusal("some.code", ""), None),
     ],
@@ -274,7 +274,7 @@ def test_the_answer_to_a_planned_report(result: Any, answer: Any, row: LastRepor
     assert both.written() == ({(ROOT, "s"): row} if row else {})
     with pytest.raises(ValueError, match="zip"):
         both.record_results([0], [])
-    both = group(told(), told(source="other"))
+    both = group(told(), told(reporter="other"))
     both.record_results([0, 1], [ReportRefusal("some.code", ""), result])
     assert both.answers(7) == [ReportRefusal("some.code", ""), answer]
 
@@ -328,12 +328,12 @@ def test_a_report_by_itself(good: InventoryUpdate, code: str | None) -> None:
 
 
 def of_cell(cell: str | None, **used: int) -> dict[str, Provider]:
-    book = book_of(update(node(ROOT), node(CHILD, ROOT)))
-    return {**book, ROOT: replace(book[ROOT], cell=cell), CHILD: replace(book[CHILD], used=used)}
+    providers = providers_of(update(node(ROOT), node(CHILD, ROOT)))
+    return {**providers, ROOT: replace(providers[ROOT], cell=cell), CHILD: replace(providers[CHILD], used=used)}
 
 
 @pytest.mark.parametrize(
-    ("book", "bus", "named", "cell"),
+    ("providers", "bus", "named", "cell"),
     [
         ({}, "api", None, "api"),
         ({}, "api", "c1", "c1"),
@@ -354,8 +354,10 @@ def of_cell(cell: str | None, **used: int) -> dict[str, Provider]:
         (of_cell("c1"), "api", "c2", "foreign"),
     ],
 )
-def test_the_cell_of_a_root_after_a_report(book: dict[str, Provider], bus: str, named: str | None, cell: Any) -> None:
-    planned = plan([told(cell=named)], [()], book, bus=bus, spec_generation=2)
+def test_the_cell_of_a_root_after_a_report(
+    providers: dict[str, Provider], bus: str, named: str | None, cell: Any
+) -> None:
+    planned = plan([told(cell=named)], [()], providers, bus=bus, spec_generation=2)
     (result,) = planned.results
     if cell == "foreign":
         assert isinstance(result, ReportRefusal) and result.code == "inventory.foreign_cell"
@@ -421,7 +423,7 @@ def test_a_new_provider_of_a_report() -> None:
         ROOT, generation=1, spec_generation=2, inventories={"VCPU": stored(4)}, traits=("CUSTOM_T",), cell="api"
     )
     assert planned.after == {ROOT: replace(new, name="n-a")}
-    assert book_of(update(node(ROOT), node(CHILD, ROOT)))[CHILD].cell is None, "its root's counts"
+    assert providers_of(update(node(ROOT), node(CHILD, ROOT)))[CHILD].cell is None, "its root's counts"
 
 
 # --- groups of reports
@@ -476,53 +478,57 @@ def renamed(**names: str) -> list[InventoryUpdate]:
     ],
 )
 def test_whose_name_it_is(updates: list[InventoryUpdate], expected: list[bool]) -> None:
-    book = book_of(*(update(node(uuid, name=name)) for uuid, name in NAMED.items()))
-    planned = plan(updates, [()] * len(updates), book, spec_generation=2)
+    providers = providers_of(*(update(node(uuid, name=name)) for uuid, name in NAMED.items()))
+    planned = plan(updates, [()] * len(updates), providers, spec_generation=2)
     assert applied(*planned.results) == expected
     names = {report.uuid: report.name for one in updates for report in one.providers}
     if all(expected):
         assert {uuid: planned.after[uuid].name for uuid in names} == names
     elif not any(expected):
-        assert planned.after == book
+        assert planned.after == providers
 
 
 def test_reports_of_which_one_takes_a_place_of_the_other_exchange_no_names() -> None:
     tree = update(node(SECOND, name="two"), node(CHILD, SECOND))
-    book = book_of(update(node(ROOT, name="one")), tree)
+    providers = providers_of(update(node(ROOT, name="one")), tree)
     takes, loses = (
         update(node(ROOT, name="two"), node(CHILD, ROOT)),
         update(node(SECOND, name="one"), place(CHILD, SECOND)),
     )
-    planned = plan([takes, loses], [(), ()], book, spec_generation=2)
-    assert applied(*planned.results) == [False, False] and planned.after == book
+    planned = plan([takes, loses], [(), ()], providers, spec_generation=2)
+    assert applied(*planned.results) == [False, False] and planned.after == providers
 
 
 def test_what_is_called_a_place_is_in_the_way_of_no_exchange() -> None:
     trees = {"one": (ROOT, CHILD), "two": (SECOND, GRANDCHILD)}
-    book = book_of(*(update(node(root, name=name), node(below, root)) for name, (root, below) in trees.items()))
+    providers = providers_of(
+        *(update(node(root, name=name), node(below, root)) for name, (root, below) in trees.items())
+    )
     names = zip(trees.values(), ("two", "one"), strict=True)
     updates = [update(node(root, name=name), place(below, root)) for (root, below), name in names]
-    assert applied(*plan(updates, [(), ()], book, spec_generation=2).results) == [True, True]
+    assert applied(*plan(updates, [(), ()], providers, spec_generation=2).results) == [True, True]
 
 
 def test_a_consumer_moves_from_two_providers_at_once() -> None:
-    book = book_of(update(node(ROOT), node(CHILD, ROOT), node(SECOND, ROOT)))
-    book |= {uuid: replace(book[uuid], used={"VCPU": 1}) for uuid in (CHILD, SECOND)}
+    providers = providers_of(update(node(ROOT), node(CHILD, ROOT), node(SECOND, ROOT)))
+    providers |= {uuid: replace(providers[uuid], used={"VCPU": 1}) for uuid in (CHILD, SECOND)}
     held = {LEAF: {CHILD: {"VCPU": 1}, SECOND: {"VCPU": 1}}}
     nested = update(node(ROOT, receives_from=CHILD), node(GRANDCHILD, ROOT, receives_from=SECOND))
-    planned = plan([nested], [(ROOT, CHILD, SECOND)], book, held, spec_generation=2)
+    planned = plan([nested], [(ROOT, CHILD, SECOND)], providers, held, spec_generation=2)
     assert planned.moved == {LEAF: {ROOT: {"VCPU": 1}, GRANDCHILD: {"VCPU": 1}}}
     assert set(planned.after) == {ROOT, GRANDCHILD}
 
 
 def test_a_provider_that_a_report_removes_leaves_its_name() -> None:
-    book = book_of(update(node(ROOT), node(CHILD, ROOT, name="x")))
-    planned = plan([update(node(ROOT), node(GRANDCHILD, ROOT, name="x"))], [(ROOT, CHILD)], book, spec_generation=2)
+    providers = providers_of(update(node(ROOT), node(CHILD, ROOT, name="x")))
+    planned = plan(
+        [update(node(ROOT), node(GRANDCHILD, ROOT, name="x"))], [(ROOT, CHILD)], providers, spec_generation=2
+    )
     assert applied(*planned.results) == [True] and set(planned.after) == {ROOT, GRANDCHILD}
     later = [update(node(ROOT)), update(node(SECOND, name="x")), update(node(CHILD, name="y"))]
-    planned = plan(later, [(ROOT, CHILD), (), ()], book, spec_generation=2)
+    planned = plan(later, [(ROOT, CHILD), (), ()], providers, spec_generation=2)
     assert applied(*planned.results) == [True, True, True]
-    assert planned.after[CHILD].generation == book[CHILD].generation + 1, "it goes on where it was"
+    assert planned.after[CHILD].generation == providers[CHILD].generation + 1, "it goes on where it was"
 
 
 LEAF = "00000000-0000-4000-8000-000000000000"  # before all others by its uuid
@@ -530,12 +536,12 @@ LEAF = "00000000-0000-4000-8000-000000000000"  # before all others by its uuid
 
 def test_what_is_below_a_provider_follows_it_however_deep() -> None:
     tree = update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD), node(LEAF, GRANDCHILD, name="leaf"))
-    book = book_of(tree, update(node(SECOND)))
-    planned = plan([update(node(SECOND), node(CHILD, SECOND))], [()], book, spec_generation=2)
+    providers = providers_of(tree, update(node(SECOND)))
+    planned = plan([update(node(SECOND), node(CHILD, SECOND))], [()], providers, spec_generation=2)
     assert {uuid: one.root for uuid, one in planned.after.items()} == {
         ROOT: ROOT, CHILD: SECOND, GRANDCHILD: SECOND, LEAF: SECOND, SECOND: SECOND
     }  # fmt: skip
-    assert planned.after[LEAF].spec_generation == 2 and planned.after[ROOT] is book[ROOT]
+    assert planned.after[LEAF].spec_generation == 2 and planned.after[ROOT] is providers[ROOT]
 
 
 @pytest.mark.parametrize(
@@ -550,9 +556,9 @@ def test_what_is_below_a_provider_follows_it_however_deep() -> None:
 def test_what_is_no_longer_reported_goes_unless_it_is_used_or_needed(
     used: dict[str, int], orphaned: tuple[str, ...], left: set[str]
 ) -> None:
-    book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
-    book |= {uuid: replace(book[uuid], used={"VCPU": amount}) for uuid, amount in used.items()}
-    planned = plan([update(node(ROOT))], [(CHILD, GRANDCHILD)], book, spec_generation=2)
+    providers = providers_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
+    providers |= {uuid: replace(providers[uuid], used={"VCPU": amount}) for uuid, amount in used.items()}
+    planned = plan([update(node(ROOT))], [(CHILD, GRANDCHILD)], providers, spec_generation=2)
     (result,) = planned.results
     assert isinstance(result, Applied) and (result.orphaned, set(planned.after)) == (orphaned, left)
     again = plan([update(node(ROOT))], [(CHILD, GRANDCHILD)], planned.after, spec_generation=3).results[0]
@@ -560,15 +566,19 @@ def test_what_is_no_longer_reported_goes_unless_it_is_used_or_needed(
 
 
 def test_a_parent_of_what_another_source_reports_stays() -> None:
-    book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
-    (result,) = plan([update(node(ROOT))], [(ROOT, CHILD)], book, spec_generation=2).results
+    providers = providers_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
+    (result,) = plan([update(node(ROOT))], [(ROOT, CHILD)], providers, spec_generation=2).results
     assert isinstance(result, Applied) and result.orphaned == (CHILD,)
 
 
 def test_only_the_last_of_a_tree_takes_all_of_it() -> None:
     """A source that reports nothing any more takes what others reported below its root, too."""
-    book = book_of(update(node(ROOT), node(CHILD, ROOT)), update(node(SECOND)))
-    assert set(plan([update(root=ROOT)], [(ROOT,)], book, spec_generation=2).after) == {SECOND}
-    assert set(plan([update(root=ROOT)], [(CHILD,)], book, spec_generation=2).after) == {ROOT, SECOND}
-    assert set(plan([update(root=GRANDCHILD)], [()], book, spec_generation=2).after) == {ROOT, CHILD, SECOND}
-    assert set(plan([update(node(ROOT))], [(ROOT, SECOND)], book, spec_generation=2).after) == {ROOT, CHILD, SECOND}
+    providers = providers_of(update(node(ROOT), node(CHILD, ROOT)), update(node(SECOND)))
+    assert set(plan([update(root=ROOT)], [(ROOT,)], providers, spec_generation=2).after) == {SECOND}
+    assert set(plan([update(root=ROOT)], [(CHILD,)], providers, spec_generation=2).after) == {ROOT, SECOND}
+    assert set(plan([update(root=GRANDCHILD)], [()], providers, spec_generation=2).after) == {ROOT, CHILD, SECOND}
+    assert set(plan([update(node(ROOT))], [(ROOT, SECOND)], providers, spec_generation=2).after) == {
+        ROOT,
+        CHILD,
+        SECOND,
+    }

@@ -308,8 +308,8 @@ def reported(uuid: str, **fields: Any) -> ProviderReport:
     return ProviderReport(uuid=uuid, name=f"n-{uuid[0]}", inventories={"VCPU": Inventory(total=4)}, **fields)
 
 
-def group(*updates: InventoryUpdate, sources: Any = None, cells: Any = None) -> ReportGroup:
-    return ReportGroup(updates, sources or {}, cells=cells or {}, bus="c1")
+def group(*updates: InventoryUpdate, reporters: Any = None, cells: Any = None) -> ReportGroup:
+    return ReportGroup(updates, reporters or {}, cells=cells or {}, bus="c1")
 
 
 def test_a_flawed_report_of_another_cells_root_is_refused_for_its_flaw() -> None:
@@ -322,19 +322,19 @@ def test_a_flawed_report_of_another_cells_root_is_refused_for_its_flaw() -> None
 
 def test_a_stale_report_after_a_flawed_one_is_still_stale() -> None:
     flawed = update(replace(node(ROOT), inventories={"nothing": Inventory(total=1)}))
-    both = group(flawed, update(node(SECOND)), sources={(SECOND, "s"): LastReport(9, b"x", True, (SECOND,))})
+    both = group(flawed, update(node(SECOND)), reporters={(SECOND, "s"): LastReport(9, b"x", True, (SECOND,))})
     both.refuse_invalid(())
     both.refuse_stale()
     assert set(both.results) == {0, 1}
 
 
-@pytest.mark.parametrize(("changed", "settled"), [(True, False), (False, True)])
-def test_a_report_proves_the_tree_no_more_when_another_source_has_changed_it(changed: bool, settled: bool) -> None:
-    mine, others = (replace(update(node(ROOT)), reporter=source) for source in ("mine", "others"))
+@pytest.mark.parametrize(("changed", "complete"), [(True, False), (False, True)])
+def test_a_report_proves_the_tree_no_more_when_another_source_has_changed_it(changed: bool, complete: bool) -> None:
+    mine, others = (replace(update(node(ROOT)), reporter=reporter) for reporter in ("mine", "others"))
     both = group(mine, others)
     done = [Applied(changed=is_changed, orphaned=(), reported=()) for is_changed in (False, changed)]
     both.record_results([0, 1], done)
-    assert both.written()[ROOT, "mine"].complete is settled
+    assert both.written()[ROOT, "mine"].complete is complete
 
 
 # --- writes of the REST API
@@ -374,7 +374,7 @@ def test_a_reported_root_may_be_renamed_as_the_root_that_it_is() -> None:
     assert getattr(after, "name", after) == "other"
 
 
-def test_a_book_whose_parents_go_round_in_a_circle_is_not_imported() -> None:
+def test_a_placement_whose_parents_go_round_in_a_circle_is_not_imported() -> None:
     """Each of these found itself again as its root. No walk up their tree would have ended afterwards."""
     both = [provider(one, parent=other, root=one) for one, other in ((ROOT, SECOND), (SECOND, ROOT))]
     with pytest.raises(InvalidExport, match="is not under its root"):

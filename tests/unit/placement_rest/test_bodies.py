@@ -20,7 +20,7 @@ from bus.clock import SystemClock
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
 from bus.faults import BrokenInvariant
-from placement_worker.domain.refusal import Why, WriteRefusal
+from placement_worker.domain.refusal import RefusalCode, WriteRefusal
 from placement_worker.domain.values import MAX_CAPACITY
 from placement_worker.replica.book import Replica
 from placement_worker.replica.candidates import candidates
@@ -370,7 +370,7 @@ async def test_without_an_origin_in_the_settings_there_is_no_cors() -> None:
 THEIRS = "req-11111111-2222-4333-8444-555555555555"
 
 
-class EndedBook:
+class EndedService:
     """Refuses every write, and remembers what a log line would have held."""
 
     def __init__(self) -> None:
@@ -381,7 +381,7 @@ class EndedBook:
 
     async def write_allocations(self, _write: object) -> None:
         self.logged.append(structlog.contextvars.get_contextvars())
-        raise refused(WriteRefusal(Why.NO_ALLOCATIONS))
+        raise refused(WriteRefusal(RefusalCode.NO_ALLOCATIONS))
 
 
 def never(error: BrokenInvariant) -> None:
@@ -390,9 +390,9 @@ def never(error: BrokenInvariant) -> None:
 
 async def test_a_callers_own_request_id_is_not_logged_with_the_next_request() -> None:
     """A pipelined request is begun in its forerunner's context."""
-    book = EndedBook()
-    config = book.config
-    application = Application(cast(Api, book), NoAuth2(), Policy(config.policy, book.clock), broken=never)
+    service = EndedService()
+    config = service.config
+    application = Application(cast(Api, service), NoAuth2(), Policy(config.policy, service.clock), broken=never)
     sent: list[MutableMapping[str, Any]] = []
 
     async def send(message: MutableMapping[str, Any]) -> None:
@@ -407,7 +407,7 @@ async def test_a_callers_own_request_id_is_not_logged_with_the_next_request() ->
     await application({**scope, "headers": [token, (b"x-openstack-request-id", THEIRS.encode())]}, receive, send)
     await application({**scope, "headers": [token]}, receive, send)
     assert [message["status"] for message in sent if "status" in message] == [404, 404]
-    first, second = book.logged
+    first, second = service.logged
     assert first["global_request_id"] == THEIRS
     assert "global_request_id" not in {key for key, value in second.items() if value is not ...}
     assert first["request_id"] != second["request_id"]
@@ -469,9 +469,9 @@ def state(rng: random.Random, number: int, generation: int) -> ProviderState:
 @pytest.mark.parametrize("version", [16, 26, 28, 29, 39])
 def test_what_is_kept_is_what_would_be_made_anew(version: int) -> None:
     rng = random.Random(version)
-    book = Replica()
+    replica = Replica()
     known = dict.fromkeys(range(120), 1)
-    book.load([state(rng, number, 1) for number in known], 0)
+    replica.load([state(rng, number, 1) for number in known], 0)
     for round_ in range(60):
         for _ in range(rng.randint(0, 6)):
             number = rng.choice([*known, 200 + rng.randint(0, 1500)])
@@ -492,21 +492,21 @@ def test_what_is_kept_is_what_would_be_made_anew(version: int) -> None:
                     generation=generation + 1,
                     state=state(rng, number, generation + 1),
                 )
-            assert book.apply([msgspec.structs.replace(change, sequence=book.sequence + 1)]) is None
+            assert replica.apply([msgspec.structs.replace(change, sequence=replica.sequence + 1)]) is None
         if round_ == 30:  # a snapshot deals all rows anew
             numbers = rng.sample(sorted(known), len(known))
             known = {number: known[number] for number in numbers}
-            book.load([state(rng, number, generation) for number, generation in known.items()], book.sequence)
-        anew = copy_of(book)
-        kept = summaries(book, candidates(book, REQUEST), {"VCPU"}, version)
+            replica.load([state(rng, number, generation) for number, generation in known.items()], replica.sequence)
+        anew = copy_of(replica)
+        kept = summaries(replica, candidates(replica, REQUEST), {"VCPU"}, version)
         fresh = summaries(anew, candidates(anew, REQUEST), {"VCPU"}, version)
         assert msgspec.json.decode(b"{" + kept + b"}") == msgspec.json.decode(b"{" + fresh + b"}")
         assert kept
 
 
-def test_a_class_that_is_used_without_inventory_is_not_announced() -> None:
+def test_a_class_that_is_used_without_inventory_is_not_reported() -> None:
     """A provider of the same classes that has inventory of it once lent it a capacity of 0."""
-    book = Replica()
+    replica = Replica()
     one, other = (
         ProviderState(
             uuid=uuid(number),
@@ -519,8 +519,8 @@ def test_a_class_that_is_used_without_inventory_is_not_announced() -> None:
         )
         for number, names in ((1, ("VCPU", "CUSTOM_A")), (2, ("VCPU",)))
     )
-    book.load([one, other], 0)
-    answer = msgspec.json.decode(b"{" + summaries(book, candidates(book, REQUEST), {"VCPU"}, 39) + b"}")
+    replica.load([one, other], 0)
+    answer = msgspec.json.decode(b"{" + summaries(replica, candidates(replica, REQUEST), {"VCPU"}, 39) + b"}")
     assert {key: sorted(each["resources"]) for key, each in answer.items()} == {
         uuid(1): ["CUSTOM_A", "VCPU"],
         uuid(2): ["VCPU"],

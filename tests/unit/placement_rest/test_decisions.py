@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from bus.faults import DatabaseUnavailable, Transient
 from placement_worker.domain.allocations import Replace, decide
 from placement_worker.domain.claim_ledger import ConsumerWrite
-from placement_worker.domain.refusal import Why, WriteRefusal
+from placement_worker.domain.refusal import RefusalCode, WriteRefusal
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.trees import (
     CreateProvider,
@@ -83,8 +83,8 @@ def trees_of(*providers: Provider) -> ProviderTrees:
     return ProviderTrees({p.uuid: p for p in providers}, CLASSES, TRAITS, spec_generation=6)
 
 
-def why(outcome: object) -> Why | None:
-    return outcome.why if isinstance(outcome, WriteRefusal) else None
+def why(outcome: object) -> RefusalCode | None:
+    return outcome.code if isinstance(outcome, WriteRefusal) else None
 
 
 @pytest.mark.parametrize(
@@ -92,24 +92,26 @@ def why(outcome: object) -> Why | None:
     [
         (SetInventories("a", {"DISK_GB": inventory(1)}, 5), None),
         (SetInventories("a", {"DISK_GB": inventory(1)}), None),
-        (SetInventories("a", {"DISK_GB": inventory(1)}, 4), Why.GENERATION),
-        (SetInventories("a", {"DISK_GB": inventory(1)}, 5, problem="it is odd"), Why.BAD_INVENTORY),
-        (SetInventories("a", {"CUSTOM_NONE": inventory(1)}, 5), Why.NO_SUCH),
+        (SetInventories("a", {"DISK_GB": inventory(1)}, 4), RefusalCode.GENERATION),
+        (SetInventories("a", {"DISK_GB": inventory(1)}, 5, problem="it is odd"), RefusalCode.BAD_INVENTORY),
+        (SetInventories("a", {"CUSTOM_NONE": inventory(1)}, 5), RefusalCode.NO_SUCH),
         (WriteInventory("a", "DISK_GB", inventory(1)), None),
-        (WriteInventory("a", "DISK_GB", inventory(1), problem="it is odd"), Why.BAD_INVENTORY),
-        (WriteInventory("a", "CUSTOM_NONE", inventory(1)), Why.NO_SUCH),
-        (WriteInventory("a", "VCPU", inventory(1)), Why.DUPLICATE),
+        (WriteInventory("a", "DISK_GB", inventory(1), problem="it is odd"), RefusalCode.BAD_INVENTORY),
+        (WriteInventory("a", "CUSTOM_NONE", inventory(1)), RefusalCode.NO_SUCH),
+        (WriteInventory("a", "VCPU", inventory(1)), RefusalCode.DUPLICATE),
         (WriteInventory("a", "VCPU", inventory(1), 5), None),
-        (WriteInventory("a", "VCPU", inventory(1), 4), Why.GENERATION),
-        (WriteInventory("a", "VCPU", inventory(1), 5, problem="it is odd"), Why.BAD_INVENTORY),
-        (WriteInventory("a", "DISK_GB", inventory(1), 5), Why.NO_INVENTORY),
-        (WriteInventory("a", "CUSTOM_NONE", inventory(1), 5), Why.NO_SUCH),
+        (WriteInventory("a", "VCPU", inventory(1), 4), RefusalCode.GENERATION),
+        (WriteInventory("a", "VCPU", inventory(1), 5, problem="it is odd"), RefusalCode.BAD_INVENTORY),
+        (WriteInventory("a", "DISK_GB", inventory(1), 5), RefusalCode.NO_INVENTORY),
+        (WriteInventory("a", "CUSTOM_NONE", inventory(1), 5), RefusalCode.NO_SUCH),
         (DeleteInventory("a", "VCPU"), None),
-        (DeleteInventory("a", "DISK_GB"), Why.NO_INVENTORY),
-        (DeleteInventory("a", "CUSTOM_NONE"), Why.NO_INVENTORY),
+        (DeleteInventory("a", "DISK_GB"), RefusalCode.NO_INVENTORY),
+        (DeleteInventory("a", "CUSTOM_NONE"), RefusalCode.NO_INVENTORY),
     ],
 )
-def test_a_write_of_inventories_is_refused_as_placement_refuses_it(item: TreeWrite, refused: Why | None) -> None:
+def test_a_write_of_inventories_is_refused_as_placement_refuses_it(
+    item: TreeWrite, refused: RefusalCode | None
+) -> None:
     trees = trees_of(provider("a", inventories={"VCPU": inventory(4)}))
     assert why(trees.apply(item)) is refused
     assert (trees.providers["a"].generation == 6) is (refused is None)
@@ -200,16 +202,16 @@ GROUPS = st.lists(
 @given(GROUPS)
 def test_the_feed_carries_what_a_group_of_writes_comes_to(groups: list[list[TreeWrite]]) -> None:
     providers: Mapping[str, Provider] = {}
-    book = Replica()
+    replica = Replica()
     given: dict[str, set[int]] = {}
     for spec_generation, group in enumerate(groups, 1):
         trees = ProviderTrees(providers, STOCK_CLASSES, STOCK_TRAITS, spec_generation=spec_generation)
         for write in group:
             trees.apply(write)
         changes = changes_of(providers, trees.providers)
-        published = [replace(change, sequence=book.sequence + at) for at, change in enumerate(changes, 1)]
-        assert book.apply(published) is None
-        assert dump(book) == dump(loaded(map(state_of, trees.providers.values())))
+        published = [replace(change, sequence=replica.sequence + at) for at, change in enumerate(changes, 1)]
+        assert replica.apply(published) is None
+        assert dump(replica) == dump(loaded(map(state_of, trees.providers.values())))
         for uuid, provider in trees.providers.items():
             if uuid not in providers or providers[uuid].spec_generation != provider.spec_generation:
                 assert provider.spec_generation not in given.setdefault(uuid, set())
@@ -248,49 +250,51 @@ class Doubling:
         self.commits += 1
 
 
-def make(book: Doubling, *, gather_s: float = BATCH_S, **limits: int) -> Groups[int, int]:
+def make(service: Doubling, *, gather_s: float = BATCH_S, **limits: int) -> Groups[int, int]:
     limits = {"max_group": 4, "max_waiting": 8, **limits}
-    return Groups("test", book.apply, committed=book.committed, gather_s=gather_s, **limits)
+    return Groups("test", service.apply, committed=service.committed, gather_s=gather_s, **limits)
 
 
 async def test_what_gathers_is_the_next_group() -> None:
-    book = Doubling()
-    groups = make(book)
-    book.go.clear()
+    service = Doubling()
+    groups = make(service)
+    service.go.clear()
     tasks = [asyncio.create_task(groups.submit(number)) for number in range(7)]
-    await book.began.wait()
-    book.go.set()
+    await service.began.wait()
+    service.go.set()
     assert await asyncio.gather(*tasks) == [0, 2, 4, 6, 8, 10, 12]
-    assert [len(group) for group in book.groups] == [4, 3]
-    assert book.commits == 2
+    assert [len(group) for group in service.groups] == [4, 3]
+    assert service.commits == 2
     await groups.drain()
 
 
 async def test_item_16_a_group_has_no_more_entries_than_a_turn_of_the_loop_may_take() -> None:
-    book = Doubling()
-    groups = Groups("test", book.apply, max_group=8, max_waiting=8, committed=book.committed, entries=lambda item: item)
-    book.go.clear()
+    service = Doubling()
+    groups = Groups(
+        "test", service.apply, max_group=8, max_waiting=8, committed=service.committed, entries=lambda item: item
+    )
+    service.go.clear()
     large, half = MAX_ENTRIES + 1, MAX_ENTRIES // 2
     tasks = [asyncio.create_task(groups.submit(number)) for number in (1, half, half, 1, large, 1, 1)]
-    await book.began.wait()
-    book.go.set()
+    await service.began.wait()
+    service.go.set()
     await asyncio.gather(*tasks)
-    assert book.groups == [[1, half], [half, 1], [large], [1, 1]]
+    assert service.groups == [[1, half], [half, 1], [large], [1, 1]]
     await groups.drain()
 
 
 async def test_a_transaction_that_hangs_holds_up_only_its_own_writes() -> None:
     """It waits for a lock that another program holds: the writes that come after it, one by one, are answered."""
-    book = Doubling()
+    service = Doubling()
     began, go_on = asyncio.Event(), asyncio.Event()
 
     async def apply(items: Sequence[int]) -> list[int]:
         if 1 in items:
             began.set()
             await go_on.wait()
-        return await book.apply(items)
+        return await service.apply(items)
 
-    groups = Groups("test", apply, max_group=4, max_waiting=8, committed=book.committed)
+    groups = Groups("test", apply, max_group=4, max_waiting=8, committed=service.committed)
     hung = asyncio.create_task(groups.submit(1))
     await began.wait()
     async with asyncio.timeout(HANG_S):
@@ -301,56 +305,56 @@ async def test_a_transaction_that_hangs_holds_up_only_its_own_writes() -> None:
 
 
 async def test_one_bad_item_fails_alone() -> None:
-    book = Doubling()
-    groups = make(book)
+    service = Doubling()
+    groups = make(service)
     results = await asyncio.gather(*(groups.submit(n) for n in (1, 13, 2)), return_exceptions=True)
     assert results[0] == 2
     assert isinstance(results[1], ValueError)
     assert results[2] == 4
-    assert book.commits == 2
+    assert service.commits == 2
 
 
 async def test_what_breaks_after_the_commit_leaves_no_caller_waiting_and_concerns_no_other_group() -> None:
     """The callers of the group waited for ever, and those of the next one got the error."""
-    book = Doubling()
+    service = Doubling()
 
     async def too_few(items: Sequence[int]) -> list[int]:
-        return (await book.apply(items))[: 3 if len(items) == 4 else None]
+        return (await service.apply(items))[: 3 if len(items) == 4 else None]
 
     def broken() -> None:
-        raise KeyError(book.commits)
+        raise KeyError(service.commits)
 
     groups = Groups("test", too_few, max_group=4, max_waiting=8, committed=broken)
-    book.go.clear()
+    service.go.clear()
     tasks = [asyncio.create_task(groups.submit(number)) for number in range(6)]
-    await book.began.wait()
-    book.go.set()
+    await service.began.wait()
+    service.go.set()
     async with asyncio.timeout(HANG_S):
         results = await asyncio.gather(*tasks, return_exceptions=True)
     assert results[:3] + results[4:] == [0, 2, 4, 8, 10]
     assert isinstance(results[3], ValueError)
-    assert book.groups == [[0, 1, 2, 3], [4, 5]]
+    assert service.groups == [[0, 1, 2, 3], [4, 5]]
     await groups.drain()
 
 
 async def test_a_transaction_that_was_given_up_is_tried_again_but_not_for_ever() -> None:
-    book = Doubling()
-    groups = make(book)
-    book.failures = [Transient(code="database.deadlock")] * (TRIES - 1)
+    service = Doubling()
+    groups = make(service)
+    service.failures = [Transient(code="database.deadlock")] * (TRIES - 1)
     assert await groups.submit(1) == 2
-    book.failures = [Transient(code="database.deadlock")] * TRIES
+    service.failures = [Transient(code="database.deadlock")] * TRIES
     with pytest.raises(Transient):
         await groups.submit(1)
     assert await groups.submit(3) == 6
 
 
 async def test_a_database_that_disconnected_may_have_committed_and_is_not_tried_again() -> None:
-    book = Doubling()
-    groups = make(book)
-    book.failures = [DatabaseUnavailable("gone")]
+    service = Doubling()
+    groups = make(service)
+    service.failures = [DatabaseUnavailable("gone")]
     with pytest.raises(DatabaseUnavailable):
         await groups.submit(1)
-    assert len(book.groups) == 1
+    assert len(service.groups) == 1
 
 
 async def test_a_request_at_once_after_an_answer_is_served() -> None:
@@ -361,27 +365,27 @@ async def test_a_request_at_once_after_an_answer_is_served() -> None:
 
 
 async def test_no_more_wait_than_may() -> None:
-    book = Doubling()
-    groups = make(book, max_waiting=2)
-    book.go.clear()
+    service = Doubling()
+    groups = make(service, max_waiting=2)
+    service.go.clear()
     first = asyncio.create_task(groups.submit(0))
-    await book.began.wait()
+    await service.began.wait()
     waiting = [asyncio.create_task(groups.submit(n)) for n in (1, 2)]
     await asyncio.sleep(0)
     with pytest.raises(TooMany):
         await groups.submit(3)
-    book.go.set()
+    service.go.set()
     assert await asyncio.gather(first, *waiting) == [0, 2, 4]
 
 
 async def test_a_caller_that_stops_waiting_cancels_no_other() -> None:
-    book = Doubling()
-    groups = make(book)
-    book.go.clear()
+    service = Doubling()
+    groups = make(service)
+    service.go.clear()
     tasks = [asyncio.create_task(groups.submit(n)) for n in range(3)]
     await asyncio.sleep(0)
     tasks[1].cancel()
-    book.go.set()
+    service.go.set()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert results[0::2] == [0, 4]
     assert isinstance(results[1], asyncio.CancelledError)
@@ -389,8 +393,8 @@ async def test_a_caller_that_stops_waiting_cancels_no_other() -> None:
 
 async def test_those_answered_together_are_waited_for_together() -> None:
     """The first to ask again took a group for itself, and so on for ever: 1, 7, 1, 7 ... of eight callers."""
-    book = Doubling()
-    groups = make(book, max_group=16, max_waiting=16, gather_s=60)  # as long as it takes: all of them come back
+    service = Doubling()
+    groups = make(service, max_group=16, max_waiting=16, gather_s=60)  # as long as it takes: all of them come back
 
     async def caller(number: int) -> None:
         for _ in range(20):
@@ -400,12 +404,12 @@ async def test_those_answered_together_are_waited_for_together() -> None:
 
     async with asyncio.timeout(30):
         await asyncio.gather(*(caller(number) for number in range(8)))
-    assert [len(group) for group in book.groups] == [8] * 20
+    assert [len(group) for group in service.groups] == [8] * 20
 
 
 async def test_no_caller_waits_long_for_callers_who_do_not_come_back() -> None:
-    book = Doubling()
-    groups = make(book)
+    service = Doubling()
+    groups = make(service)
     assert await asyncio.gather(*(groups.submit(number) for number in range(2))) == [0, 2]
     async with asyncio.timeout(HANG_S):
         await groups.drain()

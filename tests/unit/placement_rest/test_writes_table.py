@@ -21,7 +21,7 @@ from placement_worker.domain.allocations import (
     touched,
 )
 from placement_worker.domain.claim_ledger import ConsumerWrite
-from placement_worker.domain.refusal import Why, WriteRefusal
+from placement_worker.domain.refusal import RefusalCode, WriteRefusal
 from placement_worker.domain.trees import (
     ChangeMembership,
     CreateProvider,
@@ -87,7 +87,7 @@ def test_what_a_write_names(
     ("item", "outcome", "expected"),
     [
         (BOTH, None, [("both", {"a", "b", "z"})]),
-        (BOTH, WriteRefusal(Why.DOES_NOT_FIT), []),
+        (BOTH, WriteRefusal(RefusalCode.DOES_NOT_FIT), []),
         (GONE, None, [("gone", {"y"})]),
         (Remove("unknown"), None, [("", set())]),
     ],
@@ -98,7 +98,7 @@ def test_the_providers_that_a_write_touches(item: AllocationWrite, outcome: Any,
     held = {"d": ConsumerState(1, 0, "p", "u", "", {"z": {"VCPU": 1}})}
     gone = {"held": ConsumerState(1, 0, "p", "u", "", {"y": {"VCPU": 1}})}
     assert list(touched([item], [outcome], held | gone)) == expected
-    assert list(touched([BOTH, item], [WriteRefusal(Why.GENERATION), outcome], held | gone)) == expected
+    assert list(touched([BOTH, item], [WriteRefusal(RefusalCode.GENERATION), outcome], held | gone)) == expected
     with pytest.raises(ValueError, match="zip"):
         list(touched([item], [], {}))
 
@@ -115,23 +115,27 @@ KNOWN = {
     [
         ([wants("held", {}, expects=3), wants("new", {"a": {"VCPU": 8}})], None, ""),
         ([wants("held", {}, expects=3), wants("new", {"a": {"VCPU": 7}}), wants("c", {"a": {"VCPU": 2}})], None, ""),
-        ([wants("held", {}), wants("new", {"a": {"VCPU": 7}}), wants("c", {"a": {"VCPU": 3}})], Why.DOES_NOT_FIT, "a"),
+        (
+            [wants("held", {}), wants("new", {"a": {"VCPU": 7}}), wants("c", {"a": {"VCPU": 3}})],
+            RefusalCode.DOES_NOT_FIT,
+            "a",
+        ),
         ([wants("new", {"a": {"VCPU": 7}}), wants("c", {"b": {"VCPU": 1}})], None, ""),
-        ([wants("new", {"a": {"VCPU": 8}}), wants("c", {"a": {"VCPU": 1}})], Why.DOES_NOT_FIT, "a"),
-        ([wants("c", {"b": {"DISK_GB": 2}}), wants("held", {"a": {"VCPU": 9}})], Why.DOES_NOT_FIT, "a"),
-        ([wants("held", {"a": {"DISK_GB": 3}})], Why.DOES_NOT_FIT, "a"),
-        ([wants("c", {"a": {"MEMORY_MB": 1}})], Why.DOES_NOT_FIT, "a"),
-        ([wants("c", {"a": {"VCPU": 1}}), wants("d", {"b": {"VCPU": 1, "NONE": 1}})], Why.NO_SUCH, "NONE"),
-        ([wants("c", {"a": {"NONE": 1}}), wants("d", {"z": {"VCPU": 1}})], Why.NO_PROVIDER, "z"),
-        ([wants("c", {"z": {"VCPU": 1}}), wants("held", HELD, expects=4)], Why.CONSUMER_GENERATION, "held"),
-        ([wants("fenced", HELD, expects=4)], Why.CONSUMER_GENERATION, "fenced"),
+        ([wants("new", {"a": {"VCPU": 8}}), wants("c", {"a": {"VCPU": 1}})], RefusalCode.DOES_NOT_FIT, "a"),
+        ([wants("c", {"b": {"DISK_GB": 2}}), wants("held", {"a": {"VCPU": 9}})], RefusalCode.DOES_NOT_FIT, "a"),
+        ([wants("held", {"a": {"DISK_GB": 3}})], RefusalCode.DOES_NOT_FIT, "a"),
+        ([wants("c", {"a": {"MEMORY_MB": 1}})], RefusalCode.DOES_NOT_FIT, "a"),
+        ([wants("c", {"a": {"VCPU": 1}}), wants("d", {"b": {"VCPU": 1, "NONE": 1}})], RefusalCode.NO_SUCH, "NONE"),
+        ([wants("c", {"a": {"NONE": 1}}), wants("d", {"z": {"VCPU": 1}})], RefusalCode.NO_PROVIDER, "z"),
+        ([wants("c", {"z": {"VCPU": 1}}), wants("held", HELD, expects=4)], RefusalCode.CONSUMER_GENERATION, "held"),
+        ([wants("fenced", HELD, expects=4)], RefusalCode.CONSUMER_GENERATION, "fenced"),
         ([wants("tried", HELD, attempt=2)], None, ""),
-        ([wants("tried", HELD, attempt=1)], Why.CONSUMER_GENERATION, "tried"),
+        ([wants("tried", HELD, attempt=1)], RefusalCode.CONSUMER_GENERATION, "tried"),
         ([wants("new", HELD, attempt=1)], None, ""),
     ],
 )
 def test_a_write_of_several_consumers_is_refused_for_its_first_flaw(
-    writes: list[ConsumerWrite], refused: Why | None, about: str
+    writes: list[ConsumerWrite], refused: RefusalCode | None, about: str
 ) -> None:
     [outcome], decision = decide([Replace(tuple(writes))], KNOWN, claimed(a=3, b=0), {**CLASSES, "MEMORY_MB": 3})
     assert (why(outcome), getattr(outcome, "about", "")) == (refused, about)
@@ -187,7 +191,7 @@ def test_only_a_consumer_that_holds_something_is_removed(
 # --- a reshape
 
 HOLDER = {"c": ConsumerState(1, 0, "p", "u", "X", HELD)}
-BOOK = {
+PROVIDERS = {
     "a": provider("a", inventories={"VCPU": inventory(4), "DISK_GB": inventory(9)}, used={"VCPU": 2, "DISK_GB": 0}),
     "b": provider("b", generation=7),
 }
@@ -196,7 +200,7 @@ SPLIT = {"a": (5, {"DISK_GB": inventory(8)}), "b": (7, {"VCPU": inventory(2)})}
 
 
 def test_the_rows_of_a_reshape() -> None:
-    done = reshape(Reshape(SPLIT, (MOVE,)), HOLDER, BOOK, CLASSES, spec_generation=6)
+    done = reshape(Reshape(SPLIT, (MOVE,)), HOLDER, PROVIDERS, CLASSES, spec_generation=6)
     assert isinstance(done, Reshaped)
     interim = {u: (p.generation, p.spec_generation, p.used, p.inventories) for u, p in done.interim.items()}
     assert interim == {
@@ -217,12 +221,12 @@ def test_the_rows_of_a_reshape() -> None:
         ({"b": (7, {})}, (), {"b": (8, {})}),
         ({"b": (7, {"VCPU": inventory(2)})}, (MOVE,), {"b": (10, {"VCPU": 2})}),
         ({"a": (5, {})}, (wants("c", {}, expects=1),), {"a": (7, {})}),
-        ({"a": (5, {})}, (), (Why.IN_USE, "a")),
-        ({"a": (5, {"DISK_GB": inventory(8)}), "b": (7, {})}, (), (Why.IN_USE, "a")),
-        ({"a": (6, {})}, (), (Why.GENERATION, "")),
-        ({"a": (5, {"VCPU": inventory(2)}), "z": (0, {})}, (), (Why.NO_PROVIDER, "z")),
-        ({"a": (5, {"VCPU": inventory(2)}), "b": (7, {"NONE": inventory(2)})}, (), (Why.NO_SUCH, "NONE")),
-        (SPLIT, (wants("c", {"b": {"VCPU": 3}}, expects=1),), (Why.DOES_NOT_FIT, "b")),
+        ({"a": (5, {})}, (), (RefusalCode.IN_USE, "a")),
+        ({"a": (5, {"DISK_GB": inventory(8)}), "b": (7, {})}, (), (RefusalCode.IN_USE, "a")),
+        ({"a": (6, {})}, (), (RefusalCode.GENERATION, "")),
+        ({"a": (5, {"VCPU": inventory(2)}), "z": (0, {})}, (), (RefusalCode.NO_PROVIDER, "z")),
+        ({"a": (5, {"VCPU": inventory(2)}), "b": (7, {"NONE": inventory(2)})}, (), (RefusalCode.NO_SUCH, "NONE")),
+        (SPLIT, (wants("c", {"b": {"VCPU": 3}}, expects=1),), (RefusalCode.DOES_NOT_FIT, "b")),
     ],
     ids=[
         "smaller",
@@ -238,9 +242,9 @@ def test_the_rows_of_a_reshape() -> None:
     ],
 )
 def test_the_end_of_a_reshape(inventories: dict[str, Any], writes: tuple[ConsumerWrite, ...], expected: Any) -> None:
-    done = reshape(Reshape(inventories, writes), HOLDER, BOOK, CLASSES, spec_generation=6)
+    done = reshape(Reshape(inventories, writes), HOLDER, PROVIDERS, CLASSES, spec_generation=6)
     if isinstance(done, WriteRefusal):
-        assert (done.why, done.about) == expected
+        assert (done.code, done.about) == expected
     else:
         assert {uuid: (after.generation, after.used) for uuid, after in done.final.items()} == expected
 
@@ -280,12 +284,12 @@ def test_what_a_write_of_providers_names(write: TreeWrite, wanted: TreesToLock, 
 def test_why_an_inventory_cannot_be_deleted(name: str, words: str) -> None:
     """Clients of Placement tell them by the text."""
     refused = trees(BEFORE).apply(DeleteInventory("a", name))
-    assert isinstance(refused, WriteRefusal) and refused.why is Why.NO_INVENTORY and words in refused.words
+    assert isinstance(refused, WriteRefusal) and refused.code is RefusalCode.NO_INVENTORY and words in refused.words
 
 
 def test_only_what_was_deleted_is_a_deleted_tree() -> None:
     writes = [DeleteTree("a"), DeleteTree("b"), DeleteProvider("c")]
-    outcomes = [provider("a"), WriteRefusal(Why.PROVIDER_IN_USE), provider("c")]
+    outcomes = [provider("a"), WriteRefusal(RefusalCode.PROVIDER_IN_USE), provider("c")]
     assert deleted_trees(writes, outcomes) == ["a"]
     with pytest.raises(ValueError, match="zip"):
         deleted_trees(writes, [])
@@ -322,24 +326,24 @@ def trees(*providers: Provider, reported: Any = ()) -> ProviderTrees:
         (ChangeMembership("a", "h", False), None),
         (ChangeMembership("a", "f", True), {"aggregates": ("f", "g"), **NEXT}),
         (ChangeMembership("a", "g", False), {"aggregates": (), **NEXT}),
-        (SetInventories("a", {"VCPU": SIX}, 4), Why.GENERATION),
-        (SetTraits("a", [], 4), Why.GENERATION),
-        (SetTraits("a", ["CUSTOM_T", "CUSTOM_V"]), Why.NO_SUCH),
-        (SetAggregates("a", [], 4), Why.GENERATION),
-        (SetTraits("z", []), Why.NO_PROVIDER),
-        (UpdateProvider("a", "name-b"), Why.DUPLICATE),
-        (UpdateProvider("a", "name-a", "z"), Why.BAD_PARENT),
+        (SetInventories("a", {"VCPU": SIX}, 4), RefusalCode.GENERATION),
+        (SetTraits("a", [], 4), RefusalCode.GENERATION),
+        (SetTraits("a", ["CUSTOM_T", "CUSTOM_V"]), RefusalCode.NO_SUCH),
+        (SetAggregates("a", [], 4), RefusalCode.GENERATION),
+        (SetTraits("z", []), RefusalCode.NO_PROVIDER),
+        (UpdateProvider("a", "name-b"), RefusalCode.DUPLICATE),
+        (UpdateProvider("a", "name-a", "z"), RefusalCode.BAD_PARENT),
     ],
 )
 def test_the_provider_after_a_write(write: TreeWrite, fields: Any) -> None:
-    book = trees(BEFORE, provider("b"))
-    outcome = book.apply(write)
+    recorded = trees(BEFORE, provider("b"))
+    outcome = recorded.apply(write)
     if isinstance(fields, dict):
         assert outcome == replace(BEFORE, **fields)
-        assert book.providers["a"] is outcome
+        assert recorded.providers["a"] is outcome
     else:
         assert why(outcome) is fields
-        assert book.providers["a"] is BEFORE, "it is not written"
+        assert recorded.providers["a"] is BEFORE, "it is not written"
 
 
 ROOT = provider("a")
@@ -358,53 +362,53 @@ OTHER = provider("d")
         (UpdateProvider("c", "name-c", "b"), {}),
         (UpdateProvider("d", "name-d", "c"), {"a": "a", "b": "a", "c": "a", "d": "a"}),
         (UpdateProvider("d", "name-d", None, True), {}),
-        (UpdateProvider("b", "name-b", "c", True), Why.BAD_PARENT),
-        (UpdateProvider("b", "name-b", "b", True), Why.BAD_PARENT),
-        (UpdateProvider("b", "name-b", None), Why.BAD_PARENT),
-        (UpdateProvider("b", "name-b", "d"), Why.BAD_PARENT),
-        (UpdateProvider("c", "name-c", "a"), Why.BAD_PARENT),
-        (UpdateProvider("b", "name-d", "d", True), Why.DUPLICATE),
-        (DeleteProvider("b"), Why.IS_PARENT),
+        (UpdateProvider("b", "name-b", "c", True), RefusalCode.BAD_PARENT),
+        (UpdateProvider("b", "name-b", "b", True), RefusalCode.BAD_PARENT),
+        (UpdateProvider("b", "name-b", None), RefusalCode.BAD_PARENT),
+        (UpdateProvider("b", "name-b", "d"), RefusalCode.BAD_PARENT),
+        (UpdateProvider("c", "name-c", "a"), RefusalCode.BAD_PARENT),
+        (UpdateProvider("b", "name-d", "d", True), RefusalCode.DUPLICATE),
+        (DeleteProvider("b"), RefusalCode.IS_PARENT),
         (DeleteProvider("c"), {"a": "a", "b": "a", "d": "d"}),
         (DeleteTree("b"), {"a": "a", "d": "d"}),
         (DeleteTree("a"), {"d": "d"}),
         (CreateProvider("e", "name-e", "c"), {"a": "a", "b": "a", "c": "a", "d": "d", "e": "a"}),
         (CreateProvider("e", "name-e"), {"a": "a", "b": "a", "c": "a", "d": "d", "e": "e"}),
-        (CreateProvider("e", "name-e", "z"), Why.BAD_PARENT),
-        (CreateProvider("e", "name-e", "e"), Why.BAD_PARENT),
-        (CreateProvider("d", "name-e", "d"), Why.BAD_PARENT),
-        (CreateProvider("e", "name-d", "z"), Why.BAD_PARENT),
-        (CreateProvider("e", "name-d"), Why.DUPLICATE),
-        (CreateProvider("d", "name-e"), Why.DUPLICATE),
+        (CreateProvider("e", "name-e", "z"), RefusalCode.BAD_PARENT),
+        (CreateProvider("e", "name-e", "e"), RefusalCode.BAD_PARENT),
+        (CreateProvider("d", "name-e", "d"), RefusalCode.BAD_PARENT),
+        (CreateProvider("e", "name-d", "z"), RefusalCode.BAD_PARENT),
+        (CreateProvider("e", "name-d"), RefusalCode.DUPLICATE),
+        (CreateProvider("d", "name-e"), RefusalCode.DUPLICATE),
     ],
 )
 def test_the_trees_after_a_write(write: TreeWrite, roots: Any) -> None:
     """A provider has the new spec generation when its parent or root is another."""
     before = {one.uuid: one for one in (ROOT, CHILD, BELOW, OTHER)}
-    book = trees(*before.values())
-    outcome = book.apply(write)
-    if isinstance(roots, Why) or not roots:
+    recorded = trees(*before.values())
+    outcome = recorded.apply(write)
+    if isinstance(roots, RefusalCode) or not roots:
         assert why(outcome) is (roots or None)
-        assert all(book.providers[uuid] is one for uuid, one in before.items()) and len(book.providers) == 4
+        assert all(recorded.providers[uuid] is one for uuid, one in before.items()) and len(recorded.providers) == 4
         return
-    assert {uuid: one.root for uuid, one in book.providers.items()} == roots
-    for uuid, one in book.providers.items():
+    assert {uuid: one.root for uuid, one in recorded.providers.items()} == roots
+    for uuid, one in recorded.providers.items():
         old = before.get(uuid)
         is_placed = old is None or (one.parent, one.root) != (old.parent, old.root)
         assert (one.spec_generation, one.generation) == (9 if is_placed else 5, 5 if old else 0)
-    assert outcome == (before if isinstance(write, DeleteProvider | DeleteTree) else book.providers)[write.uuid]
+    assert outcome == (before if isinstance(write, DeleteProvider | DeleteTree) else recorded.providers)[write.uuid]
 
 
 def test_what_is_below_a_provider_that_moves_within_its_tree_stays_as_it_is() -> None:
-    book = trees(ROOT, CHILD, BELOW, provider("e", parent="a", root="a"))
-    book.apply(UpdateProvider("b", "name-b", "e", True))
-    assert book.providers["b"] == replace(CHILD, parent="e", spec_generation=9) and book.providers["c"] is BELOW
+    recorded = trees(ROOT, CHILD, BELOW, provider("e", parent="a", root="a"))
+    recorded.apply(UpdateProvider("b", "name-b", "e", True))
+    assert recorded.providers["b"] == replace(CHILD, parent="e", spec_generation=9) and recorded.providers["c"] is BELOW
 
 
 @pytest.mark.parametrize(
     ("uuid", "parent", "reported", "refused"),
     [
-        ("a", "d", {"a"}, Why.BAD_PARENT),
+        ("a", "d", {"a"}, RefusalCode.BAD_PARENT),
         ("a", "d", {"d"}, None),
         ("a", None, {"a"}, None),
         ("b", "d", {"a"}, None),
@@ -412,28 +416,30 @@ def test_what_is_below_a_provider_that_moves_within_its_tree_stays_as_it_is() ->
     ids=["a host", "below a host", "stays a root", "below a host, away"],
 )
 def test_a_host_that_its_source_reports_stays_a_root(
-    uuid: str, parent: str, reported: Any, refused: Why | None
+    uuid: str, parent: str, reported: Any, refused: RefusalCode | None
 ) -> None:
-    book = trees(ROOT, CHILD, OTHER, reported=reported)
-    assert why(book.apply(UpdateProvider(uuid, f"name-{uuid}", parent, True))) is refused
+    recorded = trees(ROOT, CHILD, OTHER, reported=reported)
+    assert why(recorded.apply(UpdateProvider(uuid, f"name-{uuid}", parent, True))) is refused
 
 
 @pytest.mark.parametrize(
     ("write", "used", "refused"),
     [
-        (DeleteProvider("c"), {"VCPU": 1}, Why.PROVIDER_IN_USE),
+        (DeleteProvider("c"), {"VCPU": 1}, RefusalCode.PROVIDER_IN_USE),
         (DeleteProvider("c"), {"VCPU": 0}, None),
-        (DeleteTree("b"), {"DISK_GB": 0, "VCPU": 1}, Why.PROVIDER_IN_USE),
+        (DeleteTree("b"), {"DISK_GB": 0, "VCPU": 1}, RefusalCode.PROVIDER_IN_USE),
         (DeleteTree("b"), {"VCPU": 0}, None),
-        (SetInventories("c", {}), {"VCPU": 1}, Why.IN_USE),
+        (SetInventories("c", {}), {"VCPU": 1}, RefusalCode.IN_USE),
         (SetInventories("c", {}), {"VCPU": 0}, None),
-        (DeleteInventory("c", "VCPU"), {"VCPU": 1}, Why.IN_USE),
+        (DeleteInventory("c", "VCPU"), {"VCPU": 1}, RefusalCode.IN_USE),
         (SetInventories("c", {"VCPU": inventory(1)}), {"VCPU": 4}, None),
     ],
 )
-def test_what_consumers_hold_is_not_deleted(write: TreeWrite, used: dict[str, int], refused: Why | None) -> None:
-    book = trees(ROOT, CHILD, replace(BELOW, inventories={"VCPU": SIX}, used=used))
-    outcome = book.apply(write)
+def test_what_consumers_hold_is_not_deleted(
+    write: TreeWrite, used: dict[str, int], refused: RefusalCode | None
+) -> None:
+    recorded = trees(ROOT, CHILD, replace(BELOW, inventories={"VCPU": SIX}, used=used))
+    outcome = recorded.apply(write)
     assert why(outcome) is refused
     if isinstance(write, DeleteTree) and refused:
         assert isinstance(outcome, WriteRefusal) and "VCPU 1 " in outcome.words and "DISK_GB" not in outcome.words
@@ -443,11 +449,13 @@ def test_what_consumers_hold_is_not_deleted(write: TreeWrite, used: dict[str, in
     "write", [DeleteProvider("a"), DeleteTree("a"), UpdateProvider("a", "other")], ids=lambda one: type(one).__name__
 )
 def test_a_name_that_was_given_up_is_free(write: TreeWrite) -> None:
-    book = trees(ROOT)
-    book.apply(write)
-    assert why(book.apply(CreateProvider("e", "name-a"))) is None
-    assert why(book.apply(CreateProvider("f", "name-a"))) is Why.DUPLICATE
-    assert (why(book.apply(CreateProvider("f", "other"))) is Why.DUPLICATE) is isinstance(write, UpdateProvider)
+    recorded = trees(ROOT)
+    recorded.apply(write)
+    assert why(recorded.apply(CreateProvider("e", "name-a"))) is None
+    assert why(recorded.apply(CreateProvider("f", "name-a"))) is RefusalCode.DUPLICATE
+    assert (why(recorded.apply(CreateProvider("f", "other"))) is RefusalCode.DUPLICATE) is isinstance(
+        write, UpdateProvider
+    )
 
 
 def test_what_is_in_use_is_listed_in_placements_order() -> None:

@@ -264,7 +264,7 @@ def test_a_settled_claim_is_counted_no_more_by_a_snapshot_over_a_provider_that_w
     assert list(replica.assumptions.keys()) == []
 
 
-def test_a_claim_that_the_book_has_seen_already_is_dropped_when_it_settles() -> None:
+def test_a_claim_that_the_replica_has_seen_already_is_dropped_when_it_settles() -> None:
     """Its provider was deleted and created again meanwhile, so its generation is lower than the claim's."""
     replica = Replica()
     replica.load([provider(0, generation=1, inventories={"VCPU": 8})], 20)
@@ -280,7 +280,7 @@ MANY = 10 * AT_ONCE
 
 
 class Turns:
-    """The work on books in each turn of the loop."""
+    """The work on placements in each turn of the loop."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.most = 0
@@ -358,7 +358,7 @@ async def test_a_replica_is_loaded_and_brought_up_to_date_in_turns(turns: Turns)
     assert catch_up.PAGE <= 1000
 
 
-async def test_readers_have_the_old_book_until_the_new_one_is_whole() -> None:
+async def test_readers_have_the_old_replica_until_the_new_one_is_whole() -> None:
     replica = Replica()
     replica.load(hosts(3), 5, "h")
     replica.assume("k", {uuid(1): {"VCPU": 2}})
@@ -463,7 +463,7 @@ def test_a_copy_has_its_own_log_of_changes() -> None:
     assert copy.spec_moves is not made.spec_moves
 
 
-def test_a_copy_gets_none_of_the_books_later_values() -> None:
+def test_a_copy_gets_none_of_placements_later_values() -> None:
     """Another thread reads it: a list that grows meanwhile has another length than the columns made of it."""
     made = reported(Replica())
     copy = copy_of(made)
@@ -477,7 +477,7 @@ def test_a_copy_gets_none_of_the_books_later_values() -> None:
     assert (counted(copy), counted(made)) == ([2, 1, 1], [3, 2, 2])
 
 
-def test_the_pairs_of_a_copy_are_computed_once_however_the_book_moves_on() -> None:
+def test_the_pairs_of_a_copy_are_computed_once_however_the_replica_moves_on() -> None:
     made = reported(Replica())
     copy = copy_of(made)
     first = sharing_of(copy)
@@ -566,7 +566,7 @@ class SetBackAfter:
         return page
 
 
-async def test_a_local_replica_reads_all_of_a_book_that_was_set_back_while_it_read() -> None:
+async def test_a_local_replica_reads_all_of_a_replica_that_was_restored_while_it_read() -> None:
     for pages in range(6):
         replica = LocalReplica(SetBackAfter(pages))
         for _ in range(3):

@@ -72,7 +72,7 @@ def test_finds_all_that_the_rules_allow_and_nothing_else(seed: int) -> None:
 
 
 @given(st.integers(0, 2**32))
-def test_stays_right_while_the_book_moves(seed: int) -> None:
+def test_stays_right_while_the_replica_moves(seed: int) -> None:
     """Usage, traits, aggregates, providers that come and go: what is kept between searches must move along."""
     rng = random.Random(seed)
     states = {state.uuid: state for state in random_world(rng)}
@@ -415,7 +415,7 @@ def test_claims_in_flight_count() -> None:
     assert len(candidates(replica, numbered({"VF": 2}))) == 1
 
 
-def test_nothing_requested_and_an_empty_book_find_nothing() -> None:
+def test_nothing_requested_and_an_empty_replica_find_nothing() -> None:
     assert len(candidates(Replica(), plain(VCPU=1))) == 0
     assert candidates(Replica(), plain(VCPU=1)).exhausted
     assert len(candidates(loaded(devices(1)), CandidatesRequest(groups=(Group(),)))) == 0
@@ -512,7 +512,7 @@ def answers(replica: Replica) -> list[object]:
     ]
 
 
-def test_a_copy_keeps_its_answers_while_the_book_moves_on() -> None:
+def test_a_copy_keeps_its_answers_while_the_replica_moves_on() -> None:
     made = replica()
     before = answers(made)
     assert before[0]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from bus.contracts.placement import ProviderState
-from placement_worker.replica import book as book_module
+from placement_worker.replica import book as replica_module
 from placement_worker.replica.book import Replica
 from placement_worker.replica.request import Group, Query
 from placement_worker.replica.search import options, search
@@ -32,7 +32,7 @@ class World:
     """A replica, and the same things written plainly."""
 
     def __init__(self) -> None:
-        self.book = Replica()
+        self.replica = Replica()
         self.states: dict[str, ProviderState] = {}
         self.claims: dict[str, dict[str, dict[str, int]]] = {}
 
@@ -46,7 +46,7 @@ class World:
         return sums
 
     def put(self, state: ProviderState) -> None:
-        assert self.book.apply([changed(self.book.sequence + 1, state)]) is None
+        assert self.replica.apply([changed(self.replica.sequence + 1, state)]) is None
         self.states[state.uuid] = state
 
     def step(self, rng: random.Random) -> None:
@@ -57,18 +57,18 @@ class World:
         elif kind == "assume" and self.states:
             claim = {self.pick(rng): {rng.choice(CLASSES): rng.randint(1, 3)} for _ in range(rng.randint(1, 2))}
             key = f"k{rng.randint(0, 3)}"
-            self.book.assume(key, claim)
+            self.replica.assume(key, claim)
             self.claims[key] = claim
         elif kind == "fail" and self.claims:
             key = rng.choice(sorted(self.claims))
-            self.book.drop_assumed(key)
+            self.replica.drop_assumed(key)
             del self.claims[key]
         elif kind == "land" and self.claims:
             self.land(rng.choice(sorted(self.claims)), rng)
         elif kind == "reload":
             states = list(self.states.values())
             rng.shuffle(states)
-            self.book.load(states, self.book.sequence)
+            self.replica.load(states, self.replica.sequence)
         elif self.states and kind in {"use", "remove"}:
             self.use_or_remove(kind, rng)
 
@@ -76,11 +76,11 @@ class World:
         state = self.states[self.pick(rng)]
         number = int(state.uuid[-12:])
         if kind == "remove":
-            self.book.apply([removed(self.book.sequence + 1, number, state.generation + 1)])
+            self.replica.apply([removed(self.replica.sequence + 1, number, state.generation + 1)])
             del self.states[state.uuid]
             return
         amounts = {rng.choice(CLASSES): rng.randint(0, 6)}
-        self.book.apply([used(self.book.sequence + 1, number, state.generation + 1, amounts)])
+        self.replica.apply([used(self.replica.sequence + 1, number, state.generation + 1, amounts)])
         self.states[state.uuid] = structs.replace(
             state, generation=state.generation + 1, used={**state.used, **amounts}
         )
@@ -90,13 +90,13 @@ class World:
         claim = {one: share for one, share in self.claims.pop(key).items() if one in self.states}
         generations = {one: self.states[one].generation + 1 for one in claim}
         if rng.random() < 0.5:
-            self.book.confirm(key, generations)
+            self.replica.confirm(key, generations)
         for one, share in claim.items():
             state = self.states[one]
             amounts = {name: state.used.get(name, 0) + amount for name, amount in share.items()}
-            self.book.apply([used(self.book.sequence + 1, int(one[-12:]), generations[one], amounts)])
+            self.replica.apply([used(self.replica.sequence + 1, int(one[-12:]), generations[one], amounts)])
             self.states[one] = structs.replace(state, generation=generations[one], used={**state.used, **amounts})
-        self.book.confirm(key, generations)
+        self.replica.confirm(key, generations)
 
     def pick(self, rng: random.Random) -> str:
         return rng.choice(sorted(self.states))
@@ -155,7 +155,7 @@ QUERIES = st.builds(
 
 
 def compare(world: World, query: Query) -> None:
-    replica = world.book
+    replica = world.replica
     expected = ways(world.states, world.assumed, query)
     for explain in (False, True):
         found = search(replica, query, explain=explain)
@@ -171,9 +171,9 @@ def compare(world: World, query: Query) -> None:
 
 
 def check_options(world: World, query: Query, root: str, all_ways: set[Assignment]) -> None:
-    row = world.book.row_of(root)
+    row = world.replica.row_of(root)
     assert row is not None
-    offered = options(world.book, query, row, limit=64)
+    offered = options(world.replica, query, row, limit=64)
     reasons = []
     for option in offered:
         assert option.spec_generations == {one: world.states[one].spec_generation for one in option.allocations}
@@ -183,11 +183,11 @@ def check_options(world: World, query: Query, root: str, all_ways: set[Assignmen
     assert len(reasons) == len(set(reasons)), "an option twice"
     assert set(reasons) <= all_ways
     assert len(reasons) == min(64, len(all_ways)), "a way is left out"
-    assert options(world.book, query, row, limit=1) == offered[:1]
+    assert options(world.replica, query, row, limit=1) == offered[:1]
 
 
 def check_columns(world: World) -> None:
-    replica = world.book
+    replica = world.replica
     assert len(replica) == len(world.states)
     assert sorted(replica.uuid_of(row) for row in replica.rows_of_roots()) == sorted(
         one for one, state in world.states.items() if state.root_uuid == one
@@ -227,17 +227,17 @@ def test_the_search_is_right_after_every_move(seed: int, queries: list[Query], s
 def test_sweeping_distinct_values_changes_no_answer(seed: int, query: Query) -> None:
     rng = random.Random(seed)
     world = World()
-    world.book._sweep_at = 1
-    before, book_module.SWEEP_FROM = book_module.SWEEP_FROM, 1
+    world.replica._sweep_at = 1
+    before, replica_module.SWEEP_FROM = replica_module.SWEEP_FROM, 1
     try:
         world.put(world.random_state(rng))
         for _ in range(30):
             world.step(rng)
             compare(world, query)
         check_columns(world)
-        assert world.book.epoch > 1
+        assert world.replica.epoch > 1
     finally:
-        book_module.SWEEP_FROM = before
+        replica_module.SWEEP_FROM = before
 
 
 def test_many_moves_between_two_searches(monkeypatch: object) -> None:
@@ -250,10 +250,10 @@ def test_many_moves_between_two_searches(monkeypatch: object) -> None:
     compare(world, query)
     world.put(structs.replace(world.random_state(rng), uuid=uuid(0), root_uuid=uuid(0), parent_uuid=None))
     for _ in range(40_000):
-        world.book.assume("x", {uuid(0): {"VCPU": 1}})
+        world.replica.assume("x", {uuid(0): {"VCPU": 1}})
     world.claims["x"] = {uuid(0): {"VCPU": 1}}
     compare(world, query)
-    assert np.array_equal(world.book.rows_of_roots(), np.sort(world.book.rows_of_roots()))
+    assert np.array_equal(world.replica.rows_of_roots(), np.sort(world.replica.rows_of_roots()))
 
 
 # --- which of several reasons a host is rejected for: the first step that no provider of its tree passes

@@ -35,7 +35,7 @@ from tests.unit.replica.worlds import (
 # --- placement's rules for un-numbered requests, one by one (microversion 1.31, microversion 1.35), and the funnel
 
 
-def book_of(*states: ProviderState) -> Replica:
+def replica_of(*states: ProviderState) -> Replica:
     replica = Replica()
     replica.load(states, 0)
     return replica
@@ -59,12 +59,12 @@ def ways(replica: Replica, query: Query, root: int = 0, limit: int = 64) -> list
 )
 def test_an_amount_is_within_min_max_step_and_room(amount: int, fits: bool) -> None:
     state = structs.replace(provider(0), inventories={"VCPU": inventory(10, low=2, high=8, step=2)}, used={"VCPU": 4})
-    assert bool(found(book_of(state), Query(resources={"VCPU": amount}))) is fits
+    assert bool(found(replica_of(state), Query(resources={"VCPU": amount}))) is fits
 
 
 def test_a_required_trait_counts_only_on_a_provider_that_gives() -> None:
     """The trait on a bystander is no use."""
-    replica = book_of(
+    replica = replica_of(
         provider(0, inventories={"VCPU": 8}),
         provider(1, root=0, parent=0, inventories={"VGPU": 4}, traits=("GOOD",)),
     )
@@ -77,7 +77,7 @@ def test_a_required_trait_counts_only_on_a_provider_that_gives() -> None:
 def test_required_traits_may_be_met_by_different_givers_but_all_must_be() -> None:
     left = provider(1, root=0, parent=0, inventories={"VGPU": 1}, traits=("A",))
     right = provider(2, root=0, parent=0, inventories={"VGPU": 1}, traits=("B",))
-    replica = book_of(provider(0, inventories={"VCPU": 8}, traits=("C",)), left, right)
+    replica = replica_of(provider(0, inventories={"VCPU": 8}, traits=("C",)), left, right)
     both = Query(resources={"VCPU": 1, "VGPU": 1}, required=(("A",), ("B",)))
     assert found(replica, both) == []
     one = Query(resources={"VCPU": 1, "VGPU": 1}, required=(("C",), ("B",)))
@@ -88,7 +88,7 @@ def test_required_traits_may_be_met_by_different_givers_but_all_must_be() -> Non
 
 def test_the_provider_with_most_of_the_traits_is_not_always_the_one() -> None:
     """Taking the richest provider first would leave T3 unmet."""
-    replica = book_of(
+    replica = replica_of(
         provider(0),
         provider(1, root=0, parent=0, inventories={"A": 1}, traits=("T1", "T2")),
         provider(2, root=0, parent=0, inventories={"A": 1}, traits=("T3",)),
@@ -102,7 +102,7 @@ def test_the_provider_with_most_of_the_traits_is_not_always_the_one() -> None:
 def test_a_forbidden_trait_rules_out_the_provider_not_the_tree() -> None:
     bad = provider(1, root=0, parent=0, inventories={"VGPU": 4}, traits=("BAD",))
     good = provider(2, root=0, parent=0, inventories={"VGPU": 1})
-    replica = book_of(provider(0, inventories={"VCPU": 8}), bad, good)
+    replica = replica_of(provider(0, inventories={"VCPU": 8}), bad, good)
     query = Query(resources={"VCPU": 1, "VGPU": 1}, forbidden=("BAD",))
     assert ways(replica, query) == [{"p0": {"VCPU": 1}, "p2": {"VGPU": 1}}]
     assert found(replica, structs.replace(query, resources={"VGPU": 2})) == []
@@ -110,7 +110,7 @@ def test_a_forbidden_trait_rules_out_the_provider_not_the_tree() -> None:
 
 def test_an_aggregate_on_a_root_spans_its_tree_and_on_a_child_it_does_not() -> None:
     """Membership in an aggregate, required and forbidden."""
-    replica = book_of(
+    replica = replica_of(
         provider(0, inventories={"VCPU": 8}, aggregates=("wide",)),
         provider(1, root=0, parent=0, inventories={"VGPU": 4}, aggregates=("narrow",)),
     )
@@ -126,7 +126,7 @@ def test_an_aggregate_on_a_root_spans_its_tree_and_on_a_child_it_does_not() -> N
 
 
 def test_root_traits_are_the_roots_own() -> None:
-    replica = book_of(
+    replica = replica_of(
         provider(0, inventories={"VCPU": 8}, traits=("COMPUTE_STATUS_DISABLED",)),
         provider(1, inventories={"VCPU": 8}),
         provider(2, root=1, parent=1, inventories={"VGPU": 1}, traits=("COMPUTE_STATUS_DISABLED", "X")),
@@ -137,13 +137,13 @@ def test_root_traits_are_the_roots_own() -> None:
 
 def test_each_class_comes_from_one_provider_whole() -> None:
     cells = [provider(number, root=0, parent=0, inventories={"VCPU": 4}) for number in (1, 2)]
-    replica = book_of(provider(0), *cells)
+    replica = replica_of(provider(0), *cells)
     assert found(replica, Query(resources={"VCPU": 5})) == []
     assert replica.free("VCPU", replica.rows_of_roots()).tolist() == [8]
 
 
 def test_pins() -> None:
-    replica = book_of(
+    replica = replica_of(
         *(provider(number, inventories={"VCPU": 8}) for number in range(4)), provider(9, root=2, parent=2)
     )
     requested = {"VCPU": 1}
@@ -156,7 +156,7 @@ def test_pins() -> None:
 
 
 def test_a_class_requested_with_nothing_is_not_searched() -> None:
-    replica = book_of(provider(0, inventories={"CUSTOM_BAREMETAL_GOLD": 1}))
+    replica = replica_of(provider(0, inventories={"CUSTOM_BAREMETAL_GOLD": 1}))
     query = Query(resources={"CUSTOM_BAREMETAL_GOLD": 1, "VCPU": 0, "MEMORY_MB": 0})
     assert ways(replica, query) == [{"p0": {"CUSTOM_BAREMETAL_GOLD": 1}}]
     nothing = search(replica, Query(resources={"VCPU": 0}), explain=True)
@@ -169,7 +169,7 @@ def test_options_are_near_roomy_and_real_alternatives() -> None:
         provider(1, root=0, parent=0, inventories={"VCPU": 8, "MEMORY_MB": 64}, used={"VCPU": 4}),
         provider(2, root=0, parent=0, inventories={"VCPU": 8, "MEMORY_MB": 64}),
     ]
-    replica = book_of(provider(0), *cells)
+    replica = replica_of(provider(0), *cells)
     requested = ways(replica, Query(resources={"VCPU": 2, "MEMORY_MB": 8}))
     assert [list(way) for way in requested[:2]] == [["p2"], ["p1"]]
     assert [len(way) for way in requested] == [1, 1, 2, 2]
@@ -181,13 +181,13 @@ def test_a_provider_that_gives_more_classes_comes_before_one_that_has_more_room(
         provider(1, root=0, parent=0, inventories={"VCPU": 800}),
         provider(2, root=0, parent=0, inventories={"VCPU": 8, "MEMORY_MB": 64}),
     ]
-    requested = ways(book_of(provider(0), *cells), Query(resources={"VCPU": 2, "MEMORY_MB": 8}))
+    requested = ways(replica_of(provider(0), *cells), Query(resources={"VCPU": 2, "MEMORY_MB": 8}))
     assert [set(way) for way in requested] == [{"p2"}, {"p1", "p2"}]
 
 
 def test_many_like_children_do_not_explode() -> None:
     devices = [provider(number, root=0, parent=0, inventories={"VGPU": 1, "FPGA": 1}) for number in range(1, 201)]
-    replica = book_of(provider(0, inventories={"VCPU": 8}), *devices)
+    replica = replica_of(provider(0, inventories={"VCPU": 8}), *devices)
     requested = ways(replica, Query(resources={"VCPU": 1, "VGPU": 1, "FPGA": 1}), limit=4)
     assert len(requested) == 4
     assert len({name for way in requested for name in way}) == 5  # the root and four different devices
@@ -202,14 +202,14 @@ def test_a_root_past_the_budget_is_called_unknown_and_hides_no_other(monkeypatch
     everything = tuple(f"T{number}" for number in range(1, 9))
     states = [provider(0), *members, provider(100, inventories=owned, traits=everything)]
     query = Query(resources=owned, required=tuple((name,) for name in everything))
-    replica = book_of(*states)
+    replica = replica_of(*states)
     answer = search(replica, query, explain=True)
     assert [replica.name_of(row) for row in answer.roots] == ["p100"]
     assert answer.funnel[-1].rejected == {"too many combinations to try": 1}
 
 
 def test_the_funnel_gives_the_reasons() -> None:
-    replica = book_of(
+    replica = replica_of(
         provider(0, inventories={"VCPU": 8, "MEMORY_MB": 64}, traits=("SSD",), aggregates=("az1",)),
         provider(1, inventories={"VCPU": 8, "MEMORY_MB": 64}, aggregates=("az1",)),
         provider(2, inventories={"VCPU": 8, "MEMORY_MB": 64}, traits=("SSD",)),
@@ -252,7 +252,9 @@ CHILD = provider(1, root=0, parent=0, inventories={"VCPU": 8}, traits=("CUSTOM_O
 )
 def test_what_is_forbidden_on_a_child_is_not_called_absent(query: dict[str, object], step: str, reason: str) -> None:
     """The host has VCPU: a trait or an aggregate stands in the way. It was reported to have none."""
-    replica = book_of(provider(0, traits=("CUSTOM_ROOT",), aggregates=("az2",) if "az1" in str(query) else ()), CHILD)
+    replica = replica_of(
+        provider(0, traits=("CUSTOM_ROOT",), aggregates=("az2",) if "az1" in str(query) else ()), CHILD
+    )
     funnel = search(replica, Query(resources={"VCPU": 1}, **query), explain=True).funnel  # type: ignore[arg-type]
     assert [(one.step, one.rejected) for one in funnel if one.rejected] == [(step, {reason: 1})]
 
@@ -265,14 +267,14 @@ def test_the_only_child_with_the_trait_is_full() -> None:
         provider(2, root=0, parent=0, inventories={"VGPU": 1}),
     ]
     query = Query(resources={"VCPU": 1, "VGPU": 1}, required=(("CUSTOM_FAST",),))
-    funnel = search(book_of(*states), query, explain=True).funnel
+    funnel = search(replica_of(*states), query, explain=True).funnel
     assert [(one.step, one.rejected) for one in funnel if one.rejected] == [("VGPU", {"in use": 1})]
 
 
 def test_a_reason_moves_with_the_host() -> None:
     """Reasons are worked out when they are asked for: one that was must not stay when the host has changed."""
     host = provider(0, inventories={"VCPU": 4}, used={"VCPU": 4})
-    replica = book_of(host)
+    replica = replica_of(host)
     query = Query(resources={"VCPU": 2})
     assert search(replica, query, explain=True).funnel[-1].rejected == {"in use": 1}
     smaller = structs.replace(host, generation=2, spec_generation=2, inventories={"VCPU": inventory(1)}, used={})
@@ -286,11 +288,11 @@ def test_what_is_held_back_is_not_called_too_small() -> None:
     """A bare-metal node in use or being cleaned has its one unit reserved."""
     held = structs.replace(provider(0), inventories={"CUSTOM_GOLD": (0.0, 1, 1, 1, 1, 1, 1.0)})
     query = Query(resources={"CUSTOM_GOLD": 1})
-    assert search(book_of(held), query, explain=True).funnel[-1].rejected == {"reserved": 1}
+    assert search(replica_of(held), query, explain=True).funnel[-1].rejected == {"reserved": 1}
 
 
 def test_plans_are_bounded_and_forgotten_ones_answer_the_same() -> None:
-    replica = book_of(provider(0, inventories={"VCPU": 2 * QUERIES_KEPT}))
+    replica = replica_of(provider(0, inventories={"VCPU": 2 * QUERIES_KEPT}))
     for _ in range(2):
         for amount in range(1, 2 * QUERIES_KEPT + 1):
             assert found(replica, Query(resources={"VCPU": amount})) == ["p0"]
@@ -300,7 +302,7 @@ def test_plans_are_bounded_and_forgotten_ones_answer_the_same() -> None:
 
 def test_inventories_are_read_anew_after_a_sweep() -> None:
     """A sweep numbers distinct inventories anew: what was known by number must not stay."""
-    replica = book_of(provider(0, inventories={"VCPU": 1}), provider(1, inventories={"VCPU": 8}))
+    replica = replica_of(provider(0, inventories={"VCPU": 1}), provider(1, inventories={"VCPU": 8}))
     query = Query(resources={"VCPU": 4})
     assert found(replica, query) == ["p1"]
     replica._sweep_at, epoch = 1, replica.epoch
@@ -310,7 +312,7 @@ def test_inventories_are_read_anew_after_a_sweep() -> None:
 
 
 def test_a_class_that_appears_later_is_found() -> None:
-    replica = book_of(provider(0))
+    replica = replica_of(provider(0))
     query = Query(resources={"CUSTOM_NEW": 1})
     assert found(replica, query) == []
     replica.load([provider(0, inventories={"CUSTOM_NEW": 1})], 5)

@@ -84,7 +84,7 @@ class Hosts:
             )
 
     def give_up(self, cell: str = "c1", *, sequence: int = 2) -> None:
-        """The service that has announced this cell's hosts has none any more: others may announce them."""
+        """The service that has reported this cell's hosts has none any more: others may report them."""
         self.table.apply(
             ComputeHosts(service=f"compute-{cell}", cell=cell, epoch=1, sequence=sequence, complete=True), 0.0
         )

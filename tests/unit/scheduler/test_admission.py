@@ -173,7 +173,7 @@ def test_a_request_that_is_not_to_be_begun_goes_on_if_it_may_be_begun(
 ) -> None:
     delivery = RequestDelivery(is_late=lambda: is_late, has_requester=has_requester, refusal=ended.get("why"))
     pending = replace(taken(delivery=delivery), refusal=ended.get("refusal"))
-    found = admit_expired(pending, is_recorded=begun == "recorded", is_held=begun == "held")
+    found = admit_expired(pending, is_recorded=begun == "recorded", has_claim=begun == "held")
     if refusal == "left":
         assert found == Done()
     else:
@@ -189,7 +189,7 @@ def test_a_refused_build_is_looked_for_where_an_earlier_delivery_may_have_begun_
     ]
     assert found == [False, False, False, True]
     refused = replace(taken(), refusal=UNKNOWN, attempt=1)
-    assert admit_expired(refused, is_recorded=False, is_held=False) == refused
+    assert admit_expired(refused, is_recorded=False, has_claim=False) == refused
     assert refused.first_record(Actor("s", 1.0)).build.attempt == 1
 
 
@@ -286,8 +286,8 @@ def test_the_record_of_a_member_names_its_gang() -> None:
 
 def test_all_deliveries_of_a_message_are_one_run() -> None:
     """If its record is lost, a later one owns what was claimed for it by a process that is dead (seed 4950352)."""
-    runs = [taken(id=message, now=now).claim_owner for message in ("m", "n", "") for now in (1.0, 2.0)]
-    assert len({*runs}) == 3 and runs[::2] == runs[1::2]
+    batching = [taken(id=message, now=now).claim_owner for message in ("m", "n", "") for now in (1.0, 2.0)]
+    assert len({*batching}) == 3 and batching[::2] == batching[1::2]
     assert taken(replace(REQUEST, name="x"), id="").claim_owner != taken(id="").claim_owner
 
 

@@ -43,7 +43,7 @@ from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.sent import Sent
 
-# --- The record of a build under late, doubled and foreign announcements.
+# --- The record of a build under late, doubled and foreign reports.
 
 
 UUID = "00000000-0000-4000-8000-000000000001"
@@ -60,16 +60,16 @@ states = st.sampled_from([BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAI
 
 
 @given(st.lists(st.builds(event, states, st.integers(0, 30), terminal=st.booleans()), max_size=30))
-def test_announcements_rise_and_hold_one_terminal_each(events: list[BuildEvent]) -> None:
+def test_events_rise_and_hold_one_terminal_each(events: list[BuildEvent]) -> None:
     build, published, sequence = AT, [], AT.sequence
     for one in events:
-        build, announced = apply_build_event(build, one)
-        if announced is not None:
-            assert announced.sequence > sequence
-            sequence = announced.sequence
-            published.append(announced)
-    assert sum(announced.terminal and announced.state is not BuildState.DELETED for announced in published) <= 1
-    assert sum(announced.state is BuildState.DELETED for announced in published) <= 1
+        build, reported = apply_build_event(build, one)
+        if reported is not None:
+            assert reported.sequence > sequence
+            sequence = reported.sequence
+            published.append(reported)
+    assert sum(reported.terminal and reported.state is not BuildState.DELETED for reported in published) <= 1
+    assert sum(reported.state is BuildState.DELETED for reported in published) <= 1
 
 
 def test_item_7_a_forged_request_is_answered_to_the_project_of_its_key_alone() -> None:
@@ -81,7 +81,7 @@ def test_item_7_a_forged_request_is_answered_to_the_project_of_its_key_alone() -
         assert (published.project_id, published.code) == ("evil", code)
 
 
-# --- Announcements of several cells at once are one transaction; what one of them announces wrongly is its own.
+# --- Events of several cells at once are one transaction; what one of them reports wrongly is its own.
 
 
 CELLS = ["c1", "c2", "c3", "c4"]
@@ -229,7 +229,7 @@ async def test_what_a_crash_took_after_its_commit_is_not_acknowledged() -> None:
     await store.close()
 
 
-# --- A cell's announcements of a request about an instance, applied in any order of their arrival at the scheduler.
+# --- A cell's events of a request about an instance, applied in any order of their arrival at the scheduler.
 
 
 MOVE, VM = "40000000-0000-4000-8000-000000000000", "a0000000-0000-4000-8000-000000000000"
@@ -246,7 +246,7 @@ def announced(state: ActionState, sequence: int, *, terminal: bool = False) -> A
     )  # fmt: skip
 
 
-# --- the record of a build, a row for each condition: what an announcement changes, and which messages follow a
+# --- the record of a build, a row for each condition: what a report changes, and which messages follow a
 # change
 
 
@@ -285,11 +285,11 @@ def test_a_decision_is_awaited_by_what_is_accepted_alone(state: BuildState) -> N
     assert replace(BUILD, state=state).awaits_decision is (state is ACCEPTED)
 
 
-# --- announcements
+# --- reports
 
 
 @pytest.mark.parametrize(
-    ("build", "announced", "after"),
+    ("build", "reported", "after"),
     [
         ({}, announcement(BUILDING), (BUILDING, 10, False, False)),
         ({}, announcement(BUILDING, 9), None),
@@ -311,18 +311,18 @@ def test_a_decision_is_awaited_by_what_is_accepted_alone(state: BuildState) -> N
         ({"state": DELETING}, announcement(BUILDING), (DELETING, 10, False, False)),
     ],
 )
-def test_an_announcement_by_what_is_on_record(
-    build: dict[str, Any], announced: BuildEvent, after: tuple[BuildState, int, bool, bool] | None
+def test_an_event_by_what_is_on_record(
+    build: dict[str, Any], reported: BuildEvent, after: tuple[BuildState, int, bool, bool] | None
 ) -> None:
     """after: state and number on record, terminal as it is published, and on record."""
     before = replace(BUILD, **build)
-    found, published = apply_build_event(before, announced)
+    found, published = apply_build_event(before, reported)
     if after is None:
         assert (found, published) == (before, None)
         return
     assert published is not None
     assert (found.state, found.sequence, published.terminal, found.terminal) == after
-    assert (published.state, published.sequence) == (announced.state, found.sequence)
+    assert (published.state, published.sequence) == (reported.state, found.sequence)
     assert (published.cell, published.project_id, published.host_uuid) == ("c1", "p", None)
 
 
@@ -331,7 +331,7 @@ OF_EVENT: dict[str, Any] = {"host": "g", "host_uuid": OTHER, "attempt": 3, "hist
 
 
 @pytest.mark.parametrize("named", [(), *((name,) for name in OF_EVENT), tuple(OF_EVENT)])
-def test_what_an_announcement_does_not_name_stays_on_record_but_for_its_reason(named: tuple[str, ...]) -> None:
+def test_what_an_event_does_not_name_stays_on_record_but_for_its_reason(named: tuple[str, ...]) -> None:
     more = {name: OF_EVENT[name] for name in named}
     after, _ = apply_build_event(BUILD, announcement(BUILDING, **more))
     assert after == replace(BUILD, sequence=10, code="", reason="", **more)
@@ -340,13 +340,13 @@ def test_what_an_announcement_does_not_name_stays_on_record_but_for_its_reason(n
     assert after == replace(empty, sequence=10, code="y", reason="z", **more)
 
 
-def test_an_announcement_that_changes_its_number_alone_is_known() -> None:
+def test_an_event_that_changes_its_number_alone_is_known() -> None:
     assert is_known(BUILD, replace(BUILD, sequence=99))
     assert not is_known(BUILD, replace(BUILD, sequence=99, host="g"))
 
 
 @pytest.mark.parametrize(
-    ("build", "announced", "early"),
+    ("build", "reported", "early"),
     [
         ({}, announcement(FAILED), True),
         ({}, announcement(FAILED, 9), False),
@@ -358,9 +358,9 @@ def test_an_announcement_that_changes_its_number_alone_is_known() -> None:
     ],
 )
 def test_a_failure_that_ends_nothing_is_early_where_the_end_is_not_on_record(
-    build: dict[str, Any], announced: BuildEvent, early: bool
+    build: dict[str, Any], reported: BuildEvent, early: bool
 ) -> None:
-    assert is_out_of_order(replace(BUILD, **build), announced) is early
+    assert is_out_of_order(replace(BUILD, **build), reported) is early
 
 
 # --- the messages of a change

@@ -373,7 +373,7 @@ async def test_item_16_requests_that_arrive_together_are_read_so_many_a_turn(mon
         clock=cluster.clock,
         config=cluster.hosts.config,
         warmup=Warmup(cluster.hosts.selector, clock=cluster.clock),
-        keep_up=no_wait,
+        wait_for_backlog=no_wait,
     )
     batch = [
         Received(message=cluster.hosts.request(), meta=Meta(id=str(at), cause="", sent_at=1.0), bus="api", queue="q")
@@ -420,24 +420,24 @@ class CountedCalls:
         self.count += event in {"call", "c_call"}
 
 
-def decide(hosts: Hosts, runs: CellBatching) -> None:
+def decide(hosts: Hosts, batching: CellBatching) -> None:
     """One request in a round of its own, as it comes at a low rate."""
     request = hosts.request()
     spec = hosts.selector.request_spec(request)
     assert isinstance(spec, RequestSpec)
-    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1, runs=runs)
+    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1, batching=batching)
     state = new_placement_state(PlacementRequest(request=request, spec=spec), hosts.selector)
     assert round_.decide(state).choice is not None
 
 
 def test_one_request_alone_is_decided_within_so_many_calls() -> None:
-    hosts, runs = Hosts([PLENTY] * HOSTS, cells=["c1", "c2", "c3", "c4"] * (HOSTS // 4)), CellBatching()
+    hosts, batching = Hosts([PLENTY] * HOSTS, cells=["c1", "c2", "c3", "c4"] * (HOSTS // 4)), CellBatching()
     for _ in range(len(hosts.table.cells) + 1):  # what is kept from decision to decision is there
-        decide(hosts, runs)
+        decide(hosts, batching)
     calls = CountedCalls()
     sys.setprofile(calls)
     try:
-        decide(hosts, runs)
+        decide(hosts, batching)
     finally:
         sys.setprofile(None)
     assert calls.count <= MOST_CALLS, calls.count
@@ -461,7 +461,7 @@ def of_group(hosts: Hosts, members: int) -> list[PlacementState]:
 def test_a_member_of_a_large_group_is_decided_within_as_many_calls(members: int) -> None:
     hosts = Hosts([PLENTY] * HOSTS, cells=["c1", "c2", "c3", "c4"] * (HOSTS // 4))
     states = of_group(hosts, members)
-    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1, runs=CellBatching())
+    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1, batching=CellBatching())
     calls = CountedCalls()
     sys.setprofile(calls)
     try:

@@ -73,7 +73,7 @@ def hold(
     *requests: BuildRequest,
     on: int = 4,
     attempt: int = 1,
-    run: str = "another",
+    claim_owner: str = "another",
     cell: str | None = None,
 ) -> None:
     """Their instances hold something on this host."""
@@ -82,7 +82,7 @@ def hold(
         cluster.port.held[one.instance_uuid] = ConsumerRecord(
             consumer=one.instance_uuid,
             project_id=one.project_id,
-            claim_owner=run,
+            claim_owner=claim_owner,
             attempt=attempt,
             consumer_generation=2,
             allocations={uuid: {"VCPU": 1}},
@@ -106,16 +106,16 @@ async def test_members_of_a_gang_that_no_host_can_take_are_looked_up_before_they
     assert found[0] and cluster.port.asked[0] == first.instance_uuid
 
 
-@pytest.mark.parametrize("is_announced", [True, False])
-async def test_what_no_host_can_take_is_looked_up_before_it_fails(cluster: Cluster, *, is_announced: bool) -> None:
+@pytest.mark.parametrize("is_reported", [True, False])
+async def test_what_no_host_can_take_is_looked_up_before_it_fails(cluster: Cluster, *, is_reported: bool) -> None:
     """A restore in a full cloud: what ran failed with `no_valid_host`, and its delete did not reach its cell."""
     policy_violated = nowhere(cluster)
     (failed,) = await cluster.place(policy_violated)
     assert isinstance(failed, NoValidHost) and cluster.claims == []
     assert cluster.port.asked == [policy_violated.instance_uuid]
-    hold(cluster, policy_violated, on=4 if is_announced else -1)
+    hold(cluster, policy_violated, on=4 if is_reported else -1)
     (found,) = await cluster.place(policy_violated)
-    assert isinstance(found, HostClaimed if is_announced else ClaimUnlocatable)
+    assert isinstance(found, HostClaimed if is_reported else ClaimUnlocatable)
     taken = [(one.owner, one.transfers_from, one.attempt, one.options[0].allocations) for one in cluster.claims]
     holding = cluster.port.held[policy_violated.instance_uuid].allocations
     assert taken == [(RUN, "another", 1, holding)], "a late Release of the other run releases nothing"
@@ -143,7 +143,7 @@ async def test_a_redelivered_request_without_a_host_queries_whether_it_holds_one
     (nothing,) = await cluster.place(hosts.request())
     assert isinstance(nothing, NoValidHost) and cluster.claims == []
     request = hosts.request()
-    hold(cluster, request, on=2, run=RUN)
+    hold(cluster, request, on=2, claim_owner=RUN)
     (placed,) = await cluster.place(request)
     assert isinstance(placed, HostClaimed) and placed.selections[0].host_uuid == hosts.uuids[2]
     assert cluster.claims == []
@@ -155,7 +155,7 @@ async def test_a_member_whose_earlier_claim_has_the_last_host_is_recovered(polic
     hosts = Hosts([{**PLENTY, "VCPU": 1}], config=CONFIG)
     cluster = Cluster(hosts, CONFIG)
     request = hosts.request(flavor="m1.tiny", server_group=ServerGroup(uuid=new_uuid(hosts.rng), policy=policy))
-    hold(cluster, request, on=0, run=RUN)
+    hold(cluster, request, on=0, claim_owner=RUN)
     holding = {hosts.uuids[0]: {"VCPU": 1}}
     cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CLAIMED, consumer_generation=1, allocations=holding)
 
@@ -173,17 +173,17 @@ async def test_whoever_has_claimed_and_ends_without_a_host_is_looked_up_too(clus
     """Another scheduler has claimed for it meanwhile. Only an end without any claim was looked up."""
     request = cluster.hosts.request()
     over = ClaimResult(outcome=ClaimOutcome.OVER_QUOTA, reason="VCPU")
-    hold(cluster, request, run=RUN, attempt=attempt)
+    hold(cluster, request, claim_owner=RUN, attempt=attempt)
     cluster.answer = lambda _: over
     (placed,) = await cluster.place(request)
     assert isinstance(placed, HostClaimed) and placed.attempt == attempt
 
 
-async def test_what_is_held_on_a_host_that_nothing_announces_is_left_to_the_cell_that_the_book_knows(
+async def test_what_is_held_on_a_host_that_nothing_reports_is_left_to_the_cell_that_placement_knows(
     cluster: Cluster,
 ) -> None:
     request = nowhere(cluster)
-    hold(cluster, request, on=-1, run=RUN, cell="c7")
+    hold(cluster, request, on=-1, claim_owner=RUN, cell="c7")
     (placed,) = await cluster.place(request)
     assert isinstance(placed, ClaimUnlocatable)
     assert (placed.cell, placed.host_uuid, placed.attempt) == ("c7", "gone", 1) and cluster.claims == []
@@ -199,7 +199,7 @@ async def test_what_cannot_be_taken_over_is_tried_again(cluster: Cluster) -> Non
 
 async def test_a_run_whose_record_was_made_anew_takes_nothing_from_the_run_after_it(cluster: Cluster) -> None:
     request = nowhere(cluster)
-    hold(cluster, request, run="newer")
+    hold(cluster, request, claim_owner="newer")
     cluster.on_record[request.instance_uuid] = "newer"
     (placed,) = await cluster.place(request)
     assert isinstance(placed, PlacementUnavailable) and cluster.claims == []
@@ -218,7 +218,7 @@ async def test_a_claim_of_a_run_whose_record_was_made_anew_is_given_to_that_reco
     cluster.on_record[request.instance_uuid] = "newer"
 
     def claimed(claim: Claim) -> ClaimResult:
-        hold(cluster, request, on=0, run=RUN)
+        hold(cluster, request, on=0, claim_owner=RUN)
         return cluster.claimed(claim)
 
     cluster.answer = claimed
@@ -249,7 +249,7 @@ async def test_a_delete_of_a_built_instance_goes_to_its_cell_while_placement_doe
     port.unavailable = True
     deletes = [
         PendingDelete(
-            position=at,
+            batch_index=at,
             request=DeleteRequest(instance_uuid=uuid, project_id="p"),
             delivery=RequestDelivery(attempt=OVERTAKES),
         )
@@ -292,7 +292,7 @@ GONE = replace(OVER, has_requester=True)
 
 def deleted(position: int = 4, delivery: RequestDelivery = LATE, **more: str) -> PendingDelete:
     request = DeleteRequest(**{"instance_uuid": BUILD, "project_id": "p", **more})
-    return PendingDelete(position=position, request=request, delivery=delivery)
+    return PendingDelete(batch_index=position, request=request, delivery=delivery)
 
 
 def record(state: BuildState, cell: str | None = None, **more: Any) -> RecordedBuild:
@@ -390,7 +390,7 @@ def test_a_delete_by_its_record_and_by_what_its_instance_holds(
     assert words(planned.messages) == sent
     unasked = plan_deletes([deleted(4, LAST), deleted(5, LAST)], {BUILD: build}, AUTHOR)
     if build.cell is None and build.state is not DELETED:
-        assert [one.position for one in unasked.without_cell] == [4, 5]
+        assert [one.batch_index for one in unasked.without_cell] == [4, 5]
         assert (unasked.outcomes, unasked.updates, unasked.messages, unasked.accepted) == ({}, [], [], set())
     else:
         assert (unasked.without_cell, unasked.updates, unasked.messages) == ([], planned.updates, planned.messages)

@@ -528,7 +528,7 @@ def test_of_many_hosts_the_first_and_some_others_by_turns_are_looked_at() -> Non
     assert [host.name for page in holders.pages(down, 7.0) for host in page] == ["h003", "h004", "h001", "h002"]
 
 
-# --- Which hosts a cell, or a service, has: what is announced here is not all of them.
+# --- Which hosts a cell, or a service, has: what is reported here is not all of them.
 
 
 class BookOf:
@@ -542,7 +542,7 @@ class BookOf:
 
 
 @pytest.mark.parametrize("second", ["is up and not announced here yet", "died before this scheduler started"])
-async def test_a_cell_is_not_drained_of_those_hosts_alone_that_are_announced_here(site: Site, second: str) -> None:
+async def test_a_cell_is_not_drained_of_those_hosts_alone_that_are_reported_here(site: Site, second: str) -> None:
     """The drain of the cell began with one of its two hosts, and ended as `drain.done` while the other one was full: an
     operator switches it off. To forget a service, or a host, placement and the cell's digest are asked.
     """

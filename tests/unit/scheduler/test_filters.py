@@ -44,7 +44,7 @@ def test_compute_filter_wants_enabled_and_a_service_that_is_there() -> None:
     assert ComputeFilter().filter(hosts.view(), spec).passed.tolist() == [False, True, True]
 
 
-def test_old_announcements_lose_and_a_host_moves_between_services() -> None:
+def test_old_reports_lose_and_a_host_moves_between_services() -> None:
     table = HostTable()
     uuid = "00000000-0000-4000-8000-000000000001"
     host = (HostReport(uuid=uuid, name="n1"),)
@@ -239,7 +239,7 @@ def test_an_aggregate_lists_the_flavors_that_it_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("announced", "requested", "runs"),
+    ("reported", "requested", "batching"),
     [
         ("x86_64/kvm/hvm", ["x86_64", "", ""], True),
         ("x86_64/kvm/hvm", ["aarch64", "", ""], False),
@@ -251,8 +251,8 @@ def test_an_aggregate_lists_the_flavors_that_it_takes() -> None:
         (None, ["x86_64", "", ""], False),
     ],
 )
-def test_what_an_image_is_made_for(announced: str | None, requested: list[str], runs: bool) -> None:
-    assert supports(announced, requested) is runs
+def test_what_an_image_is_made_for(reported: str | None, requested: list[str], batching: bool) -> None:
+    assert supports(reported, requested) is batching
 
 
 def test_images_run_where_they_can() -> None:

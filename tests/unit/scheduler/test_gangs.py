@@ -378,7 +378,7 @@ async def gang_of_two(site: Site, first_state: BuildState | None) -> tuple[Build
         news.append(NewBuild(request=first, build=ended, gang=gang))
     async with site.store.unit() as unit:
         await unit.insert(news, 0.0)
-    hold(site.cluster, second, on=-1, run="mine")  # on a host of no known cell
+    hold(site.cluster, second, on=-1, claim_owner="mine")  # on a host of no known cell
     return first, second
 
 
@@ -402,7 +402,7 @@ async def test_a_later_member_of_a_gang_whose_first_was_purged_is_taken_up_again
 
 
 async def test_a_member_that_is_placed_after_enough_of_its_gang_have_started_is_built(site: Site) -> None:
-    """Two of three were dispatched, and the third was tried again alone, because its claim's host was not announced.
+    """Two of three were dispatched, and the third was tried again alone, because its claim's host was not reported.
     Now it is: a build without a gang is built there. This one was only queried about, which begins nothing, as if one
     of three had a host; its cell ends it.
     """
@@ -420,7 +420,7 @@ async def test_a_member_that_is_placed_after_enough_of_its_gang_have_started_is_
     news = [NewBuild(request=one, build=two, gang=gang) for one, two in zip(requests, [*begun, record], strict=True)]
     async with site.store.unit() as unit:
         await unit.insert(news, 0.0)
-    hold(site.cluster, third, run="mine")
+    hold(site.cluster, third, claim_owner="mine")
     site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT)
     site.cluster.port.submit_gangs = refused_gangs  # type: ignore[method-assign]
     await site.handler.resume({third.instance_uuid: 0})

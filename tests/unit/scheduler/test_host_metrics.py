@@ -69,7 +69,7 @@ def best(hosts: Hosts) -> list[str]:
     return [hosts.name(ranked.row) for ranked in (choice.selected, *choice.alternates)]
 
 
-def test_hosts_that_are_not_announced_and_names_without_end_take_no_room() -> None:
+def test_hosts_that_are_not_reported_and_names_without_end_take_no_room() -> None:
     hosts = measured_fleet(1)
     foreign = HostReading(host_uuid=new_uuid(random.Random(1)), at=NOW, values={"power.watts": 1.0})
     assert hosts.selector.metrics.apply(HostMetrics(source="bmc", readings=(foreign,)), None, now=NOW, now_s=0.0) == {
@@ -157,7 +157,7 @@ ZONED = SchedulerConfig(aggregates=(Aggregate(uuid=EAST, name="east", metadata={
 
 
 def not_reported(**amounts: int) -> ProviderState:
-    """A root provider that no compute service has announced."""
+    """A root provider that no compute service has reported."""
     uuid = "00000000-0000-4000-8000-0000000000aa"
     inventories = {name: (total, 1, total, 1, total, 0, 1.0) for name, total in amounts.items()}
     return ProviderState(
@@ -166,7 +166,7 @@ def not_reported(**amounts: int) -> ProviderState:
 
 
 def test_hosts_are_counted_by_state_and_classes_added_up() -> None:
-    """h0 takes builds, h1 is disabled, h2's service is silent, h3 is in a zone, h4 was announced by no service."""
+    """h0 takes builds, h1 is disabled, h2's service is silent, h3 is in a zone, h4 was reported by no service."""
     hosts = Hosts(
         [{"VCPU": 4}, {"VCPU": 8}, {"VCPU": 16}, {"VCPU": 32}],
         config=ZONED,

@@ -113,7 +113,7 @@ def test_the_newest_whole_digest_of_a_cell_names_which_services_are_down() -> No
 SERVICES, HOSTS = 12, 1_000
 
 
-async def test_item_16_announcements_of_very_many_hosts_are_not_taken_in_one_turn_of_the_loop() -> None:
+async def test_item_16_reports_of_very_many_hosts_are_not_taken_in_one_turn_of_the_loop() -> None:
     """The services of 100,000 hosts that answered a scheduler at once were 150 to 250 ms of its loop."""
     clock, rng = SystemClock(), random.Random(1)
     bus = Bus("c1", MemoryTransport(MemoryBroker(clock), "s"), process="s", clock=clock, rng=rng)

@@ -284,7 +284,7 @@ def test_the_revision_rises_where_other_hosts_may_pass(
     assert (table_of(*events, event).revision > before) is is_changed
 
 
-def test_services_by_name_and_the_dead_that_announced_nothing() -> None:
+def test_services_by_name_and_the_dead_that_reported_nothing() -> None:
     table = table_of(told(), told("b", **OTHER), told("c", "t"), listed("s", "dead", epoch=3), listed("x", **OTHER))
     assert [table.cells_of_service(name) for name in ("s", "t", "dead", "none")] == [["c1", "c2"], ["c1"], ["c1"], []]
     assert table.dead_not_reported() == [("c1", "dead"), ("c2", "x")]
@@ -295,7 +295,7 @@ def test_services_by_name_and_the_dead_that_announced_nothing() -> None:
     assert HostTable().service_of("c1", "s") == NO_SERVICE
 
 
-def test_the_cell_of_a_host_is_that_which_announced_it_last_else_that_of_the_book() -> None:
+def test_the_cell_of_a_host_is_that_which_reported_it_last_else_that_of_placement() -> None:
     table = table_of(told(), gone("s"))
     table.learn_cell(A, "c9")
     table.learn_cell(B, "c8")

@@ -67,7 +67,7 @@ async def test_of_so_many_refusals_the_newest_reasons_are_remembered(monkeypatch
     await store.close()
 
 
-LEFT, UNSEEN = 1, 2  # h1 was of c1 and has left its service; h2 was never announced
+LEFT, UNSEEN = 1, 2  # h1 was of c1 and has left its service; h2 was never reported
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_the_host_that_a_command_means(cell: str | None, host: str, fences: dict
     hosts.table = hosts.selector.table = HostTable()
     for sequence, names in ((1, ("h0", "h1")), (2, ("h0",))):
         reports = tuple(HostReport(uuid=hosts.uuids[int(name[1])], name=name) for name in names)
-        announced = ComputeHosts(
+        reported = ComputeHosts(
             service="s", cell="c1", epoch=1, sequence=sequence, hosts=reports, complete=True
         )  # fmt: skip
-        hosts.table.apply(announced, 0.0)
+        hosts.table.apply(reported, 0.0)
     registry: Any = SimpleNamespace(
         fences={hosts.uuids[at]: FenceRecord(host=f"h{at}", version=1, cell=its) for at, its in fences.items()},
         decision_of=lambda _: None,
@@ -113,7 +113,7 @@ def test_the_host_that_a_command_means(cell: str | None, host: str, fences: dict
     assert sorted(handler._find(command)) == sorted(hosts.uuids[at] for at in found)
 
 
-async def test_a_listener_applies_what_its_own_cell_announces_and_counts_its_hosts() -> None:
+async def test_a_listener_applies_what_its_own_cell_reports_and_counts_its_hosts() -> None:
     table, bus, never = HostTable(), SimpleNamespace(name="c1"), SimpleNamespace()
     listener = HostsListener(
         bus, table, never, never, clock=SystemClock(), rng=random.Random(1), again_s=1.0  # type: ignore[arg-type]

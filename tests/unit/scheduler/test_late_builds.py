@@ -32,7 +32,7 @@ from scheduler_worker.store.memory_units import MemoryBuildTable
 from scheduler_worker.unanswered import SilentRequests
 from tests.kit.sent import Sent
 from tests.unit.scheduler.test_deletes import hold
-from tests.unit.scheduler.test_moves import keep_up
+from tests.unit.scheduler.test_moves import wait_for_backlog
 from tests.unit.scheduler.test_placing import Cluster, cluster
 from tests.unit.scheduler.test_without_an_answer import Site, accepted, site
 
@@ -118,7 +118,7 @@ async def test_a_build_that_no_queue_has_ends_and_its_broken_invariant_stops_the
         clock=cluster.clock,
         config=cluster.hosts.config,
         warmup=Warmup(cluster.hosts.selector, clock=cluster.clock),
-        keep_up=keep_up,
+        wait_for_backlog=wait_for_backlog,
     )
     with pytest.raises(BrokenInvariant) if isinstance(fault, BrokenInvariant) else nullcontext():
         await handler.resume({"any": 0})
@@ -155,7 +155,7 @@ async def test_a_build_that_waits_for_placement_holds_up_no_other_and_uses_up_no
         clock=cluster.clock,
         config=cluster.hosts.config,
         warmup=Warmup(cluster.hosts.selector, clock=cluster.clock),
-        keep_up=keep_up,
+        wait_for_backlog=wait_for_backlog,
     )
     assert await handler.resume({first.instance_uuid: 0, second.instance_uuid: 0}) == {first.instance_uuid}
     assert engine.processed == [second.instance_uuid]
@@ -413,13 +413,13 @@ async def test_a_build_that_waited_for_placement_and_whose_record_is_lost_has_it
     assert len(site.emitted(ReleaseByOwner)) == 1, "the claim that is on its way is granted, and held for good"
 
 
-# --- Builds that are taken up from their records while hosts may not be announced yet.
+# --- Builds that are taken up from their records while hosts may not be reported yet.
 
 
 async def test_a_build_that_is_taken_up_from_its_record_waits_for_hosts_while_a_scheduler_warms_up(site: Site) -> None:
     """`awaits_hosts` is of a delivery; one from the record has none, so that "no host" was a guess."""
     request = await accepted(site)
-    site.cluster.hosts.selector.table = HostTable()  # nothing is announced yet
+    site.cluster.hosts.selector.table = HostTable()  # nothing is reported yet
     for since_s, state in ((None, BuildState.ACCEPTED), (-1000.0, BuildState.FAILED)):
         site.handler._warmup._since_s = since_s
         await site.handler.resume({request.instance_uuid: 0})

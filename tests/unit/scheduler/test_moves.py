@@ -383,7 +383,7 @@ class Moves:
         return accepted(one.request)
 
 
-async def keep_up() -> None:
+async def wait_for_backlog() -> None:
     pass
 
 
@@ -432,7 +432,7 @@ def requested_late(patience_s: float, away_s: float, *, waits: bool = True) -> t
             clock=clock,
             config=SchedulerConfig(),
             warmup=Warmup(selector, clock=clock),
-            keep_up=keep_up,
+            wait_for_backlog=wait_for_backlog,
         )
         consumers = [Consumer(scheduler, queue, handler, concurrency=2) for queue in REQUEST_QUEUES]
         for consumer in consumers:

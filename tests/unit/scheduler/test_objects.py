@@ -344,7 +344,7 @@ def test_hosts_with_instances_stay_in_their_zones(
     assert refusal is None if left is None else refusal is not None and left in refusal
 
 
-# --- The builds that wait: what is shown of them, for how long, and by whose announcement.
+# --- The builds that wait: what is shown of them, for how long, and by whose report.
 
 
 WAITING_UUID = "10000000-0000-4000-8000-000000000001"
@@ -389,7 +389,7 @@ def test_services_that_a_bus_makes_up_are_bounded(monkeypatch: pytest.MonkeyPatc
     assert table.line_of(WAITING_BUILD, 13.0) is not None
 
 
-# --- Which objects are newer: a database that was set back gives the number of a revision again.
+# --- Which objects are newer: a database that was restored gives the number of a revision again.
 
 
 async def test_objects_of_the_same_revision_of_another_history_are_loaded(site: Site) -> None:

@@ -250,7 +250,7 @@ def down(number: int) -> ServiceStates:
     return ServiceStates(cell="c1", term=1, number=number, down=(silent,), up=0)
 
 
-async def test_one_that_is_down_for_long_is_kept_by_the_hosts_that_it_announced() -> None:
+async def test_one_that_is_down_for_long_is_kept_by_the_hosts_that_it_reported() -> None:
     """Its hosts had no service any more, and it was forgotten with 100 of them in placement."""
     known, bus = Hosts([PLENTY] * 2), Answering()
     known.table.apply(down(1), 1.0)
@@ -265,7 +265,7 @@ async def test_one_that_is_down_for_long_is_kept_by_the_hosts_that_it_announced(
     )
 
 
-async def test_of_one_that_was_never_announced_the_book_decides() -> None:
+async def test_of_one_that_was_never_reported_placement_decides() -> None:
     known = Hosts([])
     bus = Answering(*(f"h{number:04}" for number in range(100)))
     refused = await forgetter(known, bus).delete_service(COMMAND, "m")
@@ -402,7 +402,7 @@ async def no_cells(_: Collection[str]) -> None:
     """Placement has no dead service of these hosts."""
 
 
-async def test_a_host_is_not_fenced_as_long_as_its_service_may_not_have_announced_it_yet(site: Site) -> None:
+async def test_a_host_is_not_fenced_as_long_as_its_service_may_not_have_reported_it_yet(site: Site) -> None:
     """The scheduler that had just started had not heard that the host's service is up, and took the fence, which any
     other one refuses (`host.service_up`): an instance that is evacuated from a running host runs twice. A command to
     forget the host asks whether every service is known here.

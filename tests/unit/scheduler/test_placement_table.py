@@ -159,21 +159,21 @@ def test_so_many_hosts_are_tried_for_a_gang_where_none_is_known_to_be_too_small(
     assert all(not one.rejected for one in after)
 
 
-@pytest.mark.parametrize(("newest", "gang", "is_held", "found"), [
+@pytest.mark.parametrize(("newest", "gang", "has_claim", "found"), [
     (True, False, True, True), (False, False, True, False), (True, True, True, False), (True, False, False, False),
 ])  # fmt: skip
 def test_choices_that_are_held_are_let_go_before_it_is_said_that_no_host_is_left(
-    newest: bool, gang: bool, is_held: bool, found: bool
+    newest: bool, gang: bool, has_claim: bool, found: bool
 ) -> None:
     hosts = world([1])
     held = {hosts.uuids[0]: {"VCPU": 1}}
-    if is_held:
+    if has_claim:
         hosts.selector.assumed.add("move", held, 9.0)
     else:
         hosts.replica.assume("another", held)
     (after,) = decided(hosts, members(hosts, [SMALL], None, gang=gang, retried_searches=int(newest)))
     assert (after.choice is not None) is found
-    left = after.request.instance_uuid if found else "move" if is_held else "another"
+    left = after.request.instance_uuid if found else "move" if has_claim else "another"
     assert list(hosts.replica.assumptions.keys()) == [left]
 
 
@@ -318,14 +318,14 @@ def test_a_request_names_one_alternate_less_than_its_attempts(
     assert replace(state, retried_searches=1).needs_refresh
 
 
-@pytest.mark.parametrize(("policy", "run", "host", "by"), [(None, "", None, None), (APART, "r", UUID, "r")])
+@pytest.mark.parametrize(("policy", "claim_owner", "host", "by"), [(None, "", None, None), (APART, "r", UUID, "r")])
 def test_a_claim_names_its_run_and_of_a_groups_member_the_host(
-    policy: GroupPolicy | None, run: str, host: str | None, by: str | None
+    policy: GroupPolicy | None, claim_owner: str, host: str | None, by: str | None
 ) -> None:
     hosts = world([9])
     options = [ClaimOption(allocations={UUID: {"VCPU": 1}}, spec_generations={UUID: 1})] * 2
     choice = Choice(RankedHost(UUID, 0, 0, 0.0, options, "s"), (), 1)
-    (state,) = members(hosts, [SMALL], policy, choice=choice, claim_owner=run)
+    (state,) = members(hosts, [SMALL], policy, choice=choice, claim_owner=claim_owner)
     claim = build_claim(replace(state, limits={"VCPU": 9}))
     assert ([one.host for one in claim.options], claim.owner, claim.attempt) == ([host] * 2, by, 1)
     assert (claim.server_group, claim.limits) == (state.request.server_group, {"VCPU": 9})

@@ -110,7 +110,7 @@ class Cluster:
         return PendingBuild(batch_index=0, request=request, digest=b"", requested_at=0.0, taken_at=0.0)
 
 
-# Hosts were announced at 0, and the loop has its own time.
+# Hosts were reported at 0, and the loop has its own time.
 RUN = "run-1"
 APART = GroupPolicy.ANTI_AFFINITY
 CONFIG = SchedulerConfig(claim_timeout_s=0.2, retry_jitter_s=0.001)
@@ -186,8 +186,8 @@ async def test_what_is_claimed_is_not_decided_again_while_another_is_tried_once_
     assert replica.free("VCPU", np.array(rows)).tolist() == [0, 1, 0]
 
 
-async def test_raced_folds_the_newer_shape_in_and_claims_the_same_host(cluster: Cluster) -> None:
-    def raced_once(claim: Claim) -> ClaimResult:
+async def test_a_conflict_folds_the_newer_shape_in_and_claims_the_same_host(cluster: Cluster) -> None:
+    def conflict_once(claim: Claim) -> ClaimResult:
         if len(cluster.claims) > 1:
             return cluster.claimed(claim)
         (uuid,) = claim.options[0].allocations
@@ -205,7 +205,7 @@ async def test_raced_folds_the_newer_shape_in_and_claims_the_same_host(cluster: 
         )
         return result(ClaimOutcome.CONFLICT)
 
-    cluster.answer = raced_once
+    cluster.answer = conflict_once
     (placed,) = await cluster.place(cluster.hosts.request())
     assert isinstance(placed, HostClaimed) and placed.claims == 2
     first, second = cluster.claims
@@ -216,19 +216,19 @@ async def test_raced_folds_the_newer_shape_in_and_claims_the_same_host(cluster: 
 
 
 async def test_a_host_that_keeps_racing_is_given_up_within_its_bound(cluster: Cluster) -> None:
-    raced: list[str] = []
+    refused: list[str] = []
 
     def races(claim: Claim) -> ClaimResult:
         host = cluster.host_of(claim)
-        if not raced or host == raced[0]:
-            raced.append(host)
+        if not refused or host == refused[0]:
+            refused.append(host)
             return result(ClaimOutcome.CONFLICT)
         return cluster.claimed(claim)
 
     cluster.answer = races
     (placed,) = await cluster.place(cluster.hosts.request())
-    assert isinstance(placed, HostClaimed) and placed.selections[0].host != raced[0]
-    assert len(raced) == CONFIG.conflict_retries + 1
+    assert isinstance(placed, HostClaimed) and placed.selections[0].host != refused[0]
+    assert len(refused) == CONFIG.conflict_retries + 1
 
 
 @pytest.mark.parametrize(

@@ -117,18 +117,18 @@ async def test_hosts_have_their_zone_aggregates_and_numbers_that_are_not_too_old
     assert found == [("east", ("fast", "rack"), {"power.watts": 300.0}), (None, ("fast",), {}), (None, (), {})]
 
 
-OFF_BOOK, IN_CELL, ENDED = (f"{number:08x}-0000-4000-8000-000000000000" for number in (4, 5, 6))
+NOT_IN_PLACEMENT, IN_CELL, ENDED = (f"{number:08x}-0000-4000-8000-000000000000" for number in (4, 5, 6))
 
 
 def not_reported() -> tuple[Hosts, dict[str, FenceRecord]]:
-    """h0 and h1 of c1, which h1's service has not announced since this scheduler's start; of h3 to h5 placement has no
+    """h0 and h1 of c1, which h1's service has not reported since this scheduler's start; of h3 to h5 placement has no
     provider, and only decisions are left: h3 and h4 are fenced, h4 in c2, and h5 is enabled.
     """
     hosts = Hosts([PLENTY] * 2, cells=["c1", "c1"])
     hosts.table = hosts.selector.table = HostTable()
     report = HostReport(uuid=hosts.uuids[0], name="h0")
     hosts.table.apply(ComputeHosts(service="s0", cell="c1", epoch=1, sequence=1, hosts=(report,), complete=True), 0.0)
-    states = {OFF_BOOK: AdminState.FENCED, IN_CELL: AdminState.FENCED, ENDED: AdminState.ENABLED}
+    states = {NOT_IN_PLACEMENT: AdminState.FENCED, IN_CELL: AdminState.FENCED, ENDED: AdminState.ENABLED}
     hosts.table.apply_decisions(
         {
             uuid: HostAdminState(host_uuid=uuid, host=f"h{at}", state=state)
@@ -149,7 +149,7 @@ def not_reported() -> tuple[Hosts, dict[str, FenceRecord]]:
         (HostsQuery(up=True), ["h0"]),
     ],
 )
-async def test_hosts_that_no_service_has_announced_are_listed_and_those_that_only_a_decision_is_about(
+async def test_hosts_that_no_service_has_reported_are_listed_and_those_that_only_a_decision_is_about(
     query: HostsQuery, names: list[str]
 ) -> None:
     """A host that is enabled and that placement has no more has left."""
@@ -157,8 +157,8 @@ async def test_hosts_that_no_service_has_announced_are_listed_and_those_that_onl
     assert [host.name for host in (await hosts_page(query, hosts.selector, fences)).hosts] == names
 
 
-async def test_a_host_that_is_not_announced_differs_from_one_that_is_down() -> None:
-    """Right after a scheduler's start that is every host; and a fenced one may never be announced again."""
+async def test_a_host_that_is_not_reported_differs_from_one_that_is_down() -> None:
+    """Right after a scheduler's start that is every host; and a fenced one may never be reported again."""
     hosts, fences = not_reported()
     found = {host.name: host for host in (await hosts_page(HostsQuery(), hosts.selector, fences)).hosts}
     assert {name: (host.reported, host.cell) for name, host in found.items()} == {
@@ -168,11 +168,11 @@ async def test_a_host_that_is_not_announced_differs_from_one_that_is_down() -> N
         "h4": (False, "c2"),
     }
     assert found["h1"].resources == found["h0"].resources != {}
-    assert found["h3"].uuid == OFF_BOOK and not found["h3"].resources and not found["h3"].enabled
-    assert found["h3"].admin == hosts.table.decision_of(OFF_BOOK)
+    assert found["h3"].uuid == NOT_IN_PLACEMENT and not found["h3"].resources and not found["h3"].enabled
+    assert found["h3"].admin == hosts.table.decision_of(NOT_IN_PLACEMENT)
 
 
-async def test_a_host_that_its_service_announced_and_that_has_left_the_book_is_listed_while_it_is_fenced() -> None:
+async def test_a_host_that_its_service_reported_and_that_has_left_placement_is_listed_while_it_is_fenced() -> None:
     hosts = Hosts([PLENTY] * 2)
     left = hosts.uuids[1]
     hosts.table.apply_decisions({left: HostAdminState(host_uuid=left, host="h1", state=AdminState.FENCED)})
@@ -185,7 +185,7 @@ async def test_a_host_that_its_service_announced_and_that_has_left_the_book_is_l
 
 
 @pytest.mark.parametrize("leaves_at", [None, 2, 6])
-async def test_item_16_hosts_are_listed_in_parts_less_one_that_leaves_the_book_meanwhile(
+async def test_item_16_hosts_are_listed_in_parts_less_one_that_leaves_placement_meanwhile(
     monkeypatch: pytest.MonkeyPatch, leaves_at: int | None
 ) -> None:
     """40,000 of them were one turn of 70 to 105 ms. leaves_at: the turn; the sixth is between two parts of records."""
@@ -224,8 +224,8 @@ async def test_item_16_the_lists_of_all_hosts_are_freed_in_parts(monkeypatch: py
     turn = 0
 
     class Host:
-        def __init__(self, name: str, uuid: str, *, is_in_book: bool) -> None:
-            self.name, self.uuid, self.is_in_book = name, uuid, is_in_book
+        def __init__(self, name: str, uuid: str, *, is_in_placement: bool) -> None:
+            self.name, self.uuid, self.is_in_placement = name, uuid, is_in_placement
 
         def __del__(self) -> None:
             freed[turn] += 1

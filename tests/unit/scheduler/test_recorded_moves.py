@@ -136,7 +136,7 @@ ENDED_THERE = {"condition": Condition.ACTIVE} | NOW_BIG | FREE
         ),
         # end of another than the one under way
         (END, (RECORD, replace(GOING, under_way="y")), (OVER, ACTIVE | NOW_BIG, THERE)),
-        # end by a cell that was set back
+        # end by a cell that was restored
         (
             replace(END, sequence=1),
             (replace(RECORD, sequence=20), GOING),
@@ -158,7 +158,7 @@ ENDED_THERE = {"condition": Condition.ACTIVE} | NOW_BIG | FREE
         ),
         # second end
         (replace(END, sequence=11), (ENDED, replace(GOING, under_way=None)), None),
-        # the same, by a cell that was set back to the middle of it, and of a refusal since
+        # the same, by a cell that was restored to the middle of it, and of a refusal since
         (END, (ENDED, replace(GOING, under_way=None)), (None, ACTIVE | NOW_BIG, THERE)),
         (END, (ENDED, replace(GOING, under_way="y")), (None, ACTIVE | NOW_BIG, THERE)),
         # the same, by a cell that the instance has left
@@ -181,7 +181,7 @@ ENDED_THERE = {"condition": Condition.ACTIVE} | NOW_BIG | FREE
         (AFTER, (ENDED, replace(RESIZING, under_way="y")), ({"sequence": 12}, ACTIVE | NOW_BIG, THERE)),
     ],
 )  # fmt: skip
-def test_what_an_announcement_leaves(told: ActionEvent, records: tuple[RecordedAction, SinceBuild], after: Any) -> None:
+def test_what_an_event_leaves(told: ActionEvent, records: tuple[RecordedAction, SinceBuild], after: Any) -> None:
     action, instance = records
     build = replace(BUILD, instance=instance)
     applied = apply_action_event(action, build, told)

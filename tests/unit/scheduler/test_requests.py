@@ -69,7 +69,7 @@ def received(queue: str = "scheduler.requests", **more: Any) -> Received:
 )
 def test_how_a_request_came(of: dict[str, Any], expected: dict[str, Any]) -> None:
     for is_warming_up in (False, True):
-        found = classify_delivery(received(**of), is_warming_up=is_warming_up, kept_since=AT)
+        found = classify_delivery(received(**of), is_warming_up=is_warming_up, recorded_since=AT)
         shown = {
             "attempt": found.attempt, "has_dead_letter": found.has_dead_letter, "last": found.last,
             "why": found.refusal and found.refusal.code, "has_requester": found.has_requester, "is_old": found.is_old,
@@ -88,7 +88,7 @@ def test_a_delivery_of_which_nothing_is_known_is_the_first() -> None:
     assert plain == RequestDelivery() and RequestDelivery(attempt=RETRIES, last=True) == LAST
     assert (
         not classify_delivery(received(sent_at=0.5)).is_old
-        and classify_delivery(received(sent_at=0.5), kept_since=AT).is_old
+        and classify_delivery(received(sent_at=0.5), recorded_since=AT).is_old
     )
 
 
@@ -164,7 +164,7 @@ def line(what: str, detail: str = "", **more: Any) -> TimelineEntry:
         ),
     ],
 )  # fmt: skip
-def test_an_announcement_as_lines_of_the_timeline(event: Any, known: int, lines: list[TimelineEntry]) -> None:
+def test_an_event_as_lines_of_the_timeline(event: Any, known: int, lines: list[TimelineEntry]) -> None:
     assert list(timeline_of(event, known, AT)) == lines
 
 

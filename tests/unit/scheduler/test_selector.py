@@ -62,8 +62,8 @@ def test_a_service_with_the_best_hosts_does_not_have_all_alternates() -> None:
     hosts.give_up()
     parts = {"dead": range(100), "b": range(100, 110), "c": range(110, 120)}
     for sequence, (service, numbers) in enumerate(parts.items()):
-        announced = tuple(HostReport(uuid=hosts.uuids[at], name=f"h{at}") for at in numbers)
-        hosts.table.apply(ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=announced), 0.0)
+        reported = tuple(HostReport(uuid=hosts.uuids[at], name=f"h{at}") for at in numbers)
+        hosts.table.apply(ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=reported), 0.0)
     choices = pick(hosts, 40)
     assert all(sorted(services_of(hosts, choice)) == ["b", "c", "dead"] for choice in choices)
     named = Counter(hosts.name(one.row) for choice in choices if choice for one in choice.alternates)
@@ -238,21 +238,21 @@ def test_a_choice_is_drawn_from_more_hosts_the_more_claims_are_lost(
 
 
 def test_runs_of_cells() -> None:
-    runs = CellBatching()
-    assert [runs.place(cell) for cell in (0, 1)] == [0, 0]
+    batching = CellBatching()
+    assert [batching.place(cell) for cell in (0, 1)] == [0, 0]
     for _ in range(LARGEST_BATCH - 1):
-        runs.chose(0)
-    assert runs.place(0) < runs.place(1) == 0, "the run goes on"
-    runs.chose(0)
-    assert runs.place(0) > runs.place(1), "it has its length"
-    runs.chose(1)
-    assert runs.place(1) < runs.place(2) < runs.place(0)
-    runs.begin_round()
-    assert runs.place(2) < runs.place(0) < runs.place(1), "the oldest run first"
-    runs.chose(0)
-    runs.chose(2)
-    runs.begin_round()
-    assert runs.place(1) < runs.place(0) < runs.place(2)
+        batching.chose(0)
+    assert batching.place(0) < batching.place(1) == 0, "the run goes on"
+    batching.chose(0)
+    assert batching.place(0) > batching.place(1), "it has its length"
+    batching.chose(1)
+    assert batching.place(1) < batching.place(2) < batching.place(0)
+    batching.begin_round()
+    assert batching.place(2) < batching.place(0) < batching.place(1), "the oldest run first"
+    batching.chose(0)
+    batching.chose(2)
+    batching.begin_round()
+    assert batching.place(1) < batching.place(0) < batching.place(2)
 
 
 # --- choices
@@ -268,9 +268,9 @@ def by_memory(memory: Sequence[int], services: str = "", **more: Any) -> Hosts:
     if services:
         hosts.give_up()
         for sequence, (at, service) in enumerate(enumerate(services)):
-            announced = (HostReport(uuid=hosts.uuids[at], name=f"h{at}"),)
+            reported = (HostReport(uuid=hosts.uuids[at], name=f"h{at}"),)
             hosts.table.apply(
-                ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence + 1, hosts=announced), 0.0
+                ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence + 1, hosts=reported), 0.0
             )
     return hosts
 
@@ -316,7 +316,7 @@ def test_the_best_host_and_its_alternates(memory: list[int], services: str, give
     rows = [hosts.replica.row_of(uuid) for uuid in hosts.uuids]
     excluded, group = ([rows[at] for at in given.get(key, ())] for key in ("excluded", "group"))
     for _ in range(1 if services else 2):  # what was drawn is put back; services take turns
-        choice = found.pick(excluded, subset=1, alternates=given.get("alternates", 2), full=group)
+        choice = found.pick(excluded, subset=1, alternates=given.get("alternates", 2), full_hosts=group)
         assert names(hosts, choice) == chosen
         assert choice is None or (choice.passing_hosts, len(choice.weights)) == (len(memory), len(chosen))
     if "group" in given and "excluded" not in given:
@@ -421,7 +421,7 @@ def test_equal_hosts_beyond_a_chunk_are_cut_elsewhere_by_each_scheduler() -> Non
     assert len(drawn) > 32
 
 
-def test_a_verdict_counts_those_that_did_not_pass() -> None:
+def test_a_result_counts_those_that_did_not_pass() -> None:
     assert filter_result_of(np.array([True, False, True]), "x").rejected == {"x": 1}
 
 

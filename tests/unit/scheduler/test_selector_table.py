@@ -313,7 +313,7 @@ def test_which_hosts_a_word_means(
     assert selector.rows_of({UUID: "x", ABSENT: "y"}) == {hosts.replica.row_of(UUID): "x"}
 
 
-def test_hosts_that_a_service_reports_and_the_book_does_not_have() -> None:
+def test_hosts_that_a_service_reports_and_placement_does_not_have() -> None:
     hosts = named_world()
     more = ComputeHosts(service="y", cell="c2", epoch=1, sequence=1, hosts=(HostReport(uuid=ABSENT, name="y"),))
     assert hosts.selector.not_in_placement() == []
@@ -325,7 +325,7 @@ def test_hosts_that_a_service_reports_and_the_book_does_not_have() -> None:
     assert hosts.selector.not_in_placement() == []
 
 
-def test_a_host_that_is_announced_later_is_found() -> None:
+def test_a_host_that_is_reported_later_is_found() -> None:
     hosts = Hosts([PLENTY])
     other = replace(hosts.states[0], uuid=UUID, root_uuid=UUID, name="x")
     hosts.replica.load([*hosts.states, other], 1)
@@ -370,7 +370,7 @@ def test_what_is_used_ends_the_holds_that_were_there_before(released: bool) -> N
     assert list(hosts.replica.assumptions.keys()) == ["b"]
 
 
-def test_a_hold_on_a_host_that_the_book_does_not_have_stays() -> None:
+def test_a_hold_on_a_host_that_placement_does_not_have_stays() -> None:
     hosts = Hosts([{"VCPU": 8}])
     holds = AssumedUsage(hosts.replica)
     holds.add("a", {ABSENT: {"VCPU": 1}}, 9.0)

@@ -74,7 +74,7 @@ def test_a_host_that_is_looked_at_alone_has_its_aggregates() -> None:
 
 
 @pytest.mark.parametrize(("not_reported", "early"), [(0, False), (1, True)])
-def test_no_host_is_early_while_one_is_not_announced(not_reported: int, early: bool) -> None:
+def test_no_host_is_early_while_one_is_not_reported(not_reported: int, early: bool) -> None:
     funnel = (FunnelStep(step="reported", remaining=1),)
     assert NoValidHost(funnel, not_reported).may_be_out_of_order is early
     assert NoValidHost((FunnelStep(step="reported", remaining=0),), 0).may_be_out_of_order, "no host is in placement"
@@ -86,7 +86,7 @@ def test_the_aggregates_with_a_key_are_those_whose_metadata_has_it() -> None:
 
 
 @pytest.mark.parametrize(("is_warming_up", "found"), [(False, True), (True, False)])
-def test_a_host_of_the_book_is_meant_by_its_name_once_no_other_may_be_announced(
+def test_a_host_of_placement_is_meant_by_its_name_once_no_other_may_be_reported(
     is_warming_up: bool, found: bool
 ) -> None:
     hosts = Hosts([PLENTY])
@@ -114,7 +114,7 @@ def test_the_answers_to_claims_are_counted_and_those_after_which_a_request_claim
     named = answer.outcome.value if isinstance(answer, ClaimResult) else answer.code
 
     def counted() -> list[float]:
-        names = (("berth_scheduler_claims_total", "outcome"), ("berth_scheduler_claim_retries_total", "why"))
+        names = (("berth_scheduler_claims_total", "outcome"), ("berth_scheduler_claim_retries_total", "outcome"))
         return [REGISTRY.get_sample_value(name, {label: named}) or 0.0 for name, label in names]
 
     claims, again = counted()
@@ -130,7 +130,7 @@ def test_the_share_of_lost_claims_fades_and_never_exceeds_one() -> None:
     assert spread.after(4, 0).lost == pytest.approx(0.8, abs=0.001) and spread.after(0, 0) is spread
 
 
-def test_a_host_is_shown_as_its_service_announced_it() -> None:
+def test_a_host_is_shown_as_its_service_reported_it() -> None:
     hosts = Hosts([PLENTY, PLENTY, PLENTY], reports={1: {"enabled": False}})
     hosts.table.apply_decisions(
         {hosts.uuids[2]: HostAdminState(host_uuid=hosts.uuids[2], host="h2", state=AdminState.DISABLED)}
@@ -139,7 +139,7 @@ def test_a_host_is_shown_as_its_service_announced_it() -> None:
     assert [view.host(at).enabled for at in range(3)] == [True, False, False]
 
 
-def test_a_decision_about_a_host_that_nobody_announces_is_about_no_other_one() -> None:
+def test_a_decision_about_a_host_that_nobody_reports_is_about_no_other_one() -> None:
     hosts = Hosts([PLENTY])
     other = HostAdminState(host_uuid=HOST, host="gone", state=AdminState.DISABLED)
     hosts.table.apply_decisions({HOST: other})
@@ -232,7 +232,7 @@ def test_what_an_earlier_delivery_may_have_claimed_is_on_record_at_the_end(attem
     assert isinstance(concluded, DecidedBuild) and concluded.decision.build.attempt == attempt
 
 
-def test_a_build_that_is_carried_on_without_its_message_has_no_letter() -> None:
+def test_a_build_that_is_carried_on_without_its_message_has_no_dead_letter() -> None:
     assert [
         (one.attempt, one.has_dead_letter, one.last, one.awaits_hosts)
         for one in (resumed_delivery(tries, is_warming_up=True) for tries in (0, RETRIES - 1, RETRIES))
@@ -240,7 +240,7 @@ def test_a_build_that_is_carried_on_without_its_message_has_no_letter() -> None:
 
 
 @pytest.mark.parametrize(("host", "waits"), [("nowhere", True), ("nowhere", False)])
-def test_a_host_that_nobody_announces_is_waited_for_while_hosts_may_still_be_announced(host: str, waits: bool) -> None:
+def test_a_host_that_nobody_reports_is_waited_for_while_hosts_may_still_be_reported(host: str, waits: bool) -> None:
     pending = taken(replace(BUILD_REQUEST, host=host))
     delivery = replace(pending.delivery, awaits_hosts=waits)
     selector = Hosts([PLENTY]).selector
@@ -250,10 +250,10 @@ def test_a_host_that_nobody_announces_is_waited_for_while_hosts_may_still_be_ann
     assert isinstance(concluded, Retry) is waits
 
 
-# --- announcements
+# --- reports
 
 
-def test_an_event_that_comes_late_is_announced_to_nobody() -> None:
+def test_an_event_that_comes_late_is_reported_to_nobody() -> None:
     late = replace(LEFT, transfer=None, state=ActionState.CHANGING, sequence=1)
     batch = applied(on_record(), late)
     assert ([one.message for one in batch.messages], [*batch.changed]) == ([], [])
@@ -266,7 +266,7 @@ def test_a_service_that_is_not_heard_any_more_loses_its_host_to_another_of_its_c
     assert table.services[int(table.service[0])].name == "s2"
 
 
-def test_of_two_hosts_with_one_name_the_one_in_the_book_counts_though_no_service_has_it() -> None:
+def test_of_two_hosts_with_one_name_the_one_in_placement_counts_though_no_service_has_it() -> None:
     hosts = Hosts([PLENTY])
     other = ComputeHosts(
         service="other", cell="c2", epoch=1, sequence=1, hosts=(HostReport(uuid=HOST, name="h0"),), complete=True

@@ -135,9 +135,9 @@ def equal_hosts(of_each: int, *, config: SchedulerConfig | None = None) -> Hosts
     return Hosts([PLENTY] * (of_each * len(CELLS)), cells=CELLS * of_each, config=config)
 
 
-def one_round(hosts: Hosts, runs: CellBatching | None, count: int, flavors: Sequence[str] = FLAVORS) -> list[str]:
+def one_round(hosts: Hosts, batching: CellBatching | None, count: int, flavors: Sequence[str] = FLAVORS) -> list[str]:
     """The cells that one round chooses for requests of two flavors, which have a ranking each."""
-    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1, runs=runs)
+    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1, batching=batching)
     chosen = []
     for at in range(count):
         request = hosts.request(flavors[at % len(flavors)])
@@ -150,8 +150,8 @@ def one_round(hosts: Hosts, runs: CellBatching | None, count: int, flavors: Sequ
 
 
 def test_a_round_stays_in_one_cell_and_the_next_ones_go_to_the_others_in_turn() -> None:
-    hosts, runs = equal_hosts(100), CellBatching()
-    rounds = [set(one_round(hosts, runs, 20)) for _ in range(8)]
+    hosts, batching = equal_hosts(100), CellBatching()
+    rounds = [set(one_round(hosts, batching, 20)) for _ in range(8)]
     assert all(len(cells) == 1 for cells in rounds)
     turns = [cells.pop() for cells in rounds]
     assert sorted(turns[:4]) == sorted(CELLS) and turns[4:] == turns[:4]
@@ -159,8 +159,8 @@ def test_a_round_stays_in_one_cell_and_the_next_ones_go_to_the_others_in_turn() 
 
 
 def test_the_run_is_kept_where_the_best_are_drawn_from_several() -> None:
-    hosts, runs = equal_hosts(100), CellBatching()
-    ranking = hosts.selector.rank(hosts.spec(), random.Random(2), runs)
+    hosts, batching = equal_hosts(100), CellBatching()
+    ranking = hosts.selector.rank(hosts.spec(), random.Random(2), batching)
     cells = set()
     for _ in range(20):
         choice = ranking.pick({}, subset=4, alternates=2)

@@ -250,7 +250,7 @@ def test_a_move_that_ends_at_home_has_failed_as_its_cell_says() -> None:
     assert sent(batch, "c2") == [replace(DEPARTS, to_cell="c1", attempt=9, ended=True)]
 
 
-# --- a cell whose database was set back to before the departure
+# --- a cell whose database was restored to before the departure
 
 
 LOST = BuildEvent(instance_uuid=UUID, project_id="p", state=BuildState.FAILED, sequence=60, terminal=True)
@@ -277,7 +277,7 @@ OUTRANKS = replace(LEFT, transfer=replace(DEPARTURE, attempt=1_005))
 def test_a_cell_that_tells_of_what_another_one_has_is_told_that_it_has_given_it_up(
     event: BuildEvent | ActionEvent, first_attempt: int, *, at_rest: bool, told: int | None
 ) -> None:
-    """Schedulers that were set back have no request under way that would tell it at its end."""
+    """Schedulers that were restored have no request under way that would tell it at its end."""
     known = on_record(cell="c2", first_attempt=first_attempt, transfer=None if at_rest else AWAY)
     assert known.build is not None and known.build.instance is not None
     if at_rest:
@@ -296,7 +296,7 @@ ELSEWHERE = on_record(terminal=True, transfer=None, state=ActionState.FAILED).ac
 def test_the_owner_s_word_counts_whatever_is_known_of_its_request(
     under_way: str | None, action: RecordedAction | None
 ) -> None:
-    """Schedulers that were set back have queried it about a request that they do not know; or it was set back to the
+    """Schedulers that were restored have queried it about a request that they do not know; or it was restored to the
     middle of one that has ended in another cell.
     """
     known = on_record(cell="c2", first_attempt=6)
@@ -314,7 +314,7 @@ def test_the_owner_s_word_counts_whatever_is_known_of_its_request(
     assert applied(known, replace(DONE, sequence=3), cell="c2").builds[UUID] == known.build, "nor does a late one"
 
 
-def test_what_a_cell_ends_of_its_own_is_announced() -> None:
+def test_what_a_cell_ends_of_its_own_is_reported() -> None:
     batch = applied(on_record(transfer=None), DONE)
     assert of_api(batch) == [(ActionState.DONE, "")] and sent(batch, "c1") == []
     assert applied(on_record(transfer=None)).messages == [] and APPLIED == "applied"

@@ -263,7 +263,7 @@ def test_a_silent_request_says_of_which_cell_since_when_and_whether_there_is_suc
 
 
 def test_a_delete_names_the_first_attempt_of_the_instance_as_its_repeat_does() -> None:
-    """A cell that was set back to where the instance had left it learns by that number that it has come back. The first
+    """A cell that was restored to where the instance had left it learns by that number that it has come back. The first
     command had none, so it answered with a departure that is no news, until a scheduler repeated the delete.
     """
     uuid = "00000000-0000-4000-8000-000000000001"

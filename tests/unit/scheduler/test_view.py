@@ -138,7 +138,7 @@ def test_a_spec_has_peers_in_its_key_and_newer_members_replace_older_ones() -> N
     assert not spec.with_related(RelatedInstances(), UUID).has_policy(GroupPolicy.ANTI_AFFINITY)
 
 
-# --- what is announced besides hosts, by rows: numbers about hosts, builds that wait, and workers
+# --- what is reported besides hosts, by rows: numbers about hosts, builds that wait, and workers
 
 
 NOW, AGE = 10_000.0, 900.0
@@ -255,7 +255,7 @@ def waiting(
 
 
 @pytest.mark.parametrize(
-    ("announced", "build", "now_s", "who"),
+    ("reported", "build", "now_s", "who"),
     [
         ([waiting()], {}, 9.9, "s"),
         ([waiting()], {}, 10.0, None),
@@ -272,9 +272,9 @@ def waiting(
         ([waiting(), waiting("t", attempt=2)], {"history": (1, "failed")}, 0.0, "t"),
     ],
 )
-def test_what_a_build_waits_for(announced: list[BuildsWaiting], build: dict, now_s: float, who: str | None) -> None:  # type: ignore[type-arg]
+def test_what_a_build_waits_for(reported: list[BuildsWaiting], build: dict, now_s: float, who: str | None) -> None:  # type: ignore[type-arg]
     table = WaitingTable()
-    for one in announced:
+    for one in reported:
         table.apply(one, 0.0)
     history = tuple(AttemptRecord(attempt=at, host="h", outcome=how) for at, how in [build.pop("history", (1, ""))])
     record = BuildRecord(

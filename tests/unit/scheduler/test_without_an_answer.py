@@ -42,7 +42,7 @@ from tests.kit.turns import Turns
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 from tests.unit.scheduler.test_deletes import hold, nowhere
-from tests.unit.scheduler.test_moves import keep_up
+from tests.unit.scheduler.test_moves import wait_for_backlog
 from tests.unit.scheduler.test_placing import Cluster, cluster
 
 # --- what placement does not answer about waits, alone; what it refuses for good ends. Neither holds up its batch
@@ -82,7 +82,7 @@ class Site:
             clock=cluster.clock,
             config=cluster.hosts.config,
             warmup=Warmup(selector, clock=cluster.clock),
-            keep_up=keep_up,
+            wait_for_backlog=wait_for_backlog,
         )
 
     async def process(self, *builds: PendingBuild) -> list[Outcome]:
@@ -178,14 +178,14 @@ async def ends_by_its_last_look(site: Site, request: BuildRequest) -> None:
     assert (build.state, build.code) == (BuildState.FAILED, "claim.unlocatable")
 
 
-async def test_a_build_whose_host_is_announced_after_the_last_retry_goes_to_its_cell(site: Site) -> None:
+async def test_a_build_whose_host_is_reported_after_the_last_retry_goes_to_its_cell(site: Site) -> None:
     """It failed 26 s after it was sent, and its machine ran on: the claim was left to a delete or the audit."""
     request = site.cluster.hosts.request()
     site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT)
-    hold(site.cluster, request, on=-1, run="mine")
+    hold(site.cluster, request, on=-1, claim_owner="mine")
     (left,) = await site.process(taken(request, LAST))
     assert isinstance(left, Done) and (await site.build_of(request.instance_uuid)).state is BuildState.ACCEPTED
-    hold(site.cluster, request, run="mine")
+    hold(site.cluster, request, claim_owner="mine")
     assert await site.handler.resume({request.instance_uuid: 0}) == set()
     build = await site.build_of(request.instance_uuid)
     assert (build.state, build.host_uuid) == (BuildState.SCHEDULED, site.cluster.hosts.uuids[4])
@@ -204,19 +204,19 @@ async def test_a_claim_that_changes_while_it_is_taken_over_holds_up_no_other_bui
 
 
 @pytest.mark.parametrize("dead_letter_code", [DEAD_LETTERED, EXPIRED])
-async def test_a_letter_whose_record_is_lost_is_left_to_the_cell_of_what_its_instance_holds(
+async def test_a_dead_letter_whose_record_is_lost_is_left_to_the_cell_of_what_its_instance_holds(
     site: Site, dead_letter_code: str
 ) -> None:
     """One that a worker had given up ended as failed, and its machine ran."""
     request = nowhere(site.cluster)
     hold(site.cluster, request, cell="c2")
-    letter = Received(request, Meta(id="m"), "api", DEAD_LETTERS, dead_letter_code=dead_letter_code)
-    (outcome,) = await site.handler([letter])
+    dead_letter = Received(request, Meta(id="m"), "api", DEAD_LETTERS, dead_letter_code=dead_letter_code)
+    (outcome,) = await site.handler([dead_letter])
     build = await site.build_of(request.instance_uuid)
     assert isinstance(outcome, Done) and (build.state, build.cell) == (BuildState.SCHEDULED, "c2")
 
 
-async def test_a_letter_whose_instance_holds_nothing_ends(site: Site) -> None:
+async def test_a_dead_letter_whose_instance_holds_nothing_ends(site: Site) -> None:
     request = site.cluster.hosts.request()
     (outcome,) = await site.handler(
         [Received(request, Meta(id="m"), "api", DEAD_LETTERS, dead_letter_code=DEAD_LETTERED)]
@@ -445,7 +445,7 @@ async def test_a_build_that_waited_is_given_to_the_removed_cell_of_its_claim(sit
     """The other half of the one before: it holds on the present code."""
     request = await accepted(site)
     site.cluster.hosts.table.disabled_cells = frozenset({"c2"})
-    hold(site.cluster, request, on=4, run="r")
+    hold(site.cluster, request, on=4, claim_owner="r")
     site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT)
     await site.handler.resume({request.instance_uuid: 0})
     assert (await site.build_of(request.instance_uuid)).cell == "c2"
@@ -484,7 +484,7 @@ async def test_an_evacuation_is_not_refused_by_a_scheduler_that_has_not_loaded_t
 
 
 async def test_the_timeline_of_an_instance_is_bounded_whatever_its_client_requests(site: Site) -> None:
-    """Each refused request is a line of up to a reason's length, in the row that every announcement rewrites and every
+    """Each refused request is a line of up to a reason's length, in the row that every report rewrites and every
     page of builds reads whole: some ten thousand of them are more than a message may have, and no page with it is read.
     """
     uuid, rng, times = await site.runs("c1"), site.cluster.hosts.rng, 2000
