@@ -5,31 +5,22 @@ client's event stream. `check_invariants` compares them. Gathering is `berth.aud
 """
 
 from __future__ import annotations
-from collections import Counter
-from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from datetime import UTC
-from datetime import datetime
+from datetime import UTC, datetime
 from math import floor
+
 from msgspec import Struct
-from bus.contracts.build import TERMINAL_STATES
-from bus.contracts.build import BuildEvent
-from bus.contracts.build import BuildState
+
+from bus.contracts.build import TERMINAL_STATES, BuildEvent, BuildState
 from bus.contracts.feed import Change
 from bus.contracts.moves import Condition
 from bus.contracts.placement import ProviderState
 from cell_conductor.domain import desires
-from cell_conductor.domain.desires import MachineTarget
-from cell_conductor.domain.desires import phase_to_text
-from cell_conductor.domain.desires import phases_matching
+from cell_conductor.domain.desires import MachineTarget, phase_to_text, phases_matching
 from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
-
-
-
 
 MAX_EXAMPLES = 5
 

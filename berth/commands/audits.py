@@ -1,47 +1,40 @@
 """`berth check` and `berth audit`: a running system, judged from outside."""
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import aclosing
-from datetime import UTC
-from datetime import datetime
-from typing import Annotated
-from rich.text import Text
-from berth.audit.auditing import AuditPass
-from berth.audit.auditing import watch
-from berth.audit.findings import REPAIRABLE
-from berth.audit.findings import AuditFinding
-from berth.audit.gather import gather
-from berth.audit.gather import rest
-from berth.audit.invariants import check_invariants
-from berth.audit.readable import unreadable
-from berth.audit.repairing import chosen
-from berth.audit.repairing import release_ended
-from berth.commands.book import GRACE_S
-from berth.commands.book import audited
-from berth.commands.common import AsJson
-from berth.commands.common import Exit
-from berth.commands.common import Stop
-from berth.commands.common import Yes
-from berth.commands.common import ask_first
-from berth.commands.common import database_of
-from berth.commands.common import decided_by
-from berth.commands.common import err
-from berth.commands.common import explain
-from berth.commands.common import out
-from berth.commands.common import print_json
-from berth.commands.common import print_json_line
-from berth.render import printable
-from berth.render import render_results
-from berth.settings import Settings
-from bus.faults import Transient
 
 import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import aclosing
+from datetime import UTC, datetime
+from typing import Annotated
 
 import typer
+from rich.text import Text
 
+from berth.audit.auditing import AuditPass, watch
+from berth.audit.findings import REPAIRABLE, AuditFinding
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import check_invariants
+from berth.audit.readable import unreadable
+from berth.audit.repairing import chosen, release_ended
+from berth.commands.book import GRACE_S, audited
+from berth.commands.common import (
+    AsJson,
+    Exit,
+    Stop,
+    Yes,
+    ask_first,
+    database_of,
+    decided_by,
+    err,
+    explain,
+    out,
+    print_json,
+    print_json_line,
+)
+from berth.render import printable, render_results
+from berth.settings import Settings
+from bus.faults import Transient
 
 # Past the wait for rest: reading the databases and receiving every compute service's report.
 CHECK_TIMEOUT_S = 60.0

@@ -1,76 +1,52 @@
 """`berth placement audit`, `export` and `import`: an operator's work on all of placement."""
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
-from typing import Any
+from typing import Annotated, Any
 from uuid import UUID
-from berth.audit.auditing import REQUESTS
-from berth.audit.auditing import UNDER_WAY
-from berth.audit.findings import is_proof
-from berth.audit.findings import may_run
-from berth.audit.invariants import ELSEWHERE
-from berth.audit.invariants import OVER
-from berth.audit.unclaimed import IS_SETTLED
-from berth.audit.unclaimed import Unclaimed
-from berth.audit.unclaimed import catch_up
-from berth.audit.unclaimed import claim_again
-from berth.audit.unclaimed import find_unclaimed
-from berth.audit.unclaimed import reported_of
-from berth.commands.common import AsJson
-from berth.commands.common import Exit
-from berth.commands.common import Stop
-from berth.commands.common import Yes
-from berth.commands.common import ask_first
-from berth.commands.common import by_cell
-from berth.commands.common import database_of
-from berth.commands.common import open_database_in_time
-from berth.commands.common import out
-from berth.commands.common import print_json
-from berth.commands.common import print_json_line
-from berth.commands.common import print_line
-from berth.commands.common import print_result
-from berth.render import counted
-from berth.render import printable
+
+import asyncpg
+import typer
+
+from berth.audit.auditing import REQUESTS, UNDER_WAY
+from berth.audit.findings import is_proof, may_run
+from berth.audit.invariants import ELSEWHERE, OVER
+from berth.audit.unclaimed import IS_SETTLED, Unclaimed, catch_up, claim_again, find_unclaimed, reported_of
+from berth.commands.common import (
+    AsJson,
+    Exit,
+    Stop,
+    Yes,
+    ask_first,
+    by_cell,
+    database_of,
+    open_database_in_time,
+    out,
+    print_json,
+    print_json_line,
+    print_line,
+    print_result,
+)
+from berth.render import counted, printable
 from berth.settings import Settings
-from berth.site import Site
-from berth.site import with_added_cells
-from bus.contracts.placement import ClaimOutcome
-from bus.contracts.placement import ConsumerAllocations
-from bus.contracts.placement import Release
-from bus.contracts.placement import ReleaseResult
-from bus.contracts.placement import Swap
-from bus.contracts.placement import SwapResult
+from berth.site import Site, with_added_cells
+from bus.contracts.placement import ClaimOutcome, ConsumerAllocations, Release, ReleaseResult, Swap, SwapResult
 from bus.faults import DatabaseUnprepared
 from bus.persistence.database import Database
 from cell_conductor.domain.report import UnknownMachineKind
 from placement_worker.book import PlacementService
 from placement_worker.operations import audit as questions
 from placement_worker.operations import export_store
-from placement_worker.operations.audit import Duplicate
-from placement_worker.operations.audit import repair
+from placement_worker.operations.audit import Duplicate, repair
 from placement_worker.operations.audit import move_host as move_host_in_book
-from placement_worker.operations.export import MAX_LINE_BYTES
-from placement_worker.operations.export import CopyReader
-from placement_worker.operations.export import InvalidExport
-from placement_worker.operations.export import PlacementExport
-from placement_worker.operations.export import lines
-from placement_worker.operations.export import parse
+from placement_worker.operations.export import MAX_LINE_BYTES, CopyReader, InvalidExport, PlacementExport, lines, parse
 from placement_worker.store.postgres_rows import PostgresPlacementRows
-
-import contextlib
-import sys
-import time
-
-import asyncpg
-import typer
-
 
 Giving = Release | Swap  # what releases a consumer's allocations
 

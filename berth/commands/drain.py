@@ -1,51 +1,52 @@
 """`berth drain` and `berth drains`: hosts are emptied; a plan before the start shows where their instances would go."""
 
 from __future__ import annotations
-from typing import Annotated
-from msgspec import Struct
-from rich.text import Text
-from berth.client import BuildClient
-from berth.client import drains as client_drains
-from berth.commands.common import AsJson
-from berth.commands.common import By
-from berth.commands.common import Exit
-from berth.commands.common import Reason
-from berth.commands.common import Stop
-from berth.commands.common import Timeout
-from berth.commands.common import check_reason
-from berth.commands.common import client
-from berth.commands.common import decided_by
-from berth.commands.common import out
-from berth.commands.common import parse_uuid
-from berth.commands.common import print_json
-from berth.commands.common import print_line
-from berth.commands.common import print_rows
-from berth.commands.options import CommandGroup
-from berth.render import counted
-from berth.render import printable
-from berth.render import render_rows
-from berth.render import utc
-from berth.settings import Settings
-from bus.clock import new_uuid
-from bus.contracts.drains import MAX_AT_ONCE
-from bus.contracts.drains import MAX_DEADLINE_S
-from bus.contracts.drains import DrainAction
-from bus.contracts.drains import DrainCommand
-from bus.contracts.drains import DrainPlan
-from bus.contracts.drains import DrainProgress
-from bus.contracts.drains import DrainQuery
-from bus.contracts.drains import DrainsQuery
-from bus.contracts.drains import DrainStart
-from bus.contracts.drains import DrainState
-from bus.contracts.drains import DrainTarget
-from bus.contracts.moves import ActionKind
 
 import asyncio
 import random
 import signal
+from typing import Annotated
 
 import typer
+from msgspec import Struct
+from rich.text import Text
 
+from berth.client import BuildClient
+from berth.client import drains as client_drains
+from berth.commands.common import (
+    AsJson,
+    By,
+    Exit,
+    Reason,
+    Stop,
+    Timeout,
+    check_reason,
+    client,
+    decided_by,
+    out,
+    parse_uuid,
+    print_json,
+    print_line,
+    print_rows,
+)
+from berth.commands.options import CommandGroup
+from berth.render import counted, printable, render_rows, utc
+from berth.settings import Settings
+from bus.clock import new_uuid
+from bus.contracts.drains import (
+    MAX_AT_ONCE,
+    MAX_DEADLINE_S,
+    DrainAction,
+    DrainCommand,
+    DrainPlan,
+    DrainProgress,
+    DrainQuery,
+    DrainsQuery,
+    DrainStart,
+    DrainState,
+    DrainTarget,
+)
+from bus.contracts.moves import ActionKind
 
 drains = CommandGroup()
 

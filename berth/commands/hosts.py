@@ -1,73 +1,62 @@
 """`berth hosts`, `services`, `workers`: what schedulers know of them, and decisions about them."""
 
 from __future__ import annotations
-from collections import defaultdict
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from typing import Annotated
-from typing import Any
-from typing import TypeVar
-from msgspec import Struct
-from rich.text import Text
-from berth.client import BuildClient
-from berth.commands.common import QUERY_TIMEOUT_S
-from berth.commands.common import AsJson
-from berth.commands.common import By
-from berth.commands.common import Exit
-from berth.commands.common import Reason
-from berth.commands.common import Stop
-from berth.commands.common import Timeout
-from berth.commands.common import Yes
-from berth.commands.common import ask_first
-from berth.commands.common import by_cell
-from berth.commands.common import check_cell
-from berth.commands.common import check_reason
-from berth.commands.common import client
-from berth.commands.common import decided_by
-from berth.commands.common import err
-from berth.commands.common import explain
-from berth.commands.common import out
-from berth.commands.common import print_json
-from berth.commands.common import print_line
-from berth.commands.common import print_rows
-from berth.commands.options import CommandGroup
-from berth.fencing.fencer import MAX_HOSTS
-from berth.fencing.fencer import Fencer
-from berth.fencing.plugin import FencingFailed
-from berth.fencing.plugin import load
-from berth.render import counted
-from berth.render import render_rows
-from berth.render import utc
-from berth.settings import Settings
-from bus.clock import SystemClock
-from bus.contracts.build import HostRecord
-from bus.contracts.operations import AdminState
-from bus.contracts.operations import DeleteHost
-from bus.contracts.operations import DeleteService
-from bus.contracts.operations import HostAdminState
-from bus.contracts.operations import HostDeleted
-from bus.contracts.operations import ServiceDeleted
-from bus.contracts.operations import ServiceRecord
-from bus.contracts.operations import SetAdminState
-from bus.contracts.workers import WorkerRecord
-from bus.contracts.workers import WorkersPage
-from bus.contracts.workers import WorkersQuery
-from bus.faults import Fault
-from bus.faults import RequestRefused
-from bus.faults import Transient
-from bus.port import BusError
-from cell_conductor.domain.report import UnknownMachineKind
-from berth.commands.safety import show_unknown
 
 import asyncio
 import contextlib
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import typer
+from msgspec import Struct
+from rich.text import Text
 
+from berth.client import BuildClient
+from berth.commands.common import (
+    QUERY_TIMEOUT_S,
+    AsJson,
+    By,
+    Exit,
+    Reason,
+    Stop,
+    Timeout,
+    Yes,
+    ask_first,
+    by_cell,
+    check_cell,
+    check_reason,
+    client,
+    decided_by,
+    err,
+    explain,
+    out,
+    print_json,
+    print_line,
+    print_rows,
+)
+from berth.commands.options import CommandGroup
+from berth.commands.safety import show_unknown
+from berth.fencing.fencer import MAX_HOSTS, Fencer
+from berth.fencing.plugin import FencingFailed, load
+from berth.render import counted, render_rows, utc
+from berth.settings import Settings
+from bus.clock import SystemClock
+from bus.contracts.build import HostRecord
+from bus.contracts.operations import (
+    AdminState,
+    DeleteHost,
+    DeleteService,
+    HostAdminState,
+    HostDeleted,
+    ServiceDeleted,
+    ServiceRecord,
+    SetAdminState,
+)
+from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
+from bus.faults import Fault, RequestRefused, Transient
+from bus.port import BusError
+from cell_conductor.domain.report import UnknownMachineKind
 
 hosts = CommandGroup()
 services = CommandGroup()

@@ -1,31 +1,25 @@
 """`berth nova`: in front of an OpenStack Nova."""
 
 from __future__ import annotations
+
+import asyncio
 from typing import Annotated
+
+import typer
 from msgspec import Struct
 from msgspec.structs import replace
-from berth.commands.common import SHADOW
-from berth.commands.common import Stop
-from berth.commands.common import explain
-from berth.commands.common import host_and_port
-from berth.commands.common import in_shadow
-from berth.commands.common import print_stop
-from berth.commands.common import settings_of
+
+import placement_worker.app
+import scheduler_worker.nova.app
+from berth.commands.common import SHADOW, Stop, explain, host_and_port, in_shadow, print_stop, settings_of
 from berth.commands.options import CommandGroup
-from berth.commands.placement import DEFAULT_API
-from berth.commands.placement import placement_database
+from berth.commands.placement import DEFAULT_API, placement_database
 from berth.commands.serving import Tokens
 from berth.rest_address import with_rest_at
-from berth.settings import BusSettings
-from berth.settings import Settings
-from berth.site import Brokers
-from berth.site import Site
-from berth.site import process_name
-from berth.trial.embedded.process import ServerFailed
-from berth.trial.embedded.process import ServerMissing
-from berth.web.access import Access
-from berth.web.access import WebCaller
-from berth.web.access import read_tokens
+from berth.settings import BusSettings, Settings
+from berth.site import Brokers, Site, process_name
+from berth.trial.embedded.process import ServerFailed, ServerMissing
+from berth.web.access import Access, WebCaller, read_tokens
 from berth.web.server import WebServer
 from bus.clock import SystemClock
 from bus.service.environment import Environment
@@ -35,13 +29,6 @@ from bus.service.settings import SettingsError
 from placement_worker.book import PlacementService
 from placement_worker.store.memory_rows import MemoryPlacementRows
 from placement_worker.store.memory_table import MemoryPlacementTable
-
-import asyncio
-
-import typer
-
-import placement_worker.app
-import scheduler_worker.nova.app
 
 nova = CommandGroup(no_args_is_help=True, help="In front of an OpenStack Nova.")
 

@@ -1,64 +1,50 @@
 """The pages: rendered here, kept up to date by server-sent events. They show schedulers' answers, and nothing else."""
 
 from __future__ import annotations
+
+import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
+
+import msgspec
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.responses import RedirectResponse
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
+
 from berth.render import printable
-from berth.web.access import WebCaller
-from berth.web.access import WebRole
-from berth.web.api import SEARCHED_BY
-from berth.web.api import WebApi
-from berth.web.api import caller_of
-from berth.web.api import check_again
-from berth.web.api import json_response
-from berth.web.api import moment_of
-from berth.web.api import need
-from berth.web.api import next_page
-from berth.web.api import parsed
-from berth.web.api import sse
-from berth.web.api import stream_response
-from berth.web.api import uuid_of
-from berth.web.fleet import FleetReader
-from berth.web.fleet import QueueDepth
-from berth.web.fleet import QueueReader
-from berth.web.live import INSTANCE_LOST
-from berth.web.live import Live
-from berth.web.live import Second
+from berth.web.access import WebCaller, WebRole
+from berth.web.api import (
+    SEARCHED_BY,
+    WebApi,
+    caller_of,
+    check_again,
+    json_response,
+    moment_of,
+    need,
+    next_page,
+    parsed,
+    sse,
+    stream_response,
+    uuid_of,
+)
+from berth.web.fleet import FleetReader, QueueDepth, QueueReader
+from berth.web.live import INSTANCE_LOST, Live, Second
 from berth.web.operations import WebActions
 from berth.web.problems import Problem
 from berth.web.quarantine import SafetyReader
-from berth.web.rendering import Asked
-from berth.web.rendering import rendered
+from berth.web.rendering import Asked, rendered
 from bus.clock import Clock
-from bus.contracts.build import TERMINAL_STATES
-from bus.contracts.build import BuildPage
-from bus.contracts.build import BuildQuery
-from bus.contracts.build import BuildRecord
-from bus.contracts.build import BuildState
-from bus.contracts.build import HostRecord
+from bus.contracts.build import TERMINAL_STATES, BuildPage, BuildQuery, BuildRecord, BuildState, HostRecord
 from bus.contracts.catalogue import OPERATORS
-from bus.contracts.moves import ActionKind
-from bus.contracts.moves import ActionQuery
-from bus.contracts.moves import ActionRequest
+from bus.contracts.moves import ActionKind, ActionQuery, ActionRequest
 from bus.contracts.stages import durations
 from bus.contracts.workers import WorkerRecord
 from bus.faults import Fault
 from bus.port import BusError
 from scheduler_worker.domain.builds import DELETE_REQUESTED
-
-import asyncio
-
-import msgspec
-
 
 NOW_EVERY_S = 1.0
 PAGE = 50

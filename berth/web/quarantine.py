@@ -4,54 +4,31 @@ Read from the cells' records in the database, which schedulers do not have.
 """
 
 from __future__ import annotations
+
+import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
 from starlette.requests import Request
+
 from berth.audit import quarantine as records
-from berth.audit.quarantine import InCells
-from berth.audit.quarantine import TrippedBreaker
+from berth.audit.quarantine import InCells, TrippedBreaker
 from berth.web.access import WebRole
-from berth.web.api import Handlers
-from berth.web.api import caller_of
-from berth.web.api import converted
-from berth.web.api import number_of
-from berth.web.api import object_of
-from berth.web.api import parsed
-from berth.web.api import route
-from berth.web.api import truth_of
+from berth.web.api import Handlers, caller_of, converted, number_of, object_of, parsed, route, truth_of
 from berth.web.fleet import PAGE_TIMEOUT_S
 from berth.web.problems import Problem
-from bus.contracts.base import Count
-from bus.contracts.base import Reason
-from bus.contracts.base import Uuid
-from bus.contracts.base import Word
-from bus.faults import DatabaseUnavailable
-from bus.faults import Fault
-from bus.faults import Forbidden
-from bus.faults import Transient
-from bus.service.environment import Environment
-from bus.service.environment import NotConfigured
+from bus.contracts.base import Count, Reason, Uuid, Word
+from bus.faults import DatabaseUnavailable, Fault, Forbidden, Transient
+from bus.service.environment import Environment, NotConfigured
 from bus.service.settings import SettingsError
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnknownMachineKind
-from cell_conductor.store.safety import ADOPT
-from cell_conductor.store.safety import PROTECT
-from cell_conductor.store.safety import DecidedMachine
-from cell_conductor.store.safety import MachineKey
-from cell_conductor.store.safety import UnknownMachineRecord
-
-import asyncio
-
-import msgspec
-
+from cell_conductor.store.safety import ADOPT, PROTECT, DecidedMachine, MachineKey, UnknownMachineRecord
 
 MAX_SHOWN = 10_000
 # Of one request: their JSON is within the bound of a body.

@@ -5,68 +5,43 @@ behind a simulated Ironic, every worker real.
 """
 
 from __future__ import annotations
-from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-from msgspec import Struct
-from prometheus_client import REGISTRY
-from rich.console import Console
-from rich.progress import BarColumn
-from rich.progress import MofNCompleteColumn
-from rich.progress import Progress
-from rich.progress import SpinnerColumn
-from rich.progress import TextColumn
-from rich.progress import TimeElapsedColumn
-from rich.text import Text
-from berth.audit.gather import gather
-from berth.audit.gather import rest
-from berth.audit.invariants import InvariantResult
-from berth.audit.invariants import check_invariants
-from berth.client import BuildClient
-from berth.load import LoadPlan
-from berth.load import LoadReport
-from berth.load import run_load
-from berth.load.plan import draw_requests
-from berth.load.plan import is_metal
-from berth.load.summary import Failure
-from berth.render import printable
-from berth.render import render_funnel
-from berth.render import render_results
-from berth.render import render_rows
-from berth.settings import BusSettings
-from berth.settings import DatabaseSettings
-from berth.settings import Settings
-from berth.settings import UpSettings
-from berth.site import Site
-from berth.site import process_name
-from berth.trial.embedded.__main__ import EXIT_NO_SERVER
-from berth.trial.embedded.process import ServerFailed
-from berth.trial.embedded.process import ServerMissing
-from berth.trial.ironic_stand_in import Behaviour
-from berth.trial.ironic_stand_in import IronicStandIn
-from berth.trial.up import LocalSystem
-from berth.trial.up import simulated_ironic
-from berth.trial.up import site
-from bus.service.telemetry import configure_logging
-from compute_sim.config import ComputeConfig
-from compute_sim.config import HostSize
-from compute_sim.domain.faults import Faults
-from ironic_sync.config import IronicSyncConfig
-from lab.feed_watch import FeedWatch
-from lab.feed_watch import RecordingClient
 
 import argparse
 import asyncio
 import random
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
+from msgspec import Struct
+from prometheus_client import REGISTRY
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import InvariantResult, check_invariants
+from berth.client import BuildClient
+from berth.load import LoadPlan, LoadReport, run_load
+from berth.load.plan import draw_requests, is_metal
+from berth.load.summary import Failure
+from berth.render import printable, render_funnel, render_results, render_rows
+from berth.settings import BusSettings, DatabaseSettings, Settings, UpSettings
+from berth.site import Site, process_name
+from berth.trial.embedded.__main__ import EXIT_NO_SERVER
+from berth.trial.embedded.process import ServerFailed, ServerMissing
+from berth.trial.ironic_stand_in import Behaviour, IronicStandIn
+from berth.trial.up import LocalSystem, simulated_ironic, site
+from bus.service.telemetry import configure_logging
+from compute_sim.config import ComputeConfig, HostSize
+from compute_sim.domain.faults import Faults
+from ironic_sync.config import IronicSyncConfig
+from lab.feed_watch import FeedWatch, RecordingClient
 
 REQUESTS = 1000
 HYPERVISORS_PER_SERVICE = 50

@@ -1,33 +1,6 @@
 """The command line as a user has it: one `berth up`, every command a process of its own, every mistake a sentence."""
 
 from __future__ import annotations
-from pathlib import Path
-from typing import Any
-from berth.load.record import STAGES
-from berth.load.record import decode
-from berth.trial.embedded.process import free_port
-from berth.trial.worker_processes import NO_TLS
-from berth.trial.worker_processes import WorkerProcesses
-from bus.persistence.database import Database
-from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.report import UnknownMachine
-from cell_conductor.domain.report import UnknownMachineKind
-from cell_conductor.store.postgres_keyed import PostgresKeyed
-from cell_conductor.store.safety import Safety
-from tests.kit.waiting import wait_until
-from tests.system import command_line
-from tests.system.command_line import NO
-from tests.system.command_line import STOP_TIMEOUT_S
-from tests.system.command_line import TIME
-from tests.system.command_line import TIMEOUT_S
-from tests.system.command_line import UNKNOWN
-from tests.system.command_line import UNREACHABLE
-from tests.system.command_line import USAGE
-from tests.system.command_line import Berth
-from tests.system.command_line import boot
-from tests.system.command_line import parked
-from tests.system.command_line import publish
-from tests.system.command_line import timeline_of
 
 import asyncio
 import contextlib
@@ -41,10 +14,36 @@ import sys
 import tempfile
 import time
 import uuid
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from berth.load.record import STAGES, decode
+from berth.trial.embedded.process import free_port
+from berth.trial.worker_processes import NO_TLS, WorkerProcesses
+from bus.persistence.database import Database
+from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.report import UnknownMachine, UnknownMachineKind
+from cell_conductor.store.postgres_keyed import PostgresKeyed
+from cell_conductor.store.safety import Safety
+from tests.kit.waiting import wait_until
+from tests.system import command_line
+from tests.system.command_line import (
+    NO,
+    STOP_TIMEOUT_S,
+    TIME,
+    TIMEOUT_S,
+    UNKNOWN,
+    UNREACHABLE,
+    USAGE,
+    Berth,
+    boot,
+    parked,
+    publish,
+    timeline_of,
+)
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.timeout(600)]
 

@@ -1,90 +1,63 @@
 """What an audit reads of whole records: instances that hold nothing, and the members of a gang."""
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Collection
-from collections.abc import Mapping
-from typing import Any
-from msgspec.structs import replace
-from berth.audit.gather import _gangs
-from berth.audit.gather import _roots
-from berth.audit.invariants import RunningFact
-from berth.audit.unclaimed import HostReports
-from berth.audit.unclaimed import Unclaimed
-from berth.audit.unclaimed import catch_up
-from berth.audit.unclaimed import claim_again
-from berth.audit.unclaimed import find_unclaimed
-from berth.commands import book
-from berth.commands.book import audited
-from berth.settings import DatabaseSettings
-from berth.settings import Settings
-from berth.site import Site
-from bus.bus import Bus
-from bus.clock import SystemClock
-from bus.clock import new_uuid
-from bus.consuming.consumer import Consumer
-from bus.contracts.book import ConsumerRecord
-from bus.contracts.build import BuildRequest
-from bus.contracts.build import BuildState
-from bus.contracts.build import DeleteRequest
-from bus.contracts.cell import InstanceSpec
-from bus.contracts.cell import Selection
-from bus.contracts.moves import ActionKind
-from bus.contracts.moves import ActionState
-from bus.contracts.moves import CellAction
-from bus.contracts.placement import ClaimResult
-from bus.contracts.placement import Inventory
-from bus.contracts.placement import InventoryUpdate
-from bus.contracts.placement import ProviderReport
-from bus.contracts.placement import Release
-from bus.memory import MemoryBroker
-from bus.memory import MemoryTransport
-from bus.persistence.database import Database
-from cell_conductor.domain.desires import DESIRED_STATES
-from cell_conductor.domain.events import ActionRequested
-from cell_conductor.domain.instance import Instance
-from cell_conductor.domain.instance import State
-from cell_conductor.domain.report import UnknownMachine
-from cell_conductor.domain.report import UnknownMachineKind
-from cell_conductor.domain.report import is_provably_ended
-from cell_conductor.domain.steps import StepContext
-from cell_conductor.domain.table import awaited_request_of
-from cell_conductor.domain.table import step
-from cell_conductor.placement_requests import PendingRequest
-from cell_conductor.placement_requests import PlacementRequests
-from cell_conductor.store.postgres import MIGRATIONS
-from cell_conductor.store.postgres import PostgresInstances
-from cell_conductor.store.postgres_keyed import PostgresKeyed
-from cell_conductor.store.safety import Safety
-from cell_conductor.store.tables import INSERT
-from cell_conductor.store.tables import columns
-from cell_conductor.store.tables import with_parameters
-from placement_worker.book import PlacementService
-from placement_worker.handlers import PlacementHandlers
-from placement_worker.operations.audit import generations
-from scheduler_worker.domain.builds import FAILED_OR_REFUSED
-from scheduler_worker.domain.builds import SCHEDULED
-from scheduler_worker.domain.builds import Actor
-from scheduler_worker.domain.builds import BuildUpdate
-from scheduler_worker.domain.builds import Gang
-from scheduler_worker.domain.builds import NewBuild
-from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.deletes import PendingDelete
-from scheduler_worker.domain.deletes import plan_deletes
-from scheduler_worker.domain.recorded_moves import RecordedAction
-from scheduler_worker.domain.requests import RequestDelivery
-from scheduler_worker.store.postgres import MIGRATIONS as SCHEDULER_MIGRATIONS
-from scheduler_worker.store.postgres import PostgresBuilds
-from tests.integration.placement.conftest import claim
-from tests.kit.sent import Sent
-from tests.integration.placement.conftest import PlacementDatabase
 
 import contextlib
 import json
 import random
+from collections.abc import AsyncIterator, Collection, Mapping
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from berth.audit.gather import _gangs, _roots
+from berth.audit.invariants import RunningFact
+from berth.audit.unclaimed import HostReports, Unclaimed, catch_up, claim_again, find_unclaimed
+from berth.commands import book
+from berth.commands.book import audited
+from berth.settings import DatabaseSettings, Settings
+from berth.site import Site
+from bus.bus import Bus
+from bus.clock import SystemClock, new_uuid
+from bus.consuming.consumer import Consumer
+from bus.contracts.book import ConsumerRecord
+from bus.contracts.build import BuildRequest, BuildState, DeleteRequest
+from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.moves import ActionKind, ActionState, CellAction
+from bus.contracts.placement import ClaimResult, Inventory, InventoryUpdate, ProviderReport, Release
+from bus.memory import MemoryBroker, MemoryTransport
+from bus.persistence.database import Database
+from cell_conductor.domain.desires import DESIRED_STATES
+from cell_conductor.domain.events import ActionRequested
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.report import UnknownMachine, UnknownMachineKind, is_provably_ended
+from cell_conductor.domain.steps import StepContext
+from cell_conductor.domain.table import awaited_request_of, step
+from cell_conductor.placement_requests import PendingRequest, PlacementRequests
+from cell_conductor.store.postgres import MIGRATIONS, PostgresInstances
+from cell_conductor.store.postgres_keyed import PostgresKeyed
+from cell_conductor.store.safety import Safety
+from cell_conductor.store.tables import INSERT, columns, with_parameters
+from placement_worker.book import PlacementService
+from placement_worker.handlers import PlacementHandlers
+from placement_worker.operations.audit import generations
+from scheduler_worker.domain.builds import (
+    FAILED_OR_REFUSED,
+    SCHEDULED,
+    Actor,
+    BuildUpdate,
+    Gang,
+    NewBuild,
+    RecordedBuild,
+)
+from scheduler_worker.domain.deletes import PendingDelete, plan_deletes
+from scheduler_worker.domain.recorded_moves import RecordedAction
+from scheduler_worker.domain.requests import RequestDelivery
+from scheduler_worker.store.postgres import MIGRATIONS as SCHEDULER_MIGRATIONS
+from scheduler_worker.store.postgres import PostgresBuilds
+from tests.integration.placement.conftest import PlacementDatabase, claim
+from tests.kit.sent import Sent
 
 # --- An instance that runs by its cell's record and holds nothing in placement, as after a restore: it is found and
 # claimed again.

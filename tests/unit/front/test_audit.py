@@ -1,38 +1,33 @@
 """The invariants over facts, and an audit's findings in them."""
 
 from __future__ import annotations
-from typing import Any
-from msgspec.structs import replace
-from berth.audit.findings import AuditFacts
-from berth.audit.findings import AuditFinding
-from berth.audit.findings import Confirmed
-from berth.audit.findings import FindingKind
-from berth.audit.findings import findings
-from berth.audit.invariants import ALIVE
-from berth.audit.invariants import AT_REST
-from berth.audit.invariants import ActionFact
-from berth.audit.invariants import BreakerFact
-from berth.audit.invariants import Facts
-from berth.audit.invariants import GangFact
-from berth.audit.invariants import InstanceFact
-from berth.audit.invariants import InventoryFact
-from berth.audit.invariants import QuarantineFact
-from berth.audit.invariants import ReporterFact
-from berth.audit.invariants import RunningFact
-from berth.audit.invariants import ServiceDownFact
-from berth.audit.invariants import check_invariants
-from berth.audit.repairing import MAX_AT_ONCE
-from berth.audit.repairing import chosen
-from berth.settings import AuditSettings
-from berth.settings import Settings
-from bus.contracts.build import BuildEvent
-from bus.contracts.build import BuildState
-from bus.contracts.feed import Change
-from bus.contracts.placement import ProviderState
 
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from berth.audit.findings import AuditFacts, AuditFinding, Confirmed, FindingKind, findings
+from berth.audit.invariants import (
+    ALIVE,
+    AT_REST,
+    ActionFact,
+    BreakerFact,
+    Facts,
+    GangFact,
+    InstanceFact,
+    InventoryFact,
+    QuarantineFact,
+    ReporterFact,
+    RunningFact,
+    ServiceDownFact,
+    check_invariants,
+)
+from berth.audit.repairing import MAX_AT_ONCE, chosen
+from berth.settings import AuditSettings, Settings
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.feed import Change
+from bus.contracts.placement import ProviderState
 
 # --- each invariant, seen to hold on sound facts and to break on facts with one thing wrong
 

@@ -1,97 +1,61 @@
 """Commands of operators, without a system."""
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from typing import cast
-from msgspec.structs import replace
-from typer.testing import CliRunner
-from berth.audit.auditing import AuditPass
-from berth.audit.findings import Confirmed
-from berth.audit.quarantine import InCells
-from berth.audit.quarantine import TrippedBreaker
-from berth.cli import app
-from berth.client import BuildClient
-from berth.client.drains import STUCK_S
-from berth.client.drains import follow
-from berth.commands import audits
-from berth.commands import common
-from berth.commands import dead_letters
-from berth.commands import objects
-from berth.commands import safety
-from berth.commands.common import Stop
-from berth.commands.drain import _ended
-from berth.commands.expired import is_expired
-from berth.commands.expired import send_back
-from berth.commands.instances import show_record
-from berth.commands.objects import MAX_FILE_BYTES
-from berth.commands.objects import read_file
-from berth.fencing.fencer import CELL_SILENT
-from berth.fencing.fencer import TOO_MANY
-from berth.fencing.fencer import Fencer
-from berth.fencing.fencer import FencingPlan
-from berth.fencing.fencer import plan
-from berth.fencing.plugin import FencingPlugin
-from berth.settings import FencingSettings
-from berth.settings import Settings
-from berth.site import Site
-from bus.clock import SystemClock
-from bus.consuming import dead_letters as letters
-from bus.consuming.dead_letters import DeadLetter
-from bus.contracts.build import BuildRecord
-from bus.contracts.build import BuildState
-from bus.contracts.build import FunnelStep
-from bus.contracts.build import HostRecord
-from bus.contracts.build import HostScore
-from bus.contracts.build import HostsPage
-from bus.contracts.build import TimelineEntry
-from bus.contracts.drains import DrainFailure
-from bus.contracts.drains import DrainMoveState
-from bus.contracts.drains import DrainProgress
-from bus.contracts.drains import DrainsPage
-from bus.contracts.drains import DrainState
-from bus.contracts.drains import DrainTarget
-from bus.contracts.moves import ActionKind
-from bus.contracts.moves import ActionPage
-from bus.contracts.moves import ActionRecord
-from bus.contracts.moves import ActionState
-from bus.contracts.objects import CellState
-from bus.contracts.objects import ObjectKind
-from bus.contracts.objects import ObjectsChange
-from bus.contracts.objects import ObjectsChanged
-from bus.contracts.objects import ObjectsPage
-from bus.contracts.objects import ObjectsQuery
-from bus.contracts.objects import StoredObject
-from bus.contracts.operations import AdminState
-from bus.contracts.operations import HostAdminState
-from bus.contracts.operations import ServiceRecord
-from bus.contracts.operations import ServicesPage
-from bus.contracts.operations import SetAdminState
-from bus.contracts.placement import ConflictingConsumer
-from bus.contracts.queues import BY_QUEUE
-from bus.contracts.queues import DEAD
-from bus.faults import DatabaseUnavailable
-from bus.faults import RequestRefused
-from bus.memory import MemoryBroker
-from bus.memory import MemoryTransport
-from bus.port import Outgoing
-from bus.port import PublishRefused
-from bus.wire import SENT_AT
-from cell_conductor.domain.breaker import Breaker
-from tests.kit.virtual_time import on_virtual_time
 
 import asyncio
 import contextlib
 import json
 import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import typer
+from msgspec.structs import replace
+from typer.testing import CliRunner
 
+from berth.audit.auditing import AuditPass
+from berth.audit.findings import Confirmed
+from berth.audit.quarantine import InCells, TrippedBreaker
+from berth.cli import app
+from berth.client import BuildClient
+from berth.client.drains import STUCK_S, follow
+from berth.commands import audits, common, dead_letters, objects, safety
+from berth.commands.common import Stop
+from berth.commands.drain import _ended
+from berth.commands.expired import is_expired, send_back
+from berth.commands.instances import show_record
+from berth.commands.objects import MAX_FILE_BYTES, read_file
+from berth.fencing.fencer import CELL_SILENT, TOO_MANY, Fencer, FencingPlan, plan
+from berth.fencing.plugin import FencingPlugin
+from berth.settings import FencingSettings, Settings
+from berth.site import Site
+from bus.clock import SystemClock
+from bus.consuming import dead_letters as letters
+from bus.consuming.dead_letters import DeadLetter
+from bus.contracts.build import BuildRecord, BuildState, FunnelStep, HostRecord, HostScore, HostsPage, TimelineEntry
+from bus.contracts.drains import DrainFailure, DrainMoveState, DrainProgress, DrainsPage, DrainState, DrainTarget
+from bus.contracts.moves import ActionKind, ActionPage, ActionRecord, ActionState
+from bus.contracts.objects import (
+    CellState,
+    ObjectKind,
+    ObjectsChange,
+    ObjectsChanged,
+    ObjectsPage,
+    ObjectsQuery,
+    StoredObject,
+)
+from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord, ServicesPage, SetAdminState
+from bus.contracts.placement import ConflictingConsumer
+from bus.contracts.queues import BY_QUEUE, DEAD
+from bus.faults import DatabaseUnavailable, RequestRefused
+from bus.memory import MemoryBroker, MemoryTransport
+from bus.port import Outgoing, PublishRefused
+from bus.wire import SENT_AT
+from cell_conductor.domain.breaker import Breaker
+from tests.kit.virtual_time import on_virtual_time
 
 # --- which silent hosts are switched off without a person
 
