@@ -521,7 +521,7 @@ class CellEventBatch:
         if action is not None:
             self._change(action)
         actor = f"conductor {build.cell}"
-        left = TimelineEntry(at=event.at or self._now, actor=actor, what="departed", detail=to_cell)
+        left = TimelineEntry(at=event.at or self._now, actor=actor, what="transferred", detail=to_cell)
         self._add(after, (left,))
         self.messages += [OutboxMessage(to_cell, command, event.request_id) for command in commands]
 

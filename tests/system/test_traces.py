@@ -66,7 +66,7 @@ HOPS = {
 BY_HTTP = HOPS - {("client", "build"), ("scheduler", "scheduler.requests")} | {("scheduler", "scheduler.door")}
 # The same of a live migration, from the command that requests it.
 MOVE_HOPS = {
-    ("cli", "move"),
+    ("cli", "action"),
     ("cli", "request instance.action.v1"),
     ("scheduler", "scheduler.operators"),
     ("placement", "placement.requests"),
@@ -249,7 +249,7 @@ async def test_a_move_from_the_command_line_and_a_request_over_http_begin_a_trac
                     pass
         await web.close()
         await running.spans_of("")
-    spans = running.below("cli", "move")
+    spans = running.below("cli", "action")
     assert {(span.service, span.name) for span in spans} >= MOVE_HOPS
     assert spans[0].attributes["berth.action"] == "live-migrate"
     assert_one_tree(spans)

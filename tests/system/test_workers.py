@@ -34,7 +34,7 @@ from bus.consuming import dead_letters
 from bus.contracts.queues import COMMANDS
 from bus.rabbitmq.transport import RabbitTransport
 from compute_sim.config import ComputeConfig
-from tests.integration.ironic.test_whole import Site, book_on
+from tests.integration.ironic.test_whole import Site, placement_on
 from tests.kit.forks import ForkedProcess, run_berth
 from tests.kit.lent import lent_servers
 from tests.kit.raw_amqp import raw_publisher
@@ -318,19 +318,22 @@ async def test_a_paused_writer_is_replaced_and_stands_by_when_it_is_resumed(serv
     node, other = (str(made["uuid"]) for made in (ironic.pool.add(**FREE), ironic.pool.add(**FREE)))
     settings = {"BERTH_IRONIC_SYNC__URL": await ironic.start()}
     try:
-        async with running_processes(servers, SYNC_PLAN, spawn=ForkedProcess) as (processes, _), book_on(site) as book:
+        async with (
+            running_processes(servers, SYNC_PLAN, spawn=ForkedProcess) as (processes, _),
+            placement_on(site) as placement,
+        ):
             for name in (FIRST, SECOND):  # the first one is the writer by the time it is ready
                 processes.start(name, "ironic-sync", settings=settings)
                 await processes.ready([name])
-            await book.until(lambda: book.offered() == {node, other})
+            await placement.until(lambda: placement.offered() == {node, other})
             processes.pause(FIRST)
             began = time.monotonic()
             await ironic.pool.set_maintenance(ironic.pool.nodes[node], True, "fan", "req-1")
-            await book.until(lambda: book.offered() == {other})
+            await placement.until(lambda: placement.offered() == {other})
             sys.stdout.write(f"reported by the second after {time.monotonic() - began:.2f} s\n")
             processes.resume(FIRST)
             await ironic.pool.set_maintenance(ironic.pool.nodes[node], False, None, "req-2")
-            await book.until(lambda: book.offered() == {node, other})
+            await placement.until(lambda: placement.offered() == {node, other})
 
             async def stands_by() -> bool:
                 return not writers(await processes.metrics(FIRST))

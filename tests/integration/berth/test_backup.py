@@ -47,7 +47,7 @@ async def filled(postgres_url: str) -> str:
         " VALUES (1, gen_random_uuid(), 'child', 2, 2), (2, gen_random_uuid(), $1, NULL, 2)",
         HOSTILE,
     )
-    await connection.execute("SELECT nextval('placement.shapes') FROM generate_series(1, 77)")
+    await connection.execute("SELECT nextval('placement.spec_generations') FROM generate_series(1, 77)")
     await connection.close()
     return postgres_url
 
