@@ -475,7 +475,7 @@ def test_a_port_of_the_api_that_is_taken_is_reported_without_a_traceback(berth: 
 
 def test_up_serves_placements_api_and_prints_its_address_and_token(berth: Berth) -> None:
     found = re.search(
-        r"Placement +(http://127\.0\.0\.1:\d+)(?: \(.* is taken\))?, for the token in (\S+)", berth.output
+        r"Placement +(http://127\.0\.0\.1:\d+)(?: \(.* is in use\))?, for the token in (\S+)", berth.output
     )
     assert found is not None, berth.output
     url, token = f"{found[1]}/resource_providers?name=cell1-c1-00001", Path(found[2]).read_text().strip()
