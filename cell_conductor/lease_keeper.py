@@ -166,9 +166,11 @@ class LeaseController:
         if listening is not None and listening.server != self._store.servers:
             listening = self._listening = _Listening(self._store.servers, now_s)
             table.hear_anew()
+            self._store.read_anew()
         is_newer = self._delete_recorded(now_s)
         listened_s = -1.0 if listening is None else now_s - listening.since
-        if listening is not None and table.is_listening and listened_s >= table.heartbeats_s and not self._above:
+        is_known = table.is_listening and listened_s >= table.heartbeats_s and not self._above
+        if listening is not None and is_known and self._store.is_read:
             listening.may_act = True
         # Also of a service that is not on record.
         listens_s = max(table.listening_s, table.heartbeats_s, LISTEN_HEARTBEATS * DEFAULT_HEARTBEAT_S)

@@ -99,7 +99,7 @@ class MachineLister:
             attempt, owner, is_complete = machine.attempt, machine.database_id, machine.built and not machine.tag_only
         else:
             attempt, owner, is_complete = (entry.attempt, entry.database_id, False) if entry else (None, None, False)
-        is_building = entry is not None and entry.phase is AttemptPhase.BUILDING and entry.attempt == attempt
+        phase = entry.phase if entry is not None and entry.attempt == attempt else None
         kept = self._records.spec_of(key, attempt) if owner == database_id else None
         taken = machine.allocations if machine is not None else None
         allocations = taken or (kept.allocations if kept is not None else None)
@@ -109,7 +109,8 @@ class MachineLister:
             host_uuid=host,
             service=self._service,
             host=self._scanner.name_of(host),
-            complete=is_complete and not is_building,
+            complete=is_complete and phase is not AttemptPhase.BUILDING,
+            failed=phase is AttemptPhase.FAILED and not is_complete,
             runs=machine is not None and machine.runs,
             busy=self._is_busy(key),
             foreign=owner != database_id,

@@ -130,7 +130,9 @@ class DatabaseMark(Struct, frozen=True, omit_defaults=True):
             return max(self, other, key=lambda one: one.database_incarnation)
         if not other.is_above(self):
             return self
-        highest = map(max, zip_longest(self.sent_sequences, other.sent_sequences, fillvalue=0))
+        highest = [max(pair) for pair in zip_longest(self.sent_sequences, other.sent_sequences, fillvalue=0)]
+        while not highest[-1]:
+            highest.pop()
         return DatabaseMark(self.database_incarnation, tuple(highest))
 
     def is_above(self, other: DatabaseMark) -> bool:

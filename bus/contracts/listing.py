@@ -31,7 +31,8 @@ class ListMachines(Message, frozen=True, kw_only=True, tag="compute.listing.v1")
 class ListedMachine(AttemptOnHost, frozen=True, kw_only=True, omit_defaults=True):
     """One machine. attempt: as in its tag (0: it is not known).
 
-    complete: it is certainly built; one that is being built is not. runs: it is not stopped. busy: a change or a
+    complete: it is certainly built; one that is being built is not. failed: its build has failed, and may have left
+    something. runs: it is not stopped. busy: a change or a
     destruction of it is under way, or has been given up for now. foreign: it has no tag of this database. project_id,
     spec, allocations: as its service was commanded them last; allocations rather as its host has them (None: the
     service does not know).
@@ -39,6 +40,7 @@ class ListedMachine(AttemptOnHost, frozen=True, kw_only=True, omit_defaults=True
 
     host: Label
     complete: bool = True
+    failed: bool = False
     runs: bool = True
     busy: bool = False
     foreign: bool = False

@@ -50,7 +50,8 @@ ATTEMPTS_PER_INCARNATION = 1000
 
 class InstanceFacts:
     """All that is known of the instance. known: the top's record, if that counts. own: the machines with the cell's tag
-    about which no operator has decided, the newest last. record: on record. base: that, or what the top knows newer.
+    about which no operator has decided, the newest last. failed: what failed builds may have left, which is no machine
+    of it. record: on record. base: that, or what the top knows newer.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class InstanceFacts:
         own = sorted((one for one in machines if not one.foreign), key=lambda one: (one.attempt, one.host_uuid))
         self.protected = [one for one in own if one.host_uuid in protected]
         self.decided = [one for one in own if one.host_uuid == destroyed and one not in self.protected]
-        self.own = [one for one in own if one not in self.protected and one not in self.decided]
+        undecided = [one for one in own if one not in self.protected and one not in self.decided]
+        self.own, self.failed = ([one for one in undecided if one.failed is failed] for failed in (False, True))
         self.decision, self.off = decision, off
         # A machine without this database's tag is not proved to be another's: the tag may have been removed from the
         # instance's.
@@ -142,7 +144,7 @@ class InstanceFacts:
             RecoveryCommand(
                 RecoveryCommandKind.QUARANTINE if one.complete else RecoveryCommandKind.DESTROY_IF_INCOMPLETE, one
             )
-            for one in self.own
+            for one in (*self.own, *self.failed)
             if one not in wanted
         )
 
@@ -198,7 +200,7 @@ def await_command(facts: InstanceFacts) -> Reconciled | None:
         return None
     if record is None:
         is_first = not known.is_active and known.attempt <= 1
-        return Reconciled(None) if known.is_transferred_in or is_first else None
+        return Reconciled(None, facts.commands()) if known.is_transferred_in or is_first else None
     is_started = record.action is not None and record.action.request_id == known.request_id
     if (
         not known.is_transferred_in
@@ -226,9 +228,9 @@ def delete(facts: InstanceFacts) -> Reconciled | None:
         (numbers if is_by_top else others).append(known.attempt)
     if max(others, default=0) > max(numbers):
         return facts.blocked(BlockedReason.CONFLICT)
-    commands = tuple(RecoveryCommand(RecoveryCommandKind.DESTROY, one) for one in facts.own)
-    if base is None:
-        return Reconciled(None, commands)
+    commands = tuple(RecoveryCommand(RecoveryCommandKind.DESTROY, one) for one in (*facts.own, *facts.failed))
+    if base is None or base.spec is None:  # of a tombstone, no end could be told
+        return Reconciled(base, commands)
     ended, may_be_absent = _ends_of(facts), bool(facts.unseen & facts.places)
     if may_be_absent and base.selections and base.current.service == NO_SERVICE:
         return facts.blocked(BlockedReason.HOST_ABSENT, commands)  # nobody could be commanded
@@ -387,7 +389,7 @@ def _numbered(facts: InstanceFacts, record: Instance | None, incarnation: int) -
     """
     if record is None or record.phase in IN_OTHER_CELL:
         return record
-    seen = [record.last_attempt, *(one.attempt for one in facts.own)]
+    seen = [record.last_attempt, *(one.attempt for one in (*facts.own, *facts.failed))]
     if facts.known is not None and not facts.known.is_in_other_cell:
         seen.append(facts.known.attempt)
     if record.phase not in DELETE_REQUESTED:

@@ -124,15 +124,15 @@ class DatabaseState(StrEnum):
 
 
 class DatabaseIdentity(Struct):
-    """The state of its database that a conductor last saw. mark: of its own commits that are on disk. read: the marks
-    on record.
+    """The state of its database that a conductor last saw. mark: the highest that it had, by what this process has read
+    and committed. read: the marks on record on the server that it is on (None: not read yet).
     """
 
     database_id: str = ""
     incarnation: int = 1
     is_recovering: bool = False
     mark: DatabaseMark = DatabaseMark()
-    read: RecordedMarks = RecordedMarks(DatabaseMark())
+    read: RecordedMarks | None = None
 
     @property
     def state(self) -> tuple[str, int]:
@@ -142,18 +142,20 @@ class DatabaseIdentity(Struct):
     @property
     def recorded(self) -> RecordedMarks:
         """What the database has on record, as far as this process knows."""
-        return RecordedMarks(self.read.own.joined(self.mark), self.read.ended)
+        return self.read or RecordedMarks(DatabaseMark(self.incarnation))
 
     def load(self, read: RecordedMarks) -> None:
         """This is on record. Of another incarnation nothing is known to be on disk."""
         self.read, self.incarnation = read, read.own.database_incarnation
-        if self.incarnation != self.mark.database_incarnation:
-            self.mark = DatabaseMark(self.incarnation)
+        is_same = self.incarnation == self.mark.database_incarnation
+        self.mark = (self.mark if is_same else DatabaseMark(self.incarnation)).joined(read.own)
 
     def record_sent(self, mark: DatabaseMark) -> None:
         """A commit is on disk."""
         if mark.database_incarnation == self.mark.database_incarnation:
             self.mark = self.mark.joined(mark)
+            if self.read is not None:
+                self.read = RecordedMarks(self.read.own.joined(mark), self.read.ended)
 
 
 class Unrecognised(Transient):

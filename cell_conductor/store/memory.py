@@ -76,7 +76,7 @@ class MemoryTransaction:
 
     async def recognise(self, stated: Stated = NOTHING) -> DatabaseChange | None:
         """Compare the table with what others state of it. Raises Unrecognised and Recovering."""
-        table, seen, own = self._table, self._seen, self._seen.recorded.own  # as of before the row is read
+        table, seen, own = self._table, self._seen, self._seen.mark  # as of before the row is read
         await self._transaction.statement()
         if self._state(stated, own) is not DatabaseState.SAME:
             await self._hold()
@@ -89,7 +89,7 @@ class MemoryTransaction:
 
     async def begin_recovery(self, stated: Stated = NOTHING) -> int:
         """As in PostgreSQL."""
-        table, own = self._table, self._seen.recorded.own
+        table, own = self._table, self._seen.mark
         await self._transaction.statement()
         await self._hold()
         if self._state(stated, own) is DatabaseState.SAME and table.recovers:
@@ -359,7 +359,7 @@ class MemoryInstances(SeenStore):
             await transaction.statement()
             deadlines = (one.deadline for one in self._table.instances.values())
             is_open = is_same_database(self._table, self._seen) and not self._table.recovers
-            return not is_open or any(at is not None and at <= now for at in deadlines)
+            return self._seen.read is None or not is_open or any(at is not None and at <= now for at in deadlines)
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[MemoryTransaction]:

@@ -180,11 +180,18 @@ class InstanceStore(Flushed, Protocol):
 
     @property
     def mark(self) -> DatabaseMark:
-        """What messages state of the database: of this process's commits, those that are on disk."""
+        """What messages state of the database: of the commits that are on disk, those that this process knows."""
 
     @property
     def recorded(self) -> RecordedMarks:
         """What the database has on record, for `is_behind`, as far as this process knows."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether what is on record is read from the server that the database is on."""
+
+    def read_anew(self) -> None:
+        """The database is on another server: what is on record there is to be read, and may be less."""
 
     async def recorded_marks(self) -> RecordedMarks:
         """What the database has on record. One statement."""
@@ -196,7 +203,7 @@ class InstanceStore(Flushed, Protocol):
         """Disconnect."""
 
     async def has_due(self, now: float) -> bool:
-        """Whether a sweep would find anything: a deadline that has passed, or a database that was restored.
+        """Whether a sweep would find anything: a deadline that has passed, or a database that was restored, or may be.
 
         One round trip without locks, instead of a transaction that nearly always finds nothing.
         """
@@ -329,10 +336,19 @@ class SeenStore(FlushedStore):
 
     @property
     def mark(self) -> DatabaseMark:
-        """What messages state of the database: of this process's commits, those that are on disk."""
+        """What messages state of the database: of the commits that are on disk, those that this process knows."""
         return self._seen.mark
 
     @property
     def recorded(self) -> RecordedMarks:
         """What the database has on record, as far as this process knows."""
         return self._seen.recorded
+
+    @property
+    def is_read(self) -> bool:
+        """Whether what is on record is read from the server that the database is on."""
+        return self._seen.read is not None
+
+    def read_anew(self) -> None:
+        """The database is on another server: what is on record there is to be read, and may be less."""
+        self._seen.read = None

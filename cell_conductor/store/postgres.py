@@ -252,7 +252,7 @@ class PostgresTransaction:
 
     async def recognise(self, stated: Stated = NOTHING) -> DatabaseChange | None:
         """Compare the database with what others state of it. Raises Unrecognised and Recovering."""
-        seen, own = self._seen, self._seen.recorded.own  # as of before the row is read
+        seen, own = self._seen, self._seen.mark  # as of before the row is read
         recorded, is_on_other_server, is_recovering = await self._identity()
         if state_of(recorded, stated, own, is_on_other_server=is_on_other_server) is not DatabaseState.SAME:
             await self._hold()
@@ -269,7 +269,7 @@ class PostgresTransaction:
 
     async def begin_recovery(self, stated: Stated = NOTHING) -> int:
         """Some statements, once a recovery."""
-        own = self._seen.recorded.own
+        own = self._seen.mark
         await self._hold()
         recorded, is_on_other_server, is_recovering = await self._identity()
         history = state_of(recorded, stated, own, is_on_other_server=is_on_other_server)
@@ -437,6 +437,8 @@ class PostgresInstances(SeenStore):
 
     async def has_due(self, now: float) -> bool:
         """One statement. A database without its identity has been emptied: the sweep finds that out."""
+        if self._seen.read is None:
+            return True
         async with self._database.single() as connection:
             return await connection.fetchval(NOTHING_DUE, now, *self._seen.state) is not True
 

@@ -114,7 +114,7 @@ async def test_a_build_that_failed_is_listed_until_it_is_destroyed() -> None:
     service = await started(driver)
     await service.carry_out(ours(0))
     (one,) = await machines_of(service)
-    assert (one.attempt, one.complete, one.busy, one.foreign) == (1, False, False, False)
+    assert (one.attempt, one.complete, one.failed, one.busy, one.foreign) == (1, False, True, False, False)
     driver.bug = None
     await service.carry_out(replace(destroy(0), database_id=OURS))
     assert not await machines_of(service)

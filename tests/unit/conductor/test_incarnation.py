@@ -130,7 +130,30 @@ async def test_a_conductor_acts_once_the_services_on_record_would_have_been_hear
     store._connections.disconnect()  # type: ignore[attr-defined]
     assert not listener.may_act and not listener.keeper.stated().is_whole, "its disk may be another one"
     listener.now += 6.0
+    assert not listener.may_act and await store.has_due(0.0), "what is on record there has not been read"
+    async with store.transaction() as transaction:
+        assert await transaction.recognise(listener.keeper.stated()) is None
     assert listener.may_act
+
+
+async def test_what_the_former_server_had_is_looked_for_on_the_next_one(
+    store: MemoryInstances, listener: Listener
+) -> None:
+    """An older volume, put back while the server was stopped: it has the cluster and the timeline of the newer one."""
+    await put(store, Lease(service="s1", epoch=1, interval_s=4.0))
+    await listener.keeper._renew_leadership()
+    async with store.transaction() as transaction:
+        await transaction.insert([record(State.ACTIVE)])
+    stated = store.mark.sent_sequences
+    store._connections.disconnect()  # type: ignore[attr-defined]
+    store._table.sent = (0,) * len(store._table.sent)
+    assert not listener.may_act
+    await listener.beat("s1", 1, stated, interval_s=4.0)
+    listener.now += 60.0
+    assert not listener.may_act and await store.has_due(0.0)
+    async with store.transaction() as transaction:
+        change = await transaction.recognise(listener.keeper.stated())
+    assert change is not None and change.recovers
 
 
 async def test_a_service_that_sends_one_heartbeat_an_hour_does_not_close_its_cell_for_so_long(

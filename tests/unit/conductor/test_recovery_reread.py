@@ -232,3 +232,29 @@ async def test_what_is_deleted_above_is_destroyed_also_without_a_spec(*, complet
     cell = await cell_of(World(machine, told=known(None, 1, state=BuildState.DELETED, spec=None)))
     assert await cell.recover() is None
     assert [(one.host_uuid, one.attempt) for one in cell.sent(Destroy)] == [(host(1), 1)]
+
+
+async def test_what_a_failed_build_has_left_holds_up_no_instance_that_runs_elsewhere() -> None:
+    """A host that builds nothing often tears down nothing, either."""
+    world = World(listed(2, 2), listed(3, 3, complete=False, failed=True), told=known(2))
+    cell = await cell_of(world, ACTIVE)
+    found = await cell.recover()
+    assert found is not None and (found.state, found.host_uuid, found.blocked_reason) == (State.ACTIVE, host(2), "")
+    assert [(one.host_uuid, one.keep_if_complete) for one in cell.sent(Destroy)] == [(host(3), True)]
+
+
+async def test_a_failed_build_is_not_gone_on_with() -> None:
+    building = record(State.BUILDING, attempt=1, queried=False, code="", reason="")
+    told = known(1, 1, state=BuildState.BUILDING)
+    cell = await cell_of(World(listed(1, 1, complete=False, failed=True), told=told), building)
+    found = await cell.recover()
+    assert found is not None and (found.state, found.code) == (State.RELEASING, "build.lost")
+    assert [one.host_uuid for one in cell.sent(Destroy)] == [host(1)]
+
+
+async def test_a_tombstone_beside_a_machine_stays_one() -> None:
+    """The end of what has no spec could not be told."""
+    cell = await cell_of(World(listed(1, 1), told=known(None, 1, state=BuildState.DELETED, spec=None)), TOMBSTONE)
+    found = await cell.recover()
+    assert found is not None and (found.state, found.blocked_reason) == (State.TOMBSTONE, "")
+    assert [one.host_uuid for one in cell.sent(Destroy)] == [host(1)]
