@@ -49,8 +49,8 @@ ATTEMPTS_PER_INCARNATION = 1000
 
 
 class InstanceFacts:
-    """All that is known of the instance. known: the top's record, if that counts. own: the machines with the cell's tag
-    about which no operator has decided, the newest last. record: on record. base: that, or what the top knows newer.
+    """All that is known of an instance. record: on record. known: the top's record, if that counts. base: the newer of
+    both. own: the machines with the cell's tag about which no operator has decided, newest last.
     """
 
     def __init__(
