@@ -1,6 +1,4 @@
-"""Wiring of one conductor: its cell's bus, its cell's schema, and nothing above; and its periodic tasks, which apply
-passed deadlines and request reports of hosts.
-"""
+"""Wires one conductor, to its cell's bus and its cell's schema alone, and runs its periodic tasks."""
 
 from __future__ import annotations
 
@@ -66,10 +64,8 @@ def position_of(message: Message) -> StreamPosition | None:
 
 
 def build(env: Environment, config: ConductorConfig, cell: str, *, store: InstanceStore | None = None) -> WorkerRuntime:
-    """A conductor of one cell, ready to run. Any number of conductors share the cell's queues and deadlines.
-
-    store: instead of the cell's schema in the environment's database. Raises BrokenInvariant: it would use another
-    bus than its cell's.
+    """A conductor of one cell, ready to run; any number share the cell's queues and deadlines. Raises BrokenInvariant:
+    it would use another bus than its cell's. store: instead of the cell's schema in the environment's database.
     """
     if cell == API:
         raise BrokenInvariant("a conductor uses its own cell's bus only", code="conductor.up_call")
@@ -212,10 +208,8 @@ UNAVAILABLE_PAUSE_S = 2.0  # a server that the cell depends on is unavailable: t
 
 
 async def sweep_forever(engine: Engine, clock: Clock, config: ConductorConfig) -> None:
-    """Look for passed deadlines every `sweep_interval_s`; a full batch is followed by the next at once.
-
-    Conductors share the work: each takes rows that no other has locked.
-    """
+    """Look for passed deadlines every `sweep_interval_s`; a full batch is followed by the next at once."""
+    # Conductors share the work: each takes rows that no other has locked.
     while True:
         try:
             swept = await engine.sweep()
@@ -228,10 +222,8 @@ async def sweep_forever(engine: Engine, clock: Clock, config: ConductorConfig) -
 
 
 async def look_up_forever(engine: Engine, clock: Clock) -> None:
-    """Look for the sources of moves that are to be rolled back, one search at a time.
-
-    An instance that is not searched now comes again with its deadline.
-    """
+    """Look for the sources of moves that are to be rolled back, one search at a time."""
+    # An instance that is not searched now comes again with its deadline.
     while True:
         try:
             await engine.look_up_sources()
@@ -241,11 +233,11 @@ async def look_up_forever(engine: Engine, clock: Clock) -> None:
 
 
 async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorConfig) -> None:
-    """Drop instances that were deleted or failed long ago, a full batch being followed by the next at once, and fences
-    that were ended long ago. What ended after the oldest fence in force is kept: it proves a machine there over. Not
-    for a host that is off for FENCE_PROVES_S, or should have been back long ago: it may be scrapped, and what it has
-    then is quarantined.
+    """Drop instances that were deleted or failed long ago, and fences that were ended long ago. A full batch is
+    followed by the next at once.
     """
+    # What ended after the oldest fence in force is kept: it proves a machine there over. Not for a host that is off for
+    # FENCE_PROVES_S, or should have been back long ago: it may be scrapped, and what it has then is quarantined.
     while True:
         deleted = failed = 0
         if store.is_recovering:  # what is over may prove something yet

@@ -1,7 +1,5 @@
-"""Apply events to instances: lock, step, record with the outbox in one transaction, then send the requests to placement
-and step again.
-
-The only place where an instance changes. Everything works on whole batches; several conductors may run side by side.
+"""The only place where an instance changes. Applies events in batches: lock, step, record with the outbox in one
+transaction, then send the requests to placement and step again. Several conductors may run side by side.
 """
 
 from __future__ import annotations
@@ -185,10 +183,8 @@ class Engine:
         return not self._store.is_recovering and self._leases.stated().may_act
 
     async def take(self, incoming: Sequence[InstanceEvent], *, source: str) -> asyncio.Future[None] | None:
-        """Apply events, in order for each instance, and send the requests to placement that follow.
-
-        Returns an awaitable that ends once all of it is on disk, before which the events must not be acknowledged;
-        None: it is on disk.
+        """Apply events, in order for each instance, and send the requests to placement that follow. Returns an
+        awaitable that ends once all is on disk (None: it is); events are acknowledged after that.
         """
         losses, flushes = self._store.connection_losses, self._unflushed
         with metrics.BATCH_SECONDS.labels(source).time():
@@ -198,10 +194,9 @@ class Engine:
     async def effective(self, incoming: Sequence[InstanceEvent]) -> list[tuple[InstanceEvent, Instance]]:
         """The events among these that the table would act on now, each with its record. The others are late or
         repeated.
-
-        The rows are locked only to read them: a change that another task is committing is waited for. If they were read
-        without locks they would still look open, and the breaker would count events that have been handled.
         """
+        # The rows are locked only to read them: a change that another task is committing is waited for. If they were
+        # read without locks they would still look open, and the breaker would count events that have been handled.
         try:
             known = await self.recorded({one.uuid for one in incoming})
         except UnreadableRecords as unreadable:
@@ -351,12 +346,10 @@ class Engine:
         ended_by: FenceSteps | None,
         failed: set[str],
     ) -> Step:
-        """The step, with those that fences lead to, and what it asks of placement known to be readable.
-
-        If it cannot be made, it is logged and noted in `failed`, and the record stays as it is until its next deadline.
-        A message that crashes is a dead letter; what no message brings has none, and would end the process at each
-        start, and with it the whole cell.
-        """
+        """The step, with those that fences lead to, and what it asks of placement known to be readable."""
+        # If it cannot be made, it is logged and noted in `failed`, and the record stays as it is until its next
+        # deadline. A message that crashes is a dead letter; what no message brings has none, and would end the process
+        # at each start, and with it the whole cell.
         event = incoming.event
         try:
             stepped = step(before, event, context)
@@ -400,11 +393,11 @@ class Engine:
         observe_steps(recorded.steps, recorded.ended, recorded.outgoing)
 
     async def look_up_sources(self) -> None:
-        """Look for the sources of moves that are to be rolled back, all at once, so that one silent service delays none
-        of them longer than another; and have what operators have decided on looked at.
-
-        Waits until there are some. It has a task of its own: nothing else waits for a service that does not answer.
+        """Wait for moves that are to be rolled back, and look for their sources; have what operators have decided on
+        looked at.
         """
+        # All at once, so that one silent service delays none of them longer than another. It has a task of its own:
+        # nothing else waits for a service that does not answer.
         await self._lookup_due.wait()
         self._lookup_due.clear()
         unseen, self._lookups = self._lookups, {}
@@ -464,11 +457,11 @@ class Engine:
             self._lookup_due.set()
 
     async def _request_placement(self, requests: Sequence[PendingRequest]) -> None:
-        """Send requests to placement, until no instance of this batch waits for an answer; requests without an answer
-        are left to the sweep.
-
-        A missing answer is no reason to hold the messages back: the request is on record, and repeated until answered.
+        """Send requests to placement until no instance of this batch waits for an answer. The sweep repeats unanswered
+        ones.
         """
+        # A missing answer is no reason to hold the messages back: the request is on record, and repeated until
+        # answered.
         for _ in range(MAX_ROUNDS):
             answers = await self._placement.send(self._of_placement(requests))
             if not answers:

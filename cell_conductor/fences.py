@@ -1,11 +1,11 @@
 """Keeps the fences of a cell's hosts: takes the operator's decisions, ends steps that wait for a fenced host, ends
 fences.
-
-Every conductor has all fences of its cell; they are few. The effects of a fence are recorded in one transaction that
-holds the fence, and counts the machines that are abandoned. The command to destroy one waits in the service's queue; a
-host that comes back and lists a machine which its record proves over is sent the command again. A fence is ended when a
-scan of its host from after the last one that was abandoned lists no such machine.
 """
+
+# Every conductor has all fences of its cell; they are few. The effects of a fence are recorded in one transaction that
+# holds the fence, and counts the machines that are abandoned. The command to destroy one waits in the service's queue;
+# a host that comes back and lists a machine which its record proves over is sent the command again. A fence is ended
+# when a scan of its host from after the last one that was abandoned lists no such machine.
 
 from __future__ import annotations
 
@@ -64,10 +64,8 @@ class FenceController:
 
     @property
     def fences(self) -> Mapping[str, Fence]:
-        """Fences by host. Raises Transient while they are not read.
-
-        A fence that this conductor has not received yet is applied late; one that is ended already is refused.
-        """
+        """Fences by host. Raises Transient while they are not read."""
+        # A fence that this conductor has not received yet is applied late; one that is ended already is refused.
         if self._fences is None:
             raise Transient("the fences on record are not read yet", code="fence.unread")
         return self._fences
@@ -94,10 +92,7 @@ class FenceController:
         self._is_fresh = False
 
     async def load(self) -> None:
-        """Read the record.
-
-        Reads are done one after another: an earlier one never replaces the result of a later one.
-        """
+        """Read the record. Reads go one after another: an earlier one never replaces the result of a later one."""
         async with self._loading:
             started_at = self._clock.monotonic()
             self._is_fresh = True  # before the read: a message that comes meanwhile makes another read due
@@ -148,11 +143,9 @@ class FenceController:
     # --- the operator's decisions
 
     async def take(self, decisions: Sequence[CellFence], engine: Engine) -> None:
-        """Queue conductor.requests: record these, end the steps that wait for the hosts, and publish the record.
-
-        Of the decisions about one host the newest alone counts: what it takes back has ended nothing yet. A copy of one
-        that is on record, and in effect, reads nothing and is answered by `run`, with all that came meanwhile.
-        """
+        """Queue conductor.requests: record these, end the steps that wait for the hosts, and publish the record."""
+        # Of the decisions about one host the newest alone counts: what it takes back has ended nothing yet. A copy of
+        # one that is on record, and in effect, reads nothing and is answered by `run`, with all that came meanwhile.
         asked: dict[str, Fence] = {}
         is_new = False
         for decision in {one.host_uuid: one for one in sorted(decisions, key=_version_of)}.values():
@@ -179,11 +172,9 @@ class FenceController:
             await self._publish_recorded(on_record)
 
     def _is_due(self, fence: Fence) -> bool:
-        """Whether this conductor has yet to end the steps that wait for the host. An end of a fence ends none.
-
-        Each does once for each decision: another may have ended before it could, or have stepped an instance before it
-        knew of the fence.
-        """
+        """Whether this conductor has yet to end the steps that wait for the host. An end of a fence ends none."""
+        # Each does once for each decision: another may have ended before it could, or have stepped an instance before
+        # it knew of the fence.
         return fence.state is FenceState.FENCED and self._in_effect.get(fence.host_uuid) != self._effect_key(fence)
 
     def _effect_key(self, fence: Fence) -> tuple[int, int]:
@@ -254,13 +245,11 @@ class FenceController:
         database_id: str,
         has_passed: Callable[[str, str], bool] = lambda _host, _service: False,
     ) -> list[tuple[str, str]]:
-        """Record what a report shows of fenced hosts; returns (host, rescan) of what a later scan has to show.
-
-        briefs: of the instances that it lists. Their rules decide what is destroyed, as on any other host.
-
-        has_passed(host, service): whether that service has given the host up, or is gone for good. Until then the scan
-        of another one shows nothing of the first one's machines: the two may have two hosts of one uuid.
+        """Record what a report shows of fenced hosts; returns (host, rescan) of what a later scan has to show. briefs:
+        of instances that it lists. has_passed(host, service): whether the service has given the host up, or is gone.
         """
+        # The rules of the instances decide what is destroyed, as on any other host. Until a host has passed, the scan
+        # of another service shows nothing of the first one's machines: the two may have two hosts of one uuid.
         fences = self.fences  # a fence may be ended meanwhile
         by_uuid = {one.uuid: one for one in summaries}
         rescans = list[tuple[str, str]]()

@@ -1,13 +1,14 @@
-"""Checks what hosts report: the breakers and the quarantine, before all events that a report alone would end or
-destroy; the reservations of machines in quarantine; and hosts that placement has as another compute service's.
-
-A report without destructive events and unknown machines costs nothing here, and a page of one of all hosts a read of
-the service's breaker. The reservations are level-triggered: a
-report names the machines that are reserved; if they differ from the record, the service is sent the right ones. So no
-state is kept here, and any conductor of the cell does it. Placement keeps which service has a host and refuses the
-inventory of a second one; the conductor has the states and listings of the services. One conductor of the cell, the
-leader of its leases, notifies the owner of such a host, or releases the hosts.
+"""Checks what hosts report before a report alone ends or destroys anything: breakers, quarantine, reservations of
+machines in quarantine, and hosts that placement has as another compute service's.
 """
+
+# A report without destructive events and unknown machines costs nothing here, and a page of one of all hosts a read of
+# the service's breaker. The reservations are level-triggered: a report names the machines that are reserved; if they
+# differ from the record, the service is sent the right ones. So no state is kept here, and any conductor of the cell
+# does it.
+# Placement keeps which service has a host and refuses the inventory of a second one; the conductor has the states and
+# listings of the services. One conductor of the cell, the leader of its leases, notifies the owner of such a host, or
+# releases the hosts.
 
 from __future__ import annotations
 
@@ -133,12 +134,12 @@ class ReportGuard:
         protected: Container[MachineKey] = (),
         blocked: Container[str] = (),
     ) -> list[tuple[str, str]]:
-        """Delete the record of machines that are not on the hosts of this report any more, or that the instances'
-        records explain now. Before `assess`. protected: what an operator protects by those records
-        (`InstanceSummary.protected_hosts`): a later decision was not read when they explained it. blocked: instances
-        whose records explain nothing. What is kept is gone only by a scan from after it was last seen: returns (host,
-        rescan) of these scans, none for what is listed.
+        """Delete the record of machines that left the hosts of this report, or that records explain now. Before
+        `assess`. Returns (host, rescan) of the scans that are to show what is kept; none for what is listed.
         """
+        # protected: what an operator protects by those records (`InstanceSummary.protected_hosts`): a later decision
+        # was not read when they explained it. blocked: instances whose records explain nothing. What is kept is gone
+        # only by a scan from after it was last seen.
         await self._read()
         here, service = {(one.host_uuid, one.uuid) for one in unknown}, report.service
         listed = {(host.uuid, one.instance_uuid): one for host in report.hosts for one in host.running or ()}

@@ -61,7 +61,7 @@ LOGGED_HOSTS = 10  # of one page
 
 
 class RequestHandlers:
-    """Queues conductor.requests, .given_up and .results: requests for instances, and results of attempts."""
+    """Queues conductor.requests, .given_up and .results. They carry requests for instances, and results of attempts."""
 
     def __init__(
         self,
@@ -104,11 +104,8 @@ class RequestHandlers:
         return await self._leases.delete(command)
 
     async def dead_letters(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Queue conductor.dead_letters: a build or an action that was dead-lettered ends with one event, and is not
-        started.
-
-        A delete is tried once more, without the messages that it came with.
-        """
+        """Queue conductor.dead_letters: a dead-lettered build or action ends with one event, and is not started."""
+        # A delete is tried once more, without the messages that it came with.
         return await self._take(batch, "dead_letters")
 
     async def results(self, batch: Sequence[Received]) -> Sequence[Outcome]:

@@ -36,15 +36,13 @@ OwnInstances = Callable[[str, str, int], Awaitable[Sequence[str]]]
 
 
 class KnownPart(Struct, frozen=True):
-    """All uuids behind `after`, up to `last` ("": no end): the instances that the top has in the cell there, and those
-    that the cell has; fences, of hosts there. marks: of the cell's database, that were heard above (for `is_behind`).
-    """
+    """What the top knows of the instances with the uuids of one range."""
 
-    after: str
-    last: str
-    instances: Mapping[str, KnownInstance]
-    fences: tuple[CellFence, ...] = ()
-    marks: tuple[DatabaseMark, ...] = ()
+    after: str  # the range begins behind this uuid
+    last: str  # the range ends with this uuid ("": it has no end)
+    instances: Mapping[str, KnownInstance]  # those that the top has in the cell, and those that the cell has
+    fences: tuple[CellFence, ...] = ()  # fences of hosts in the range
+    marks: tuple[DatabaseMark, ...] = ()  # marks of the cell's database that were heard above (for `is_behind`)
 
 
 class _PendingQuery:
@@ -77,10 +75,9 @@ class KnownReader:
     async def parts(self, database_incarnation: int, own: OwnInstances) -> AsyncIterator[KnownPart]:
         """The whole answer, in the order of uuids. Without a scheduler it waits, until cancelled. One at a time. Raises
         Transient: it has no end.
-
-        What schedulers have committed before this begins is in it. What they commit later is in it, or in a command
-        that comes to `conductor.requests` and is carried out after it, or in both.
         """
+        # What schedulers have committed before this begins is in it. What they commit later is in it, or in a command
+        # that comes to `conductor.requests` and is carried out after it, or in both.
         after = ""
         for _ in range(MAX_PARTS):
             page = await self._ask(database_incarnation, after=after)

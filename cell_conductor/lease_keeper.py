@@ -1,9 +1,8 @@
-"""Keeps the leases of a cell's compute services: takes heartbeats, fails builds over, publishes who is down.
+"""Keeps the leases of a cell's compute services: takes heartbeats, fails builds over, publishes who is down."""
 
-Every conductor receives every heartbeat, suspects by itself and moves builds (each under its row's lock, so twice does
-no harm). One of them, the leader (`leases.next_leader`), records the state of services, and publishes it.
-A service that an operator has stated to be gone for good is deleted: nothing waits for its answers.
-"""
+# Every conductor receives every heartbeat, suspects by itself and moves builds (each under its row's lock, so twice
+# does no harm). One of them, the leader (`leases.next_leader`), records the state of services, and publishes it. A
+# service that an operator has stated to be gone for good is deleted: nothing waits for its answers.
 
 from __future__ import annotations
 
@@ -80,30 +79,23 @@ HAS_INSTANCES = "service.has_instances"
 
 
 class _Term(Struct):
-    """This conductor is the leader, certainly until then (monotonic). number: of the last service states that it has
-    published.
-
-    rings: as they were published last (None: not yet), ring_number: how often they have changed in this term; rings_at:
-    when they are repeated.
-    """
+    """This conductor is the leader."""
 
     term: int
-    until: float
-    number: int = 0
-    rings: Mapping[str, tuple[str, ...]] | None = None
-    ring_number: int = 0
-    rings_at: float = 0.0
+    until: float  # certainly the leader until then (monotonic)
+    number: int = 0  # number of the last service states that it has published
+    rings: Mapping[str, tuple[str, ...]] | None = None  # rings as last published (None: not yet)
+    ring_number: int = 0  # how often the rings have changed in this term
+    rings_at: float = 0.0  # when the rings are published again
 
 
 class _Listening(Struct):
-    """What is asked and heard of one database server, since then (monotonic). ask_at: when placement and the schedulers
-    are asked. may_act: enough was heard.
-    """
+    """What is asked and heard of one database server."""
 
     server: int
-    since: float
-    ask_at: float = 0.0
-    may_act: bool = False
+    since: float  # when it began to listen (monotonic)
+    ask_at: float = 0.0  # when placement and the schedulers are asked
+    may_act: bool = False  # whether enough was heard
 
 
 class LeaseController:
@@ -158,10 +150,9 @@ class LeaseController:
         return self._table.up
 
     def stated(self) -> Stated:
-        """What others state of the cell's database. A conductor that has just started, or whose database is on another
-        server than before, listens first: its disk may be an old one. A cell that never had a service has commanded
-        nothing.
-        """
+        """What others state of the cell's database."""
+        # A conductor that has just started, or whose database is on another server than before, listens first: its disk
+        # may be an old one. A cell that never had a service has commanded nothing.
         now_s, table, listening = self._clock.monotonic(), self._table, self._listening
         if listening is not None and listening.server != self._store.servers:
             listening = self._listening = _Listening(self._store.servers, now_s)
@@ -278,9 +269,8 @@ class LeaseController:
     async def delete(self, command: CellServiceDelete) -> Outcome:
         """Drop the lease of a service that is gone for good, and notify the cell's conductors and the schedulers.
         Raises Transient.
-
-        A conductor that ends between the two leaves the others with the service as down: the command is repeated.
         """
+        # A conductor that ends between the two leaves the others with the service as down: the command is repeated.
         up = self.up()
         if up is None:
             return Refuse(

@@ -1,6 +1,5 @@
-"""Requests to placement that instances wait for: which are due, and the effects of the answers on their instances. And
-the effects of one transaction on its instances: whether its messages may be published before it is on disk, and the
-counts for metrics.
+"""Requests to placement that instances wait for: which are due, and the effects of the answers and of one transaction
+on their instances.
 """
 
 from __future__ import annotations
@@ -38,20 +37,18 @@ REPLIES: tuple[tuple[type[Message], type[Message]], ...] = (
 
 
 class PendingRequest(Struct, frozen=True):
-    """A query about one instance, to placement or to compute services. resent: it may have been sent before."""
+    """A query about one instance, to placement or to compute services."""
 
     instance: Instance
     message: AwaitedRequest
-    resent: bool = False
+    resent: bool = False  # it may have been sent before
 
 
 def due_requests(
     before: Mapping[str, Instance], recorded: Transition, *, again: Collection[str]
 ) -> list[PendingRequest]:
-    """The requests that are due: new ones, and those of `again` once more.
-
-    An instance that was waiting before is another task's: two requests at the same time would be answered twice.
-    """
+    """The requests that are due: new ones, and those of `again` once more."""
+    # An instance that was waiting before is another task's: two requests at the same time would be answered twice.
     found: list[PendingRequest] = []
     for uuid, message in recorded.requests.items():
         instance, known = recorded.instances[uuid], before.get(uuid)
@@ -62,7 +59,7 @@ def due_requests(
 
 
 class PlacementRequests:
-    """One conductor's requests. For each instance at most one is under way: two at once would be answered twice."""
+    """One conductor's requests. At most one is under way for an instance, as two at once would be answered twice."""
 
     def __init__(
         self,
@@ -183,11 +180,9 @@ class PlacementRequests:
 
 
 def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> ClaimRefused:
-    """A claim that took nothing.
-
-    If the same request was sent before (a crash, a lost answer), a missing consumer is its own effect: the first
-    request released it, and no host had room. It differs from a consumer that another client holds.
-    """
+    """A claim that took nothing."""
+    # If the same request was sent before (a crash, a lost answer), a missing consumer is its own effect: the first
+    # request released it, and no host had room. It differs from a consumer that another client holds.
     ours = repeated and answer.consumer_generation is None
     return ClaimRefused(
         at=now,
@@ -202,30 +197,26 @@ def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> C
 
 class Transition(Struct, frozen=True):
     """The changes that one transaction makes to its instances, the messages that it sends, and the lines to log after
-    the commit. requests: of those of its instances that have one. abandons: machines on a fenced host.
+    it.
     """
 
     instances: Mapping[str, Instance]
-    requests: Mapping[str, AwaitedRequest]
+    requests: Mapping[str, AwaitedRequest]  # the requests that its instances wait for
     outgoing: list[OutboxMessage]
     steps: Counter[tuple[State, str]]
     ended: list[Instance]
-    abandons: bool = False
+    abandons: bool = False  # whether it abandons machines on a fenced host
 
 
 def is_repeatable(recorded: Transition, known: Mapping[str, Instance]) -> bool:
     """Whether a message may be published before the commit is on disk: the message that caused it is acknowledged after
-    that.
-
-    A database that loses the commit in a crash receives the message again, and publishes the same again; see
-    docs/decisions/0011-what-waits-for-the-disk.md. Commands to hosts and requests to placement are on disk first; so is
-    the end of a request: if it were lost, a refused request could be carried out after all, and a finished one could
-    fail (seed 116). So is a transfer: another cell has the instance from then on. So is what a host has answered when
-    its attempt's deadline had passed: lost, the attempt would be abandoned before the message comes again, and a
-    machine be destroyed that its client was informed of.
-
-    known: the instances as they were before.
+    that. known: the instances as they were before.
     """
+    # A database that loses the commit in a crash receives the message again, and publishes the same again (decision
+    # 0011). On disk first are: commands to hosts and requests to placement; the end of a request (if it were lost, a
+    # refused request could be carried out after all, and a finished one could fail); a transfer (another cell has the
+    # instance from then on); and what a host has answered when its attempt's deadline had passed (lost, the attempt
+    # would be abandoned before the message comes again, and a machine be destroyed that its client was informed of).
     if any(one.queried and recorded.instances.get(uuid) is not one for uuid, one in known.items()):
         return False
     if recorded.requests:

@@ -1,10 +1,10 @@
 """Finds out what is true of a cell whose database was restored, and makes its records that: behind a barrier, while no
 request, result or report is taken.
-
-What the compute services list decides, with what the schedulers and placement have; `reconcile` has the rules. All is
-idempotent: a conductor that dies is followed from the listings on, under the same incarnation of the database. What
-cannot be known keeps a blocked reason, is looked at again and again, and holds up nothing else.
 """
+
+# What the compute services list decides, with what the schedulers and placement have; `reconcile` has the rules. All is
+# idempotent: a conductor that dies is followed from the listings on, under the same incarnation of the database. What
+# cannot be known keeps a blocked reason, is looked at again and again, and holds up nothing else.
 
 from __future__ import annotations
 
@@ -57,15 +57,13 @@ VERBS = {DESTROY: Verb.DESTROY, ADOPT: Verb.ADOPT}
 
 
 class MachineListing(Struct):
-    """What the services of a cell have, who were asked under this incarnation of its database. hosts: that were read.
-    silent: services that have not listed. without: that have nothing, by an operator's decision.
-    """
+    """What the services of a cell have, who were asked under this incarnation of its database."""
 
     incarnation: int
     machines: dict[str, list[ListedMachine]] = field(default_factory=dict)
-    hosts: set[str] = field(default_factory=set)
-    silent: set[str] = field(default_factory=set)
-    without: set[str] = field(default_factory=set)
+    hosts: set[str] = field(default_factory=set)  # the hosts that were read
+    silent: set[str] = field(default_factory=set)  # services that have not listed
+    without: set[str] = field(default_factory=set)  # services without machines, by an operator's decision
 
     def add(self, pages: Iterable[MachinesPage]) -> None:
         """Of one service, all of them."""
@@ -386,10 +384,9 @@ class CellRecovery:
         known: KnownInstance | None,
         listing: MachineListing,
     ) -> set[str]:
-        """The hosts that may have a machine of it, and have not listed. A fenced one is off, and one of a service that
-        has nothing is empty. "": any of a silent service. Two services may have a host of one uuid: another's list is
-        none of a silent one that may have it.
-        """
+        """The hosts that may have a machine of it, and have not listed; "": any of a silent service."""
+        # A fenced host is off, and one of a service that has nothing is empty. Two services may have a host of one
+        # uuid: another's list is none of a silent one that may have it.
         places = list(known.selections) if known is not None else []
         if record is not None:
             places += record.selections

@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 
 class SourceLookup:
-    """One conductor's. listings: what the services have reported."""
+    """One conductor's search for the sources of moves. listings: what the services have reported."""
 
     def __init__(
         self, store: InstanceStore, bus: Bus, *, clock: Clock, config: ConductorConfig, listings: Listings

@@ -1,11 +1,9 @@
-"""The compute service itself: it takes commands, has its driver carry them out, and reports the result of every
-attempt.
+"""The compute service itself: takes commands, has its driver carry them out, and reports each attempt's result."""
 
-A command is recorded (`Records`) before its message is acknowledged, so an accepted build survives the service: the
-next start finishes it. The jobs on one instance on one host form a chain and run one at a time (`jobs`); a Destroy
-cancels the build before it. Answers that change no record (to a late or repeated command) may be lost with the process,
-because a requester that still waits repeats its request.
-"""
+# A command is recorded (`Records`) before its message is acknowledged, so an accepted build survives the service: the
+# next start finishes it. The jobs on one instance on one host form a chain and run one at a time (`jobs`); a Destroy
+# cancels the build before it. Answers that change no record (to a late or repeated command) may be lost with the
+# process, because a requester that still waits repeats its request.
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ MAX_DESTROY_RETRIES = (
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """The bounds of one service's work: see ComputeConfig."""
+    """The bounds of one service's work, as in ComputeConfig."""
 
     per_host: int
     builds: int
@@ -76,12 +74,13 @@ class Limits(Struct, frozen=True, kw_only=True):
 
 
 class Agent:
-    """One service over one driver. send: queues a result; on_failures: called with a host whose build failed.
-
-    on_destroys_done: nothing of an instance is left to be destroyed on a host. started: no
-    build or change begins before it is set: the command that ends it may still be in the queue (None: it is set).
-    owner_of: the other service that a host is, of which no builds are taken (None: it is this one's).
+    """One service over one driver. send: queues a result. on_failures: called with a host whose build failed. started:
+    no build or change begins before it is set. owner_of: the other service that a host is (None: it is this one's).
     """
+
+    # Before `started` is set (None: it is set), the command that ends a build may still be in the queue. A host that is
+    # another service's takes no builds. on_destroys_done: called when nothing of an instance is left to be destroyed on
+    # a host.
 
     def __init__(
         self,
@@ -325,11 +324,9 @@ class Agent:
             self._results.send_cleared(key, chain)
 
     async def retry_destroys(self) -> None:
-        """Repeat the destructions that have failed, until cancelled.
-
-        No conductor sends a second command for an instance that has failed, and the remains of its machine would keep
-        its host.
-        """
+        """Repeat the destructions that have failed, until cancelled."""
+        # No conductor sends a second command for an instance that has failed, and the remains of its machine would keep
+        # its host.
         while True:
             await self._clock.sleep(DESTROY_RETRY_S)
             self.resume_destroys()
@@ -395,9 +392,8 @@ class Agent:
     async def resume(self) -> None:
         """Read the machines of the hosts, and continue work that the last run of this service left unfinished or
         unreported.
-
-        A machine without a record is reported by its tag and gets no record, because the conductor decides about it.
         """
+        # A machine without a record is reported by its tag and gets no record, because the conductor decides about it.
         await self._scanner.load_hosts()
         listed = await self._driver.list()
         self._scanner.on_scanned(listed)

@@ -39,12 +39,12 @@ class ResultBus(Protocol):
 
 
 class ResultSender:
-    """A queue of results, published in the order they came, in batches that grow under load.
-
-    on_reported: called with the results that were confirmed. A batch that was confirmed only in part is published again
-    as a whole: results may arrive twice, which conductors expect. sync: returns when what is on record survives a power
-    cut.
+    """A queue of results, published in the order they came, in batches that grow under load. on_reported: called with
+    the results that were confirmed. sync: returns when what is on record survives a power cut.
     """
+
+    # A batch that was confirmed only in part is published again as a whole: results may arrive twice, which conductors
+    # expect.
 
     def __init__(
         self,

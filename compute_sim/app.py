@@ -36,12 +36,11 @@ def build(
     driver: Driver | None = None,
     die: Callable[[], None] | None = None,
 ) -> WorkerRuntime:
-    """One compute service of one cell, over that cell's bus alone.
-
-    fleet: the machines and the service's memory; give the same one again to restart the service in this process.
-    driver: instead of the one that the configuration names. die: how a planned death of the service happens;
-    the default ends the service with a fault (a process of its own may rather kill itself).
+    """One compute service of one cell, over that cell's bus alone. die: how a planned death of the service happens.
+    fleet: the machines and the service's memory. driver: instead of the one that the configuration names.
     """
+    # Give the same fleet again to restart the service in this process. By default `die` ends the service with a fault;
+    # a process of its own may rather kill itself.
     if fleet is None and not config.state_dir:  # a fleet that is given is kept by its giver
         reason = "its machines and its records are lost with this process: set compute.state_dir"
         log.warning("compute.in_memory", service=service, cell=cell, reason=reason)

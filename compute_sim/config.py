@@ -16,7 +16,7 @@ from compute_sim.domain.faults import Faults, Rate, Seconds
 
 
 class Device(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A device of a host: a child provider of its own."""
+    """A device of a host, as a child provider of its own."""
 
     name: Word
     """Unique in its host."""
@@ -86,10 +86,8 @@ class NeutronConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The bare-metal nodes of this service.
-
-    Services of one cell with the same settings share the free nodes by a hash ring: another process joins it by
-    starting. A node with an instance of ours stays with the service that its tag names.
+    """The bare-metal nodes of this service. Services of one cell with the same settings share the free nodes by a hash
+    ring; a process joins it by starting. A node with an instance of ours stays with the service that its tag names.
     """
 
     url: str = "http://127.0.0.1:6385"

@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 class ServiceDied(Fault):
-    """A planned fault: the service ends here, in the middle of everything."""
+    """The service ends here, in the middle of everything. A planned fault."""
 
     code = "sim.service_died"
 

@@ -1,9 +1,7 @@
-"""The driver port: the operations that a compute service needs for a kind of machine. Write one of these to manage real
-hosts.
+"""The driver port: the operations that a compute service needs for a kind of machine. Write one to manage hosts."""
 
-All methods run in the service's event loop and must not block it. The service calls `spawn` and `destroy` for one
-instance on one host one after the other, never at the same time; different instances run side by side.
-"""
+# All methods run in the service's event loop and must not block it. The service calls `spawn` and `destroy` for one
+# instance on one host one after the other, never at the same time; different instances run side by side.
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ class BuildAbort(BuildFault):
 
 
 class ChangeFault(Exception):
-    """A machine that was not changed. `runs`: whether it runs now (None: not known)."""
+    """A machine that was not changed. runs: whether it runs now (None: not known)."""
 
     def __init__(self, code: str, reason: str = "", *, runs: bool | None = None) -> None:
         super().__init__(f"{code}: {reason}" if reason else code)
@@ -48,9 +46,8 @@ class ChangeFault(Exception):
 
 
 class HandOverRefused(Exception):
-    """A machine that cannot be migrated live now; nothing was begun. `runs`: whether it runs.
-
-    retry_other_host: it can perhaps be migrated to another host than the one that was named.
+    """A machine that cannot be migrated live now; nothing was begun. runs: whether it runs. retry_other_host: it can
+    perhaps be migrated to another host than the one that was named.
     """
 
     def __init__(self, code: str, reason: str = "", *, retry_other_host: bool = False, runs: bool = True) -> None:
@@ -76,7 +73,7 @@ class DriverUnavailable(Exception):
 
 
 class DriverFault(DriverUnavailable):
-    """The driver raised what this port does not name: a bug of it. See `guarded`."""
+    """The driver raised what this port does not name, which is a bug of it. See `guarded`."""
 
     code = "driver.fault"
 
@@ -86,9 +83,7 @@ class DriverOutage(DriverUnavailable):
 
 
 class DriverBusy(DriverUnavailable):
-    """The manager of the machines answers, and refuses this because of its load. retry_after_s: not before then (0:
-    soon).
-    """
+    """The manager of the machines refuses this because of its load. retry_after_s: not before then (0: soon)."""
 
     def __init__(self, reason: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -100,81 +95,69 @@ class MachineProtected(DriverUnavailable):
 
 
 class DriverHost(Struct, frozen=True, kw_only=True):
-    """One host as its driver knows it. uuid: its root provider's. attributes: what ComputeCapabilities reads.
+    """One host as its driver knows it."""
 
-    reported: this service reports it. Of hosts that another service reports now, builds are taken all the same: one
-    that was on its way when the host changed hands has the claim, and the host itself lets one build have it.
-    """
-
-    uuid: str
+    uuid: str  # uuid of its root provider
     name: str
     enabled: bool = True
     disabled_reason: str = ""
-    attributes: dict[str, str] = {}
+    attributes: dict[str, str] = {}  # what ComputeCapabilities reads
+    # This service reports it. Of hosts that another service reports now, builds are taken all the same: one that was on
+    # its way when the host changed hands has the claim, and the host itself lets one build have it.
     reported: bool = True
 
 
 class Build(Struct, frozen=True):
-    """One attempt to build one instance on one host. database_id: the identity that the machine is tagged with.
-
-    origin: the instance has a machine on another host, or an image, that this attempt takes over.
-    """
+    """One attempt to build one instance on one host."""
 
     host_uuid: str
     spec: InstanceSpec
     attempt: int
     allocations: dict[str, Resources]
-    database_id: str | None = None
-    origin: Origin | None = None
+    database_id: str | None = None  # the identity that the machine is tagged with
+    origin: Origin | None = None  # the machine on another host, or the image, that this attempt takes over
 
 
 class ChangeOrder(Struct, frozen=True, kw_only=True):
-    """One change of one machine. order: rises with each; to_host: of a hand-over; rescue_password: of a rescue."""
+    """One change of one machine."""
 
     kind: ChangeKind
     host_uuid: str
     spec: InstanceSpec
     attempt: int
-    order: int
+    order: int  # rises with each change
     allocations: dict[str, Resources]
     database_id: str | None = None
-    to_host: str | None = None
-    rescue_password: str = ""
+    to_host: str | None = None  # the destination of a hand-over
+    rescue_password: str = ""  # the password of a rescue
 
 
 class ChangeResult(Struct, frozen=True):
-    """A machine that was changed. image: of a snapshot."""
+    """A machine that was changed."""
 
     runs: bool
-    image: str = ""
+    image: str = ""  # the image of a snapshot
 
 
 class Machine(Struct, frozen=True):
-    """One instance that a host carries.
-
-    attempt, database_id: as in its tag (None: it has no tag of a berth database). built: it is certainly complete.
-    runs: it is not stopped. tag_only: only its tag still names it, what manages the host reports that it is gone, and
-    `destroy` leaves it. allocations: its resources, by provider (None: the host does not know).
-    """
+    """One instance that a host carries."""
 
     host_uuid: str
     instance_uuid: str
-    attempt: int | None
-    database_id: str | None = None
-    built: bool = True
-    runs: bool = True
+    attempt: int | None  # as in its tag (None: it has no tag of a berth database)
+    database_id: str | None = None  # as in its tag
+    built: bool = True  # whether it is certainly complete
+    runs: bool = True  # whether it is not stopped
+    # Only its tag still names it, what manages the host reports that it is gone, and `destroy` leaves it.
     tag_only: bool = False
-    allocations: Mapping[str, Resources] | None = None
+    allocations: Mapping[str, Resources] | None = None  # its resources, by provider (None: the host does not know)
 
 
 Tree = tuple[ProviderReport, ...]  # one root provider first, a parent before its children
 
 
 class Driver(Protocol):
-    """Hosts of one kind.
-
-    Everything is idempotent: a restarted service repeats the calls that it was in the middle of.
-    """
+    """Hosts of one kind. Everything is idempotent: a restarted service repeats the calls that it was in."""
 
     async def open(self) -> None:
         """Get ready. May raise DriverUnavailable; it is then called again."""
@@ -189,19 +172,17 @@ class Driver(Protocol):
         """The provider trees of these hosts (None: of all). Empty when another source reports them."""
 
     async def spawn(self, build: Build) -> str | None:
-        """Build and tag the machine; return when it runs, with a warning for the build's story (None: nothing special).
-
-        Raises BuildAbort, Reschedule, or DriverUnavailable.
-        The tag (database_id, instance, attempt) is put on the machine before or with the first change to its host.
-        Cancelled when the build is destroyed meanwhile: `destroy` follows and removes the remains.
+        """Build and tag the machine; return when it runs, with a warning for the build's timeline (None: nothing
+        special). Raises BuildAbort, Reschedule, or DriverUnavailable.
         """
+        # The tag (database_id, instance, attempt) is put on the machine before or with the first change to its host.
+        # Cancelled when the build is destroyed meanwhile: `destroy` follows and removes the remains.
 
     async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, database_id: str | None) -> None:
         """Return when nothing of this database's attempts up to this one is left on the host, leftovers included.
-
-        Destroying a machine that does not exist succeeds. Raises NotOwned, having changed nothing, when the machine's
-        tag does not name this database; MachineProtected; DriverUnavailable when it cannot be sure.
+        Raises NotOwned, having changed nothing; MachineProtected; DriverUnavailable when it cannot be sure.
         """
+        # Destroying a machine that does not exist succeeds. NotOwned: the machine's tag does not name this database.
 
     async def check(self, build: Build) -> None:
         """Return when this host could take that build, and reads the image of its origin. Changes nothing. Raises as
@@ -209,18 +190,17 @@ class Driver(Protocol):
         """
 
     async def change(self, change: ChangeOrder) -> ChangeResult:
-        """Change a machine where it is; return when that is done. A change that is done already succeeds.
-
-        Raises ChangeFault when it is not done, NotOwned when the machine's tag does not name this database,
-        DriverUnavailable. Cancelled when a later change or a destruction takes its place: a hand-over that is cancelled
-        leaves the machine where it is, running or stopped, and the later change determines which it is to be.
+        """Change a machine where it is; return when that is done. A change that is done already succeeds. Raises
+        ChangeFault when it is not done, NotOwned, DriverUnavailable.
         """
+        # NotOwned: the machine's tag does not name this database. Cancelled when a later change or a destruction takes
+        # its place: a hand-over that is cancelled leaves the machine where it is, running or stopped, and the later
+        # change determines which it is to be.
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
-        """Every machine that these hosts (None: all) carry now, whatever its state and origin, by host uuid.
-
-        A host that was seen carrying nothing has an empty list. One that is left out was not seen: that proves nothing.
-        """
+        """Every machine that these hosts (None: all) carry now, whatever its state and origin, by host uuid."""
+        # A host that was seen carrying nothing has an empty list. One that is left out was not seen: that proves
+        # nothing.
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
         """Have `callback(host uuids)` called when hosts were enabled, disabled, resized, or came and went."""
@@ -228,17 +208,15 @@ class Driver(Protocol):
 
 @runtime_checkable
 class SourceCheckingDriver(Protocol):
-    """A driver that can also check, on the source's side, whether a machine can be migrated live.
+    """A driver that can also check, on the source's side, whether a machine can be migrated live."""
 
-    The destination has checked its side before (`Driver.check`), and was commanded nothing yet.
-    """
+    # The destination has checked its side before (`Driver.check`), and was commanded nothing yet.
 
     async def check_source(self, change: ChangeOrder) -> None:
-        """Return when this machine, which runs, could be migrated live to `to_host`. Changes nothing.
-
-        Raises HandOverRefused, or as `change` does. A hand-over that is done already is not refused: the command may
-        come twice.
+        """Return when this machine, which runs, could be migrated live to `to_host`. Changes nothing. Raises
+        HandOverRefused, or as `change` does.
         """
+        # A hand-over that is done already is not refused: the command may come twice.
 
 
 @runtime_checkable

@@ -21,12 +21,12 @@ class MachineLookup:
         self._scanner = scanner
 
     async def look_up(self, query: LookUpMachines) -> MachineLookupResult:
-        """Every machine of these instances with this database's tag that no command has ended.
-
-        Also those that are still being built, and those that the record does not have but that their hosts listed when
-        these were last looked at, as the reports name them. A thorough query is answered with those of other
-        databases as well, and one that names hosts with the machines that these list now. Raises DriverUnavailable.
+        """Every machine of these instances with this database's tag that no command has ended. Raises
+        DriverUnavailable.
         """
+        # Also those that are still being built, and those that the record does not have but that their hosts listed
+        # when these were last looked at, as the reports name them. A thorough query is answered with those of other
+        # databases as well, and one that names hosts with the machines that these list now.
         if query.on_hosts:
             return await self._on_hosts(query)
         wanted, database_id, thorough = frozenset(query.instance_uuids), query.database_id, query.thorough

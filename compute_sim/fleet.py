@@ -1,8 +1,7 @@
-"""The simulated machines themselves. They outlive the service that manages them.
+"""The simulated machines themselves. They outlive the service that manages them."""
 
-In memory for one process: stop a service, start another over the same Fleet, and it finds what runs. With a state
-directory also across processes, SIGKILL included.
-"""
+# In memory for one process: stop a service, start another over the same Fleet, and it finds what runs. With a state
+# directory also across processes, SIGKILL included.
 
 from __future__ import annotations
 
@@ -24,18 +23,15 @@ log = structlog.get_logger(__name__)
 
 
 class SimulatedMachine(Struct, frozen=True, array_like=True):
-    """One machine on a host. complete: False for the remains of a failed build. database_id: its tag.
-
-    runs: it is not stopped. image: the image that it was built from, by name.
-    """
+    """One machine on a host."""
 
     instance_uuid: str
     attempt: int
     allocations: dict[str, Resources]
-    complete: bool = True
-    database_id: str | None = None
-    runs: bool = True
-    image: str = ""
+    complete: bool = True  # False for the remains of a failed build
+    database_id: str | None = None  # database identity in its tag
+    runs: bool = True  # whether it is not stopped
+    image: str = ""  # name of the image that it was built from
 
 
 class MachineRow(Struct, frozen=True, array_like=True, tag="g"):
@@ -65,7 +61,7 @@ Row = MachineRow | DestroyedRow | HostRow
 
 
 class Host:
-    """One simulated host: its plan, and its progress."""
+    """One simulated host, with its plan and its progress."""
 
     __slots__ = ("disabled_reason", "enabled", "machines", "plan", "size")
 
@@ -115,10 +111,9 @@ class Fleet:
                 self._journal.rewrite(self._snapshot())
 
     def _assume_what_is_recorded(self) -> None:
-        """After damage to the journal, assume that machines run which the records have as running, because their lines
-        may be among the unreadable ones. Otherwise such a machine would be reported as lost, or an older one in its
-        place would be destroyed as a leftover.
-        """
+        """After damage to the journal, assume that machines run which the records have as running."""
+        # Their lines may be among the unreadable ones. Otherwise such a machine would be reported as lost, or an older
+        # one in its place would be destroyed as a leftover.
         for (host, instance), entry in self.records.running().items():
             found = self.machine(host, instance)
             if host in self._hosts and (found is None or found.attempt < entry.attempt):

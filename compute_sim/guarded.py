@@ -1,4 +1,6 @@
-"""A driver may be an operator's code: a bug in it costs the call that met it, and never the service."""
+"""Guards a service against bugs of its driver, which may be an operator's code: a bug costs the call that met it, and
+never the service.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,9 @@ CALLS = {*NAMED, "open", "close", "hosts", "inventory", "list", "look", "measure
 
 
 def isolate_driver(driver: AnyDriver) -> AnyDriver:
-    """The driver, of which each call that raises what the port does not name raises DriverFault instead.
-
-    Whoever calls it answers that as it answers a driver that is unavailable. An exception that leaves a job would end
-    the service, and each later start too where the call is repeated from the record.
-    """
+    """The driver, of which each call that raises what the port does not name raises DriverFault instead."""
+    # Whoever calls it answers that as it answers a driver that is unavailable. An exception that leaves a job would end
+    # the service, and each later start too where the call is repeated from the record.
     return cast(AnyDriver, _Guarded(driver))
 
 

@@ -78,10 +78,8 @@ class ComputeHandlers:
         self._host_conflicts = host_conflicts
 
     async def commands(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Spawn, Destroy and ChangeMachine: Done means remembered and started, not ended; the end is published.
-
-        QueueBarrier: everything before it has been taken. LookUpMachines, ListMachines: answered when that is so.
-        """
+        """Spawn, Destroy and ChangeMachine: Done means remembered and started, not ended; the end is published."""
+        # QueueBarrier: everything before it has been taken. LookUpMachines, ListMachines: answered when that is so.
         await self._wait_for_capacity()
         taken: list[Spawn | Destroy | ChangeMachine] = []
         barriers: list[QueueBarrier] = []
@@ -129,13 +127,12 @@ class ComputeHandlers:
             return Refuse("driver.unavailable", str(fault))
 
     async def control(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """ReportHosts: one report answers all requests. Heartbeats under this service's name: shows whether
-        another process has the name.
-
-        ServiceOutdated, InventoryStale: the messages that the cell and placement have received under this name.
-        ReserveMachines: the quarantined machines on its hosts. RescanHosts: hosts to report by a scan that begins
-        after it.
+        """ReportHosts: one report answers all requests. Heartbeats show whether another process has this service's
+        name.
         """
+        # ServiceOutdated, InventoryStale: the messages that the cell and placement have received under this name.
+        # ReserveMachines: the quarantined machines on its hosts. RescanHosts: hosts to report by a scan that begins
+        # after it.
         outcomes = [self._refusal(received) or DONE for received in batch]
         for received in (one for one, outcome in zip(batch, outcomes, strict=True) if outcome is DONE):
             message = received.message

@@ -1,8 +1,7 @@
-"""Collects all changes of hosts: which hosts are to be reported, and whose inventory is to be published.
+"""Collects all changes of hosts: which hosts are to be reported, and whose inventory is to be published."""
 
-The driver, the agent, the quarantine and the startup gate record here which hosts have changed; the reporter and the
-inventory reporter wait here for hosts that are due. None of them knows the others.
-"""
+# The driver, the agent, the quarantine and the startup gate record here which hosts have changed; the reporter and the
+# inventory reporter wait here for hosts that are due. None of them knows the others.
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ UNDONE_S = 15.0
 
 
 class PendingReport:
-    """The hosts to report: everything, or some hosts. Setting it wakes the waiting task."""
+    """The hosts to report, everything or some hosts. Setting it wakes the waiting task."""
 
     def __init__(self) -> None:
         self.everything = True  # a start publishes everything
@@ -52,7 +51,7 @@ class PendingReport:
 
 
 class PendingHostReports:
-    """The pending reports of one service about its hosts: `announcements` to its cell, `inventory` to placement."""
+    """The pending reports of one service about its hosts: `announcements` go to its cell, `inventory` to placement."""
 
     def __init__(self, clock: Clock) -> None:
         self.announcements = PendingReport()

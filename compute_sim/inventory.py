@@ -1,9 +1,8 @@
-"""Publishes the inventory of each host's provider tree to placement.
+"""Publishes the inventory of each host's provider tree to placement."""
 
-It goes out at start, on change, at long intervals (so that a lost or undone update heals), and after each reconnection.
-A host that the driver lists no more leaves placement with the next publication of all.
-After a start a host's inventory waits until the host may be offered (`offering`).
-"""
+# It goes out at start, on change, at long intervals (so that a lost or undone update heals), and after each
+# reconnection. A host that the driver lists no more leaves placement with the next publication of all. After a start a
+# host's inventory waits until the host may be offered (`offering`).
 
 from __future__ import annotations
 
@@ -86,10 +85,8 @@ class InventoryReporter:
             await self._publish_trees({tree[0].uuid: tree for tree in trees})
 
     async def _take_back(self, uuids: Collection[str]) -> None:
-        """Take hosts out of placement that the driver does not have any more, and on which no machine is on record.
-
-        Placement keeps the providers that a consumer still uses, for this reporter alone, and offers nothing of them.
-        """
+        """Take hosts out of placement that the driver does not have any more, and on which no machine is on record."""
+        # Placement keeps the providers that a consumer still uses, for this reporter alone, and offers nothing of them.
         kept = {*uuids, *self._records.holding_hosts()}
         gone = [host for host in self._records.in_placement() if host not in kept]
         for at in range(0, len(gone), TREES_PER_PUBLISH):

@@ -14,11 +14,11 @@ log = structlog.get_logger()
 
 
 class Chain:
-    """The work on one instance on one host: one job holds the lock, others wait in order.
-
-    build: the build that a Destroy would cancel. answers: attempts whose Destroy is answered by the next job that
-    has cleared the host of them. clearing: that build has yet to clear away an older attempt.
+    """The work on one instance on one host: one job holds the lock, others wait in order. build: that a Destroy would
+    cancel. answers: attempts whose Destroy the next job that has cleared the host of them answers.
     """
+
+    # clearing: that build has yet to clear away an older attempt.
 
     __slots__ = ("answers", "build", "clearing", "jobs", "lock")
 

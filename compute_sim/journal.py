@@ -1,12 +1,10 @@
-"""An append-only file that survives the death of its process, and after `sync` that of its machine.
+"""An append-only file that survives the death of its process, and after `sync` that of its machine."""
 
-Each append is one write to the operating system, so appended rows are there after a SIGKILL. What a power cut must not
-take is synced to the disk; the machines of a simulated fleet end with it. A line that was cut short is dropped.
-
-A line is a row as JSON, a tab and the checksum of that JSON, so that a damaged byte is noticed wherever it is. A
-damaged file is kept aside whole, logged, and written anew from all lines that can be read. A line
-without a checksum was written by hand.
-"""
+# Each append is one write to the operating system, so appended rows are there after a SIGKILL. What a power cut must
+# not take is synced to the disk; the machines of a simulated fleet end with it. A line that was cut short is dropped.
+# A line is a row as JSON, a tab and the checksum of that JSON, so that a damaged byte is noticed wherever it is. A
+# damaged file is kept aside whole, logged, and written anew from all lines that can be read. A line without a checksum
+# was written by hand.
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ log = structlog.get_logger(__name__)
 
 
 class JournalInUse(Forbidden):
-    """Another process has this journal open: two services of one name would fence nothing."""
+    """Another process has this journal open. Two services of one name would fence nothing."""
 
     code = "journal.in_use"
 
@@ -55,19 +53,18 @@ class JournalUnusable(Forbidden):
 
 
 class Damage(Struct, frozen=True):
-    """Lines that cannot be read: where the first begins, how many, their bytes, and uuids that can be seen in them."""
+    """Lines that cannot be read."""
 
-    offset: int
+    offset: int  # where the first begins
     lines: int
-    length: int
-    uuids: tuple[str, ...]
+    length: int  # in bytes
+    uuids: tuple[str, ...]  # uuids that can be seen in them
     kept: str = ""
 
 
 class Journal(Generic[Row]):
-    """One file of JSON lines of one (union of) row type, owned by one process at a time.
-
-    damage: what `open` found; None when all could be read. synced: whether it is to survive a power cut.
+    """One file of JSON lines of one (union of) row type, owned by one process at a time. synced: whether it is to
+    survive a power cut. damage: what `open` found; None when all could be read.
     """
 
     def __init__(self, path: Path, row_type: type[Row], *, synced: bool = True) -> None:
@@ -85,9 +82,8 @@ class Journal(Generic[Row]):
         self.damage: Damage | None = None
 
     def open(self) -> list[Row]:
-        """Take the file (raises JournalInUse), cut off a torn end, and return what can be read of it.
-
-        Raises JournalUnusable when it is damaged and cannot be kept aside.
+        """Take the file, cut off a torn end, and return what can be read of it. Raises JournalInUse, and
+        JournalUnusable: it is damaged and cannot be kept aside.
         """
         with self._writing():
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,11 +176,11 @@ class Journal(Generic[Row]):
         return msgspec.structs.replace(damage, kept=str(kept))
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Write these rows. A row that is returned from here outlives the process.
-
-        Raises JournalUnusable: nothing was written. What its owner has in memory is ahead of the file then, so the
-        process ends, and the next start goes by the file.
+        """Write these rows. A row that is returned from here outlives the process. Raises JournalUnusable: nothing was
+        written.
         """
+        # What its owner has in memory is ahead of the file then, so the process ends, and the next start goes by the
+        # file.
         if self._file < 0 or not rows:
             return
         with self._writing():
@@ -198,11 +194,10 @@ class Journal(Generic[Row]):
         self._appended += len(rows)
 
     async def sync(self) -> None:
-        """Return when the rows that were appended so far outlive the machine. Raises JournalUnusable: also if an
+        """Return when the rows that were appended so far outlive the machine. Raises JournalUnusable, also if an
         earlier call has failed, as the caller of that one may have gone on.
-
-        A disk takes milliseconds, so one sync is for all that have come meanwhile, in a thread.
         """
+        # A disk takes milliseconds, so one sync is for all that have come meanwhile, in a thread.
         wanted = self._appended
         async with self._syncing:
             if self._lost:

@@ -1,8 +1,7 @@
-"""Everything that the hosts of one service have, in pages, for a conductor whose database was restored.
+"""Everything that the hosts of one service have, in pages, for a conductor whose database was restored."""
 
-The hosts are read anew for each page, and what they have is compared with nothing: a record only adds what a host does
-not know of a machine, and the builds of which no host may list what it has.
-"""
+# The hosts are read anew for each page, and what they have is compared with nothing: a record only adds what a host
+# does not know of a machine, and the builds of which no host may list what it has.
 
 from __future__ import annotations
 
@@ -27,10 +26,8 @@ from compute_sim.survey import MachineScanner
 
 
 class MachineLister:
-    """One service's. is_busy: whether a change or a destruction of a machine is under way; pending_destroys: those
-    that are to be destroyed.
-
-    It reads only.
+    """One service's; reads only. is_busy: whether a change or a destruction of a machine is under way.
+    pending_destroys: those that are to be destroyed.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from compute_sim.publishing import JITTER, PublishingBus
 
 
 class Measuring:
-    """One service's measurements. One that cannot be made or published now is dropped: the next one is newer."""
+    """One service's measurements. One that cannot be made or published now is dropped, as the next one is newer."""
 
     def __init__(
         self,

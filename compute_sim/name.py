@@ -1,9 +1,8 @@
-"""A compute service's name belongs to one process: two of one name would build and destroy on the same hosts.
+"""A compute service's name belongs to one process: two of one name would build and destroy on the same hosts."""
 
-The name is held by the service's private queue on its cell's bus, which a broker gives to one connection at a time. It
-is taken before the driver is looked at. Where a broker gives it to two (a cluster that was split), the heartbeats
-reveal it: the service with the lower epoch, the one that was started earlier, stops.
-"""
+# The name is held by the service's private queue on its cell's bus, which a broker gives to one connection at a time.
+# It is taken before the driver is looked at. Where a broker gives it to two (a cluster that was split), the heartbeats
+# reveal it: the service with the lower epoch, the one that was started earlier, stops.
 
 from __future__ import annotations
 
@@ -77,11 +76,9 @@ class ServiceName:
         raise self._in_use("since this one's connection to the bus was lost")
 
     def on_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """A heartbeat under this name. Raises ServiceNameInUse when it is another's.
-
-        One heartbeat proves nothing, it may have been on its way since this service's former life: a second one that
-        is newer does. The service of the higher epoch waits for the other one to stop, for `wait_s`.
-        """
+        """A heartbeat under this name. Raises ServiceNameInUse when it is another's."""
+        # One heartbeat proves nothing, it may have been on its way since this service's former life: a second one that
+        # is newer does. The service of the higher epoch waits for the other one to stop, for `wait_s`.
         own = self._records.epoch
         if (
             heartbeat.service != self._service

@@ -1,10 +1,9 @@
-"""Which of its hosts a service may offer after a start: none on which it still has to destroy something.
+"""Which of its hosts a service may offer after a start: none on which it still has to destroy something."""
 
-While the service was down its queue kept its commands, among them those to destroy the stale machines of a fence. The
-service publishes a barrier to its own queue: when it comes back, all that was waiting there has been taken. Only then
-builds and changes begin: the command that ends one of them may have come behind it. And each host may be offered as
-soon as nothing is left that was to be destroyed there before the barrier.
-"""
+# While the service was down its queue kept its commands, among them those to destroy the stale machines of a fence. The
+# service publishes a barrier to its own queue: when it comes back, all that was waiting there has been taken. Only then
+# builds and changes begin: the command that ends one of them may have come behind it. And each host may be offered as
+# soon as nothing is left that was to be destroyed there before the barrier.
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ class StartupGate:
         await asyncio.get_running_loop().create_future()
 
     def on_barrier(self, barrier: QueueBarrier, pending_destroys: Sequence[Key]) -> None:
-        """A barrier came back, after all that was before it in the queue. Orders of former runs mean nothing.
-
+        """A barrier came back, after all that was before it in the queue. Barriers of former runs mean nothing.
         pending_destroys: the machines that are being destroyed now, and those that could not be destroyed so far.
         """
         if barrier.epoch != self._records.epoch or self.opened.is_set():

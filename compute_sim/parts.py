@@ -49,7 +49,9 @@ DRIVER = RetryPolicy(first_s=0.2, longest_s=10.0, least=0.0)  # for the driver a
 
 
 class Parts:
-    """One service's parts, and how they open, drain and close together. Arguments: see `compute_sim.app.build`."""
+    """One service's parts, and how they open, drain and close together. Its arguments are those of
+    `compute_sim.app.build`.
+    """
 
     def __init__(
         self,

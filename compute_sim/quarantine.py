@@ -1,10 +1,10 @@
 """Reserves the resources of machines in quarantine in the inventory of their hosts, until the machines are gone or
 explained.
-
-Such a machine may have no claim in placement, so its resources would be offered to others, and a build there would take
-more than its host has. The cell's conductor names these machines (`ReserveMachines`); they are on record here, so that
-a restart does not offer their resources. A machine that its host does not carry any more is dropped at once.
 """
+
+# Such a machine may have no claim in placement, so its resources would be offered to others, and a build there would
+# take more than its host has. The cell's conductor names these machines (`ReserveMachines`); they are on record here,
+# so that a restart does not offer their resources. A machine that its host does not carry any more is dropped at once.
 
 from __future__ import annotations
 

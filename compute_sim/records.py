@@ -1,8 +1,7 @@
-"""A compute service's records across its own restarts: attempts, fences, failures, and the numbers it has used.
+"""A compute service's records across its own restarts: attempts, fences, failures, and the numbers it has used."""
 
-In memory, and in a journal when there is a directory for it. Everything is an absolute value, so reading the
-journal again in order gives the same memory.
-"""
+# In memory, and in a journal when there is a directory for it. Everything is an absolute value, so reading the journal
+# again in order gives the same memory.
 
 from __future__ import annotations
 
@@ -45,12 +44,12 @@ class PurgeRow(Struct, frozen=True, array_like=True, tag="f"):
 
 
 class SpecRow(Struct, frozen=True, array_like=True, tag="s"):
-    """The spec and the allocations of an attempt's machine, as they were commanded last; None: they are too long."""
+    """The spec and the allocations of an attempt's machine, as they were commanded last."""
 
     host: str
     instance: str
     attempt: int
-    spec: InstanceSpec | None
+    spec: InstanceSpec | None  # None: spec and allocations are too long
     allocations: dict[str, Resources]
 
 
@@ -62,10 +61,10 @@ class FailuresRow(Struct, frozen=True, array_like=True, tag="h"):
 
 
 class ReservedRow(Struct, frozen=True, array_like=True, tag="r"):
-    """All machines of a host whose resources are kept out of its inventory; none: it has no such any more."""
+    """All machines of a host whose resources are kept out of its inventory."""
 
     host: str
-    machines: tuple[ReservedMachine, ...]
+    machines: tuple[ReservedMachine, ...]  # empty: it has no such machines any more
 
 
 class InPlacementRow(Struct, frozen=True, array_like=True, tag="b"):
@@ -76,11 +75,11 @@ class InPlacementRow(Struct, frozen=True, array_like=True, tag="b"):
 
 
 class UndeployingRow(Struct, frozen=True, array_like=True, tag="u"):
-    """The attempt and database id in a machine's tag, which undeploying its node wipes; None: it is undeployed."""
+    """The tag of a machine, which undeploying its node wipes."""
 
     host: str
     instance: str
-    owner_tag: tuple[int, str] | None
+    owner_tag: tuple[int, str] | None  # attempt and database id (None: it is undeployed)
 
 
 class NumbersRow(Struct, frozen=True, array_like=True, tag="n"):
@@ -200,10 +199,8 @@ class Records:
                 self._journal.rewrite(self._snapshot())
 
     async def sync(self) -> None:
-        """Return when what was written so far survives a power cut, if it is to. Raises JournalUnusable.
-
-        Awaited before a command is acknowledged, a result published or a machine's tag wiped.
-        """
+        """Return when what was written so far survives a power cut, if it is to. Raises JournalUnusable."""
+        # Awaited before a command is acknowledged, a result published or a machine's tag wiped.
         if self._journal is not None:
             await self._journal.sync()
 
@@ -312,10 +309,8 @@ class Records:
         return self.epoch
 
     def outgrow(self, epoch: int = 0, version: int = 0) -> bool:
-        """Continue above the versions that others have received under this name; returns whether it was higher.
-
-        A version at most `FARTHEST`.
-        """
+        """Continue above the versions that others have received under this name; returns whether it was higher."""
+        # A version at most `FARTHEST`.
         if not (self.epoch < epoch < MAX_EPOCH or self.version < version <= FARTHEST):
             return False
         if self.epoch < epoch < MAX_EPOCH:

@@ -1,9 +1,8 @@
-"""Publishes heartbeats and reports of hosts to the cell.
+"""Publishes heartbeats and reports of hosts to the cell."""
 
-After a start a host is reported as disabled until the service has destroyed there the machines that it was commanded to
-destroy while it was not running (`offering`). Announcements and heartbeats share one sequence and leave one after the
-other, so that a listener may drop a message that is older than the last one received.
-"""
+# After a start a host is reported as disabled until the service has destroyed there the machines that it was commanded
+# to destroy while it was not running (`offering`). Announcements and heartbeats share one sequence and leave one after
+# the other, so that a listener may drop a message that is older than the last one received.
 
 from __future__ import annotations
 
@@ -82,12 +81,10 @@ class Reporter:
         self._sequence = 0
 
     def on_superseded(self, *, epoch: int = 0, version: int = 0) -> None:
-        """The cell or placement has received a later number under this service's name than any of its own.
-
-        Its clock was restored, its records are gone, or another process had the name while its clock was ahead. The
-        service holds the name: it continues above that epoch, and publishes everything again. A late copy changes
-        nothing.
-        """
+        """The cell or placement has received a later number under this service's name than any of its own."""
+        # Its clock was restored, its records are gone, or another process had the name while its clock was ahead. The
+        # service holds the name: it continues above that epoch, and publishes everything again. A late copy changes
+        # nothing.
         before = self._records.epoch
         if self._records.outgrow(epoch, version):
             log.warning(

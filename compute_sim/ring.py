@@ -1,13 +1,12 @@
-"""Decides which free nodes belong to this service, of those that several services of a cell share. It is pure, except
-for one event.
-
-Rendezvous hashing: of a ring's members the one whose hash with the node is highest has the node. A member that comes or
-goes moves the nodes that become or were its own, one part in as many as there are members, and no others. No library is
-needed: a ring of points would have to be tuned for an even spread, and is no smaller.
-
-The cell's conductor publishes the members (`RingMembers`), so all services with the same number agree. Before the first
-such message no free node belongs to this service.
+"""Decides which free nodes belong to this service, of those that several services of a cell share. Pure, except for one
+event.
 """
+
+# Rendezvous hashing: of a ring's members the one whose hash with the node is highest has the node. A member that comes
+# or goes moves the nodes that become or were its own, one part in as many as there are members, and no others. No
+# library is needed: a ring of points would have to be tuned for an even spread, and is no smaller.
+# The cell's conductor publishes the members (`RingMembers`), so all services with the same number agree. Before the
+# first such message no free node belongs to this service.
 
 from __future__ import annotations
 

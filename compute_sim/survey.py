@@ -19,9 +19,8 @@ HOSTS_AT_ONCE = 1_000  # compared with the record in one turn of the event loop,
 
 
 class MachineScanner:
-    """One service's. hosts: the uuids of the hosts that builds are accepted for.
-
-    on_listed: called with the machines of the hosts, each time they are read.
+    """One service's. hosts: the uuids of the hosts that builds are accepted for. on_listed: called with the machines of
+    the hosts, each time they are read.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ HOLDS_FOR = 3  # intervals: this many messages may be lost in a row
 
 
 class WaitingReporter:
-    """One service's waiting builds. A message that cannot be published now is dropped: the next one replaces it."""
+    """One service's waiting builds. A message that cannot be published now is dropped, as the next one replaces it."""
 
     def __init__(
         self, bus: PublishingBus, driver: WaitingDriver, *, service: str, cell: str, clock: Clock, interval_s: float

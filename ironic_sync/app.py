@@ -38,10 +38,8 @@ def build(
     client: IronicClient | None = None,
     store: Positions | None = None,
 ) -> WorkerRuntime:
-    """One ironic_sync process. Any number may run; one works, the others are ready to take over.
-
+    """One ironic_sync process. Any number may run; one works. Raises SettingsError: the settings know no such cell.
     client: instead of Ironic's REST API at the configured address. store: instead of the environment's PostgreSQL.
-    Raises SettingsError: the settings know no such cell.
     """
     if config.cell and config.cell not in env.cells:
         known = ", ".join(env.cells)

@@ -34,12 +34,13 @@ class ListeningTerm(Struct, frozen=True):
 
 
 class NotificationListener:
-    """Binds, consumes, and turns each delivery into a step of the sync_state, in order of arrival.
-
-    A process has one subscription, which rests between its terms.
-    A delivery is acknowledged once its changes are saved. One that only causes a read is acknowledged by a process that
-    was the only writer after it had come: every later writer reads all nodes, so that no read is lost with this one.
+    """Binds, consumes, and turns each delivery into a step of the sync_state, in order of arrival. A process has one
+    subscription, which rests between its terms.
     """
+
+    # A delivery is acknowledged once its changes are saved. One that only causes a read is acknowledged by a process
+    # that was the only writer after it had come: every later writer reads all nodes, so that no read is lost with this
+    # one.
 
     def __init__(self, transport: Transport, *, clock: Clock, config: IronicSyncConfig) -> None:
         self._transport = transport
@@ -55,11 +56,9 @@ class NotificationListener:
         transport.on_reconnect(self._check.set)
 
     async def run(self, term: ListeningTerm) -> None:
-        """Bind, consume, and bind again after each reconnection and now and then, until cancelled.
-
-        Ironic's exchange is not durable: it goes with the broker and takes the binding along, and may be made anew
-        while we are connected. So the binding is repeated with each read of all; repeating it costs nothing.
-        """
+        """Bind, consume, and bind again after each reconnection and now and then, until cancelled."""
+        # Ironic's exchange is not durable: it goes with the broker and takes the binding along, and may be made anew
+        # while we are connected. So the binding is repeated with each read of all; repeating it costs nothing.
         self._term = term
         first = True  # nodes are read even while there is nothing to bind to
         try:
@@ -116,10 +115,10 @@ class NotificationListener:
         return True
 
     def on_delivery(self, delivery: Delivery) -> None:
-        """Take one message. Never blocks, never raises, never shows a body: it may be anything that anyone published.
-
-        One that cannot be handled is dropped, and all nodes are read, which covers it.
+        """Take one message. Never blocks, never raises, never shows a body, which may be anything that anyone
+        published.
         """
+        # One that cannot be handled is dropped, and all nodes are read, which covers it.
         term = self._term
         if term is None:
             delivery.nack(requeue=True)

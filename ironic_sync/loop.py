@@ -70,10 +70,8 @@ class SyncLoop:
 
     @property
     def healthy(self) -> bool:
-        """Waiting for another writer is fine; a writer must have Ironic's answers, and its notifications if it has any.
-
-        A fresh Ironic that has published nothing yet has no exchange. Until then its nodes are read every `resync_s`.
-        """
+        """Waiting for another writer is fine; a writer must have Ironic's answers, and its notifications if any."""
+        # A fresh Ironic that has published nothing yet has no exchange. Until then its nodes are read every `resync_s`.
         term = self._term
         if term is None:
             return self._waiting

@@ -1,4 +1,4 @@
-"""A line in two parts: what concerns capacity that is taken away goes before what only offers some."""
+"""A queue of nodes in two parts: what concerns capacity that is taken away goes before what only offers some."""
 
 from __future__ import annotations
 

@@ -10,11 +10,10 @@ from bus.tracing.tracer import Tracer
 
 
 class NotificationTraces:
-    """The spans of nodes whose notifications are under way, at most one a node.
+    """The spans of nodes whose notifications are under way, at most one a node."""
 
-    Later notifications about a node are answered by the same read and the same update, and so belong to the trace of
-    the first.
-    """
+    # Later notifications about a node are answered by the same read and the same update, and so belong to the trace of
+    # the first.
 
     def __init__(self, tracer: Tracer | None) -> None:
         self._tracer = tracer

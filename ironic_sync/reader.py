@@ -29,10 +29,9 @@ MAX_ALLOCATIONS = 1000  # looked at side by side; past it the next read of all n
 
 
 class Reader:
-    """Reads nodes when they are due by the sync_state, at most one read a node and a bounded number in all.
+    """Reads nodes when they are due by the sync_state, at most one read a node and a bounded number in all."""
 
-    Notifications about a node while it is being read cause one more read, however many they were.
-    """
+    # Notifications about a node while it is being read cause one more read, however many they were.
 
     def __init__(
         self, client: IronicClient, sync_state: SyncState, *, clock: Clock, rng: random.Random, config: IronicSyncConfig
@@ -94,10 +93,8 @@ class Reader:
                 await backoff.wait()  # Ironic answers, and not to this
 
     async def _wait_for_answer(self) -> bool:
-        """Ask Ironic something small until it answers; False when it did at once.
-
-        A read of all nodes is not repeated every second, and after an outage none of them is to wait for its turn.
-        """
+        """Ask Ironic something small until it answers; False when it did at once."""
+        # A read of all nodes is not repeated every second, and after an outage none of them is to wait for its turn.
         was_unavailable = False
         while True:
             try:

@@ -30,7 +30,6 @@ FARTHEST = 2**62 - 2**52  # no clock comes near it, and no contract lets version
 
 class SyncState:
     """The positions of all nodes. The listener and the reader change positions, and the writer takes the changed ones.
-
     unsaved: nodes that moved since they were last taken to be saved.
     """
 
@@ -91,9 +90,8 @@ class SyncState:
         self.moved.set()
 
     def apply_notification(self, effect: Effect, cause: str, what: str = "") -> None:
-        """Apply a notification: a node is to be read, and perhaps something to be reported to placement first.
-
-        what: its event, for its trace.
+        """Apply a notification: a node is to be read, and perhaps something to be reported to placement first. what:
+        its event, for its trace.
         """
         assert effect.read is not None
         before = self._of(effect.read)
@@ -166,10 +164,9 @@ class SyncState:
     def republish_all(self, *, gone_since: float) -> None:
         """Report every node to placement again, each when it is next read; now what is held for a fault, as no read may
         show it.
-
-        Nodes that have gone since are not read any more: their removal is reported now, because inventory in use when
-        it was removed stays in placement, without capacity, until a later report finds it unused.
         """
+        # Nodes that have gone since are not read any more: their removal is reported now, because inventory in use when
+        # it was removed stays in placement, without capacity, until a later report finds it unused.
         now = self._clock.time()
         for uuid, position in list(self.positions.items()):
             if position.problem == ABSENT:

@@ -1,8 +1,7 @@
-"""Saves each changed position, then publishes it, then marks it as published. The saved positions serve as the outbox.
+"""Saves each changed position, then publishes it, then marks it as published. The saved positions are the outbox."""
 
-A position is whole, so only a node's newest one is worth publishing: while the bus is unavailable nothing piles up but
-one update a node, and a process that starts publishes every position that was saved and not confirmed.
-"""
+# A position is whole, so only a node's newest one is worth publishing: while the bus is unavailable nothing piles up
+# but one update a node, and a process that starts publishes every position that was saved and not confirmed.
 
 from __future__ import annotations
 

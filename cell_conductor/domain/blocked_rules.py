@@ -1,5 +1,5 @@
-"""An instance of which a recovery could not find out what is true: nothing is started with it, a delete is recorded,
-and no report or answer judges it. It is reconciled again, again and again, until that is known (`recovery`).
+"""Rules for an instance of which a recovery could not find out what is true: nothing is started with it, a delete is
+recorded, and no report or answer judges it. It is reconciled again until that is known (`recovery`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""The breaker of one compute service: too many machines that are lost, unknown or over within a short time stop
-destruction.
-
-Which compute service lists which host, to detect two services that report the same host.
-
-A host may pass from one service of its cell to another: the first then leaves it out. While a service that is up goes
-on listing it, the report of another one proves nothing about the machines that the first one has there.
-
-Which machines of a report their compute service is to keep out of the inventory of its hosts.
+"""What the reports of one compute service may destroy at once: its breaker, the hosts that it lists, and the machines
+that it reserves. Pure.
 """
+
+# A host may pass from one service of its cell to another: the first then leaves it out. While a service that is up goes
+# on listing it, the report of another one proves nothing about the machines that the first one has there.
 
 from __future__ import annotations
 
@@ -44,14 +40,11 @@ def key_of(uuid: str, host_uuid: str) -> str:
 
 
 class DestructiveDifference(Struct, frozen=True):
-    """One event that ends or destroys a machine because of a report and not of a client's request.
-
-    commanded: the record has commanded that itself (`report.is_commanded`): the report only repeats it, and is not
-    counted.
-    """
+    """One event that ends or destroys a machine because of a report and not of a client's request."""
 
     uuid: str
     event: Event
+    # The record has commanded this itself (`report.is_commanded`): the report only repeats it, and is not counted.
     commanded: bool = False
 
     @property
@@ -72,21 +65,18 @@ NONE_COUNTED: Mapping[str, CountedAs] = MappingProxyType({})
 
 
 class Breaker(Struct, frozen=True, kw_only=True):
-    """The record of one service's breaker. lost, quarantined, over: how many machines were, in the reports of the
-    window that opened it and in those since. machines: the keys of those that the newest reports have, without those of
-    the window; after a reset, of those that it still allows. tripped_at: when a report last named more of them.
-
-    reset_at, reset_by: when and by whom an operator reset it, for these machines and no others (0, "": not yet).
-    """
+    """The record of one service's breaker: too many of its machines were lost, unknown or over within a short time."""
 
     service: str
-    tripped_at: float
-    lost: int = 0
-    quarantined: int = 0
-    over: int = 0
+    tripped_at: float  # when a report last named more machines than allowed
+    lost: int = 0  # machines lost in the reports of the window that opened it and in those since
+    quarantined: int = 0  # machines quarantined in those reports
+    over: int = 0  # machines that a record proves over, in those reports
+    # Keys of those that the newest reports have, without those of the window; after a reset, of those that it still
+    # allows.
     machines: tuple[str, ...] = ()
-    reset_at: float = 0.0
-    reset_by: str = ""
+    reset_at: float = 0.0  # when an operator reset it, for these machines and no others (0: not yet)
+    reset_by: str = ""  # who reset it ("": it is not reset)
 
     @property
     def is_open(self) -> bool:
@@ -102,15 +92,12 @@ class Breaker(Struct, frozen=True, kw_only=True):
 
 
 class BreakerAssessment(Struct, frozen=True):
-    """The differences of one report that take effect. tripped: the breaker to put on record, if it opens now, or is
-    open and names too few. counted: the machines that take effect and count for the reports that follow within the
-    window.
-    """
+    """The differences of one report that take effect."""
 
     effective: tuple[DestructiveDifference, ...] = ()
     blocked: int = 0
-    tripped: Breaker | None = None
-    counted: Mapping[str, CountedAs] = {}
+    tripped: Breaker | None = None  # the breaker to record, as it opens now, or is open and names too few
+    counted: Mapping[str, CountedAs] = {}  # the machines that take effect and count for later reports of the window
 
 
 def assess(
@@ -123,10 +110,8 @@ def assess(
     now: float,
     recent: Mapping[str, CountedAs] = NONE_COUNTED,
 ) -> BreakerAssessment:
-    """Which differences of one report take effect. quarantined: machines that were put on record with this report.
-    recent: what earlier reports of the window counted.
-
-    All or nothing: up to the limit, losses count as failures; more of them at once suggest a wrong database.
+    """Which differences of one report take effect: all, or none above the limit, as that suggests a wrong database.
+    quarantined: machines that were put on record with this report. recent: what earlier reports of the window counted.
     """
     passed: Collection[str] = frozenset(breaker.machines) if breaker is not None else ()
     new = dict(_counted(differences, quarantined, passed))
@@ -166,10 +151,9 @@ def _counted(
 
 
 class RecentDifferences:
-    """The machines that the reports of each service have counted within the window, in one conductor's memory.
+    """The machines that the reports of each service have counted within the window, in one conductor's memory."""
 
-    A service reports a host as soon as it changes: machines that vanish within a minute come in many reports.
-    """
+    # A service reports a host as soon as it changes: machines that vanish within a minute come in many reports.
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -202,12 +186,9 @@ class PageDifferences(Struct):
 
 
 class ScanDifferences(Struct):
-    """The differences of the pages of one scan of a service's hosts, by their sequences. A scan is assessed as a whole.
+    """The differences of the pages of one scan of a service's hosts, by their sequences. It is assessed as a whole."""
 
-    key: the epoch, and the sequence of the first page.
-    """
-
-    key: tuple[int, int]
+    key: tuple[int, int]  # the epoch, and the sequence of the first page
     pages: dict[int, PageDifferences] = {}
 
 
@@ -229,18 +210,14 @@ NO_RING = (0, 0)
 
 
 class _Listed(Struct):
-    """The listing of one service. hosts: by uuid, the first sequence of the last report that had it.
-
-    first, pages: of the report of all its hosts that is being received, and the sequences of its pages that came.
-    complete: one has come completely. ring: by which it shares its free hosts with others.
-    """
+    """The listing of one service."""
 
     epoch: int
-    hosts: dict[str, int]
-    first: int = 0
-    pages: set[int] = set()
-    complete: bool = False
-    ring: tuple[int, int] = NO_RING
+    hosts: dict[str, int]  # by uuid, the first sequence of the last report that had it
+    first: int = 0  # sequence of the first page of the report of all hosts that is being received
+    pages: set[int] = set()  # sequences of the pages of that report that came
+    complete: bool = False  # whether one report of all hosts has come completely
+    ring: tuple[int, int] = NO_RING  # term and number of the ring members by which it shares its free hosts
 
 
 class Listings:
@@ -310,12 +287,10 @@ Reserved = Mapping[str, Sequence[Running]]  # by host
 
 
 def wrong_reservations(report: ComputeHosts, unknown: Sequence[UnknownMachine]) -> Reserved:
-    """For each host where the report disagrees, all machines that are to be reserved; most reports agree.
-
-    Machines in quarantine are reserved: none of their claims is proved, and they stay. A reserved machine stays
-    reserved while it is being destroyed, and when its tag is removed: it is still there. A machine that a record
-    explains has its claim.
-    """
+    """For each host where the report disagrees, all machines that are to be reserved; most reports agree."""
+    # Machines in quarantine are reserved: none of their claims is proved, and they stay. A reserved machine stays
+    # reserved while it is being destroyed, and when its tag is removed: it is still there. A machine that a record
+    # explains has its claim.
     kind_of = {(one.host_uuid, one.uuid): one.kind for one in unknown}
     wrong: dict[str, Sequence[Running]] = {}
     for host in report.hosts:

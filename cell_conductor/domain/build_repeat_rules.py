@@ -1,4 +1,4 @@
-"""A build, a query of one, or a delete that comes again is answered how far it is, or by its end once more."""
+"""Rules for a build, a query of one, or a delete that comes again: the answer is its progress, or its end once more."""
 
 from __future__ import annotations
 
@@ -77,11 +77,10 @@ def _reemit(
     *,
     terminal: bool = True,
 ) -> Step:
-    """Publish the last event of the build once more, under its number: it changes nothing where it is on record.
-
-    Under a later one, which the end of an action may have taken since, clients would get a second terminal event. Where
-    schedulers wait for it and have had that number, of a record that was restored since, it takes the next one.
-    """
+    """Publish the last event of the build once more, under its number: it changes nothing where it is on record."""
+    # Under a later number, which the end of an action may have taken since, clients would get a second terminal event.
+    # Where schedulers wait for the event and have had that number, of a record that was restored since, it takes the
+    # next one.
     number = instance.build_sequence or instance.sequence - 1
     if isinstance(event, BuildRequested) and event.is_query and number <= event.sequence:
         return emit_event(_numbered_above(instance, event), state, event.at, context, terminal=terminal)

@@ -1,6 +1,4 @@
-"""Deletes of instances that move, that have no host or no record, or that their host cannot destroy now. Pure, as the
-other rules are.
-"""
+"""Deletes of instances that move, that have no host or no record, or that their host cannot destroy now. Pure."""
 
 from __future__ import annotations
 
@@ -23,11 +21,9 @@ from .steps import Step, StepContext
 
 
 def delete_unknown(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
-    """Without a record it is remembered, so that the build never starts, should it come yet.
-
-    What this cell has published has been here and is not any more: its claim is released, and the delete is answered;
-    but first what a host has of it that no record explains is destroyed.
-    """
+    """Delete an instance without a record: the delete is remembered, so that a build that comes later never starts."""
+    # What this cell has published has been here and is not any more: its claim is released, and the delete is answered;
+    # but first what a host has of it that no record explains is destroyed.
     if not event.may_have_started:
         return rules.tombstone(instance, event, context) if instance.state is State.ABSENT else Step(instance)
     gone = replace(
@@ -51,10 +47,8 @@ def refuse_build(instance: Instance, event: BuildRequested, context: StepContext
 
 
 def is_other_project(instance: Instance, event: DeleteRequested) -> bool:
-    """Whether the instance is of another project than the delete names: nothing is deleted for it.
-
-    Schedulers send none: they give a build to a cell by its project's claim. An operator may name a wrong instance.
-    """
+    """Whether the instance is of another project than the delete names: nothing is deleted for it."""
+    # Schedulers send none: they give a build to a cell by its project's claim. An operator may name a wrong instance.
     return instance.spec is not None and event.project_id not in ("", instance.spec.project_id)
 
 
@@ -90,11 +84,9 @@ def delete_moving(
     event: DeleteRequested,
     context: StepContext,
 ) -> Step:
-    """Every machine of it is destroyed, and then both consumers are released.
-
-    While a destination is requested of placement, the conductor awaits the answer: it shows whether the migration holds
-    anything.
-    """
+    """Destroy every machine of it, then release both consumers."""
+    # While a destination is requested of placement, the conductor awaits the answer: it shows whether the migration
+    # holds anything.
     action = action_of(instance)
     if action.delete:
         return steps.emit_event(instance, BuildState.DELETING, event.at, context)

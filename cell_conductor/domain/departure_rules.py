@@ -1,8 +1,5 @@
-"""An instance that goes from one cell to another (decision 0021): how its cell gives it up and publishes that, what the
-next one does with it, and what the former one answers from then on.
-
-The schedulers lead the move. The numbers of attempts show which of two messages is later: each cell goes on above those
-of the former one.
+"""An instance that goes from one cell to another (decision 0021): how its cell gives it up, what the next cell does
+with it, and what the former one answers from then on. Each cell numbers attempts above those of the former one.
 """
 
 from __future__ import annotations
@@ -207,13 +204,11 @@ def transferred_to(
 
 
 def accept_transfer(instance: Instance, event: InstanceTransferredIn, context: StepContext) -> Step:
-    """It comes from another cell, and is on record here from now on, whatever becomes of the request: it is built from
-    its image on a host that is claimed for it. Where none takes it, it leaves for its former cell again, or is
-    offloaded here.
-
-    A record of lower attempts is replaced, whatever it says: when the instance left, nothing of it was left here, but
-    perhaps a machine in quarantine, about which this record proves no more than that one (`proves_from`).
+    """Record an instance that comes from another cell, and build it from its image on a host that is claimed for it.
+    Where no host takes it, it leaves for its former cell again, or is offloaded here.
     """
+    # A record of lower attempts is replaced, whatever it says: when the instance left, nothing of it was left here, but
+    # perhaps a machine in quarantine, about which this record proves no more than that one (`proves_from`).
     request = event.request
     transfer, desired = request.transfer, desired_state_of(instance)
     assert transfer is not None

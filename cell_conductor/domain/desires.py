@@ -1,9 +1,5 @@
-"""The desired state of each phase: what every machine of the instance is to be, and what is asked of placement.
-
-One row a state, and one for each state that may follow where an answer is waited for; nothing else in the cell lists
-states. What a record proves to be over and a report has to show (`report`), what is commanded (`orders`),
-what placement is asked (`table.awaited_request_of`), what a client sees, and the lists of states in SQL are read from
-here.
+"""The desired state of each phase: what every machine of the instance is to be, and what is asked of placement. One row
+a state, and one for each state that may follow where an answer is waited for; nothing else in the cell lists states.
 """
 
 from __future__ import annotations
@@ -49,28 +45,23 @@ class Work(StrEnum):
 
 
 class DesiredState(Struct, frozen=True, kw_only=True):
-    """One row. current: the machine of the current attempt. source: that of the move's source, on another host or,
-    before a destination is claimed and when the move is rolled back in place, the same.
+    """One row of the desired states."""
 
-    condition: for clients (None: by its power). progress: of the request under way. change: of one machine,
-    commanded and awaited; in `changing` by the request, and a resize only in place.
-    in_other_cell: another cell has it. ends: a request for it has ended well or not. may_adopt: an operator may give it
-    a machine in quarantine. relies_on_fence: an evacuation that has come so far relies on the fence of its host.
-    abandons_lost_service: another host is tried when the service of this one is lost.
-    """
-
-    current: MachineTarget
+    current: MachineTarget  # the machine of the current attempt
+    # The machine of the move's source: on another host, or the same one before a destination is claimed and when the
+    # move is rolled back in place.
     source: MachineTarget = MachineTarget.UNKNOWN
     placement_call: PlacementCall | None = None
-    condition: Condition | None = Condition.MOVING
-    progress: ActionState = ActionState.CHANGING
+    condition: Condition | None = Condition.MOVING  # the condition that clients see (None: by its power)
+    progress: ActionState = ActionState.CHANGING  # state of the request under way
+    # Of one machine, commanded and awaited; in `changing` by the request, and a resize only in place.
     change: ChangeKind | None = None
     work: Work | None = None
-    in_other_cell: bool = False
-    ends: bool = False
-    may_adopt: bool = False
-    relies_on_fence: bool = False
-    abandons_lost_service: bool = False
+    in_other_cell: bool = False  # another cell has it
+    ends: bool = False  # a request for it has ended, well or not
+    may_adopt: bool = False  # an operator may give it a machine in quarantine
+    relies_on_fence: bool = False  # an evacuation that has come so far relies on its host's fence
+    abandons_lost_service: bool = False  # another host is tried when the service of this one is lost
 
 
 _DELETED, _FAILED = Condition.DELETED, Condition.FAILED

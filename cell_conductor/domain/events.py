@@ -12,18 +12,13 @@ from bus.contracts.stages import StageTimes
 
 
 class Event(Struct, frozen=True, kw_only=True):
-    """Base. `at`: when the conductor received it."""
+    """Base."""
 
-    at: float
+    at: float  # when the conductor received it
 
 
 class BuildRequested(Event, frozen=True, kw_only=True):
-    """The scheduler hands over a build whose first selection is claimed under `attempt`, as in CellBuild.
-
-    dead_letter_reason: why the message's retries are exhausted, or are about to be; None: they are not. is_query:
-    nothing is to be begun; the scheduler queries the state of the build, of which its newest event has the number
-    `sequence`.
-    """
+    """The scheduler hands over a build whose first selection is claimed under `attempt`, as in CellBuild."""
 
     spec: InstanceSpec
     selections: tuple[Selection, ...]
@@ -34,46 +29,43 @@ class BuildRequested(Event, frozen=True, kw_only=True):
     stage_times: StageTimes | None = None
     server_group: ServerGroup | None = None
     limits: dict[str, int] = {}
-    dead_letter_reason: Refusal | None = None
+    dead_letter_reason: Refusal | None = None  # why its retries are exhausted, or about to be (None: they are not)
     attempt: int = 1
-    is_query: bool = False
-    sequence: int = 0
+    is_query: bool = False  # nothing is begun: the scheduler queries the build's state
+    sequence: int = 0  # number of its newest event, as the scheduler that queries knows it
 
 
 class DeleteRequested(Event, frozen=True, kw_only=True):
-    """The instance is to be deleted. may_have_started, attempt: as in CellDelete."""
+    """The instance is to be deleted."""
 
     cause: str = ""
     project_id: str = ""
-    may_have_started: bool = False
-    attempt: int = 0
+    may_have_started: bool = False  # as in CellDelete
+    attempt: int = 0  # as in CellDelete
 
 
 class Spawned(Event, frozen=True, kw_only=True):
-    """A host reports that an attempt runs. started_at, ended_at: by its own clock (0: not known).
-
-    warning: the driver's, for the timeline.
-    """
+    """A host reports that an attempt runs."""
 
     attempt: int
     host_uuid: str
     service: str
-    warning: str = ""
-    started_at: float = 0.0
-    ended_at: float = 0.0
+    warning: str = ""  # the driver's warning, for the timeline
+    started_at: float = 0.0  # by the host's clock (0: not known)
+    ended_at: float = 0.0  # by the host's clock (0: not known)
 
 
 class SpawnFailed(Event, frozen=True, kw_only=True):
-    """A host reports that an attempt failed. `final`: no other host would do better. Times as in Spawned."""
+    """A host reports that an attempt failed."""
 
     attempt: int
     host_uuid: str
     service: str = ""
     code: str = ""
     reason: str = ""
-    final: bool = False
-    started_at: float = 0.0
-    ended_at: float = 0.0
+    final: bool = False  # no other host would do better
+    started_at: float = 0.0  # as in Spawned
+    ended_at: float = 0.0  # as in Spawned
 
 
 class TimedOut(Event, frozen=True, kw_only=True):
@@ -81,58 +73,54 @@ class TimedOut(Event, frozen=True, kw_only=True):
 
 
 class Answer(Event, frozen=True, kw_only=True):
-    """Placement's answer to a request, which is named by consumer ("": the instance) and attempt (0: it has none)."""
+    """Placement's answer to a request."""
 
-    consumer: str = ""
-    attempt: int = 0
+    consumer: str = ""  # whom the request was about ("": the instance)
+    attempt: int = 0  # the attempt that the request was for (0: none)
 
 
 class Claimed(Answer, frozen=True, kw_only=True):
-    """Placement claimed an alternate for `attempt`. `outcomes`: the outcomes of the options up to and including it."""
+    """Placement claimed an alternate for `attempt`."""
 
     option: int
     consumer_generation: int | None
-    outcomes: tuple[ClaimOutcome, ...] = ()
+    outcomes: tuple[ClaimOutcome, ...] = ()  # of the options up to and including the claimed one
 
 
 class ClaimRefused(Answer, frozen=True, kw_only=True):
-    """Placement claimed nothing for `attempt`, and holds no allocation of the instance any more.
+    """Placement claimed nothing for `attempt`, and holds no allocation of the instance any more."""
 
-    consumer_conflict: another client owns the consumer now; this build must stop. consumer_generation, allocations:
-    what that consumer is in placement then (None: it holds nothing).
-    """
-
-    consumer_conflict: bool = False
-    consumer_generation: int | None = None
-    allocations: Allocations = {}
+    consumer_conflict: bool = False  # another client owns the consumer now; this build must stop
+    consumer_generation: int | None = None  # of the consumer, as placement has it now (None: it holds nothing)
+    allocations: Allocations = {}  # what the consumer holds now
     outcomes: tuple[ClaimOutcome, ...] = ()
     reason: str = ""
 
 
 class Destroyed(Event, frozen=True, kw_only=True):
-    """A host reports that no attempt up to this one runs or will run there. service: which answers for the host."""
+    """A host reports that no attempt up to this one runs or will run there."""
 
     attempt: int
     host_uuid: str
-    service: str
+    service: str  # the service that answers for the host
 
 
 class Released(Answer, frozen=True, kw_only=True):
-    """Placement holds nothing for this consumer any more, up to this attempt: the migration of its move (which has no
-    attempts), or the instance.
+    """Placement holds nothing for this consumer any more, up to this attempt: the instance, or the migration of its
+    move, which has no attempts.
     """
 
 
 class Reverted(Answer, frozen=True, kw_only=True):
-    """Placement has given the instance its source again. None: another client holds the consumer."""
+    """Placement has given the instance its source again."""
 
-    consumer_generation: int | None = None
+    consumer_generation: int | None = None  # None: another client holds the consumer
 
 
 class RevertRefused(Answer, frozen=True, kw_only=True):
-    """Placement cannot give the instance its source again, and has changed nothing. outcome: why, as of a claim."""
+    """Placement cannot give the instance its source again, and has changed nothing."""
 
-    outcome: str
+    outcome: str  # the reason, as of a claim
     reason: str = ""
 
 
@@ -146,30 +134,28 @@ class ActionRequested(Event, frozen=True, kw_only=True):
 
 
 class ActionQueried(ActionRequested, frozen=True, kw_only=True):
-    """A request of which nothing is to be may_have_started: the scheduler queries its state, or its message was given
-    up, for the reason `dead_letter_reason`, as of a BuildRequested.
+    """A request of which nothing is to be begun: the scheduler queries its state, or its message was given up for the
+    reason `dead_letter_reason`, as of a BuildRequested.
     """
 
 
 class InstanceTransferredIn(ActionRequested, frozen=True, kw_only=True):
-    """The instance comes from another cell, with a request, or with one that is not begun, as of a ActionQueried."""
+    """The instance comes from another cell, with a request, or with one that is not begun, as of an ActionQueried."""
 
 
 class TransferRequested(ActionRequested, frozen=True, kw_only=True):
-    """The instance is to leave for another cell by the request. attempt: its newest one, as its schedulers know it."""
+    """The instance is to leave for another cell by the request."""
 
-    attempt: int
+    attempt: int  # the instance's newest attempt, as its schedulers know it
 
 
 class TransferEnded(Event, frozen=True, kw_only=True):
-    """The build in the cell that the instance has left for has ended. attempt: the last one of this cell. The others:
-    of the request by which it has left.
-    """
+    """The build in the cell that the instance has left for has ended."""
 
-    attempt: int
-    request_id: str
-    kind: ActionKind
-    to_cell: str
+    attempt: int  # the last attempt of this cell
+    request_id: str  # the request by which the instance has left
+    kind: ActionKind  # kind of that request
+    to_cell: str  # the cell that the instance has left for
 
 
 def action_event(
@@ -184,57 +170,44 @@ def action_event(
 
 
 class ChangeEnded(Event, frozen=True, kw_only=True):
-    """A host reports how a change of a machine ended. runs: whether it runs now (None: not known).
-
-    refused: its check before a hand-over refused it, and nothing was started. retry_other_host: a hand-over to another
-    host may pass.
-    """
+    """A host reports how a change of a machine ended."""
 
     attempt: int
     change_number: int
     host_uuid: str
     service: str
     done: bool
-    runs: bool | None = None
+    runs: bool | None = None  # whether it runs now (None: not known)
     image: str = ""
     code: str = ""
     reason: str = ""
-    refused: bool = False
-    retry_other_host: bool = False
+    refused: bool = False  # the check before a hand-over refused it; nothing was started
+    retry_other_host: bool = False  # a hand-over to another host may pass
 
 
 class MachineRunning(Event, frozen=True, kw_only=True):
-    """A host's report lists this instance, with the tag of this database.
-
-    built: the machine is certainly complete. rescans: those that the scan which found it began after.
-    """
+    """A host's report lists this instance, with the tag of this database."""
 
     attempt: int
     host_uuid: str
     service: str
-    built: bool = True
-    rescans: tuple[str, ...] = ()
+    built: bool = True  # the machine is certainly complete
+    rescans: tuple[str, ...] = ()  # the rescans after whose request the scan that found it began
 
 
 class MachineMissing(Event, frozen=True, kw_only=True):
-    """A host's report does not list an instance that should be there.
-
-    service: whose report. rescans: those that the scan which missed it began after.
-    """
+    """A host's report does not list an instance that should be there."""
 
     host_uuid: str
-    service: str
-    rescans: tuple[str, ...] = ()
+    service: str  # the service that reports it
+    rescans: tuple[str, ...] = ()  # the rescans after whose request the scan that missed it began
 
 
 class ServiceLost(Event, frozen=True, kw_only=True):
-    """A compute service is silent, or was stopped and did not come back: the conductor does not wait for its builds.
-
-    code, reason: which of the two (see `leases`). It proves nothing about its machines.
-    """
+    """A compute service is silent, or was stopped and did not come back. It proves nothing about its machines."""
 
     service: str
-    code: str
+    code: str  # silent or stopped (see `leases`)
     reason: str = ""
 
 
@@ -243,25 +216,20 @@ class MachineDecided(Event, frozen=True, kw_only=True):
 
 
 class SourceQuery(Struct, frozen=True):
-    """The query for the source of a move, before the move is rolled back. change_number: of this query in the record; a
-    later one has a higher number. service: that manages its host, by the record.
-    """
+    """The query for the source of a move, before the move is rolled back."""
 
     host_uuid: str
-    service: str
+    service: str  # the service that manages the host, by the record
     attempt: int
-    change_number: int
+    change_number: int  # number of this query in the record; a later query has a higher one
 
 
 class SourceAnswered(Event, frozen=True, kw_only=True):
-    """The compute services were queried for the machine of a move's source. query: what was asked.
+    """The compute services were queried for the machine of a move's source."""
 
-    service: which lists the machine on its host. code, reason: why it counts as not being there ("": it is).
-    """
-
-    query: SourceQuery
-    service: str = ""
-    code: str = ""
+    query: SourceQuery  # what was asked
+    service: str = ""  # the service that lists the machine on its host
+    code: str = ""  # why the source counts as not being there ("": it is)
     reason: str = ""
 
 
@@ -299,9 +267,9 @@ EVENTS: tuple[type[Event], ...] = (
 
 
 class InstanceEvent(Struct, frozen=True):
-    """One event for one instance. message_id: of the message that brought it, "" when none did."""
+    """One event for one instance."""
 
     uuid: str
     event: Event
-    message_id: str = ""
+    message_id: str = ""  # the message that brought the event ("": none did)
     cause: str = ""

@@ -1,10 +1,9 @@
-"""The effect of a fence on an instance: `rule(instance, event, context) -> Step`. The table selects the one that
-applies.
-
-A fence proves what a host's own answer proves: no machine of the instance runs there, and none will before the host has
-received its stale machines. So a step that waits for the host's answer goes on without it. An instance that is active
-there stays so: only its policy, or an operator, decides whether it is rebuilt elsewhere.
+"""The effect of a fence on an instance: `rule(instance, event, context) -> Step`. A fence proves what a host's own
+answer proves: no machine of the instance runs there, and none will before the host has received its stale machines.
 """
+
+# So a step that waits for the host's answer goes on without it. An instance that is active there stays so: only its
+# policy, or an operator, decides whether it is rebuilt elsewhere.
 
 from __future__ import annotations
 
@@ -70,11 +69,9 @@ def stay_at_source(instance: Instance, event: HostFenced, context: StepContext) 
 
 
 def abandon_destination(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """The destination is off: the source, which is stopped and whole, goes on, or the next destination is tried.
-
-    Of a move that had arrived the destination's machine is the newest, and is destroyed when its host is back: the
-    source is seen first. It is not abandoned when the fence is being ended.
-    """
+    """The destination is off: the source, which is stopped and whole, goes on, or the next destination is tried."""
+    # Of a move that had arrived, the destination's machine is the newest, and is destroyed when its host is back: the
+    # source is seen first. It is not abandoned when the fence is being ended.
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
     if instance.state is State.FINISHING:

@@ -1,5 +1,5 @@
-"""Fences of hosts, and the stale machines of a fenced host: those that it still lists, and that their records prove
-over. And the hosts on which nothing is started now: fenced ones, and those of a compute service that is down.
+"""Fences of hosts, the stale machines of a fenced host, and the hosts on which nothing is started now: fenced ones, and
+those of a compute service that is down. A stale machine is one that the host lists and that its record proves over.
 """
 
 from __future__ import annotations
@@ -21,42 +21,36 @@ from .report import is_provably_ended, rescan_of
 
 
 class RunningAfterFence(Struct, frozen=True):
-    """The machines that a service found running on a fenced host by a scan from after the fence: it did not hold.
+    """The machines that a service found running on a fenced host by a scan from after the fence: it did not hold."""
 
-    version: of the decision that the scan is later than. attempts: {instance: attempt}.
-    """
-
-    version: int
-    attempts: dict[str, int]
+    version: int  # of the decision that is older than the scan
+    attempts: dict[str, int]  # attempt by instance
 
 
 class AbandonedMachines(Struct, frozen=True):
-    """How many machines of a service records have abandoned on a fenced host, without its answer, since it last showed
-    that it has none of them. at: the last time, seconds since the epoch.
-    """
+    """The machines of a service that records have abandoned on a fenced host, without its answer."""
 
-    count: int
-    at: float
+    count: int  # machines abandoned since the service last showed that it has none of them
+    at: float  # when one was last abandoned; seconds since the epoch
 
 
 class Fence(Struct, frozen=True, kw_only=True):
-    """An operator's statement that a host is off. version: of the decision. at: when it was made, or the fence ended;
-    seconds since the epoch. An ended one is no fence any more: its record refuses older decisions that are delivered
-    late, and goes when none can be under way. running: by service, the machines that its last scan from after the fence
-    has found to run there. since: when this cell had the first of its decisions without an end in between. abandoned:
-    by the service that managed the host by the records.
-    """
+    """An operator's statement that a host is off."""
+
+    # An ended one is no fence any more: its record refuses older decisions that are delivered late, and goes when none
+    # can be under way.
 
     host_uuid: str
     host: str
-    version: int
+    version: int  # number of the decision
     state: FenceState = FenceState.FENCED
     reason: str = ""
     by: str = ""
-    at: float = 0.0
+    at: float = 0.0  # when it was made, or the fence ended; seconds since the epoch
+    # What the last scan of each service from after the fence has found to run there.
     running: dict[str, RunningAfterFence] = {}
-    since: float = 0.0
-    abandoned: dict[str, AbandonedMachines] = {}
+    since: float = 0.0  # when this cell had the first of its decisions without an end in between
+    abandoned: dict[str, AbandonedMachines] = {}  # by the service that managed the host by the records
 
     @property
     def stale_machines(self) -> int:
@@ -102,12 +96,9 @@ def fence_of(decision: CellFence, now: float) -> Fence:
 
 
 def abandoned_services(before: Instance, after: Instance, host_uuid: str) -> tuple[str, ...]:
-    """The services of the machines of an instance that this host may have by the previous record, and that the new
-    record abandoned.
-
-    Whatever their numbers: the fence answers for its host. Nothing is abandoned twice: of what was over its host has
-    answered by now.
-    """
+    """The services of an instance's machines that this host may have, and that the new record abandoned."""
+    # Whatever their numbers: the fence answers for its host. Nothing is abandoned twice: of what was over before, its
+    # host has answered by now.
     proof = replace(after, proves_from=0)
     machines, desired, is_answered = [], desired_state_of(before), before.phase in DESTROY_ANSWERED
     if before.host_uuid == host_uuid and (not is_answered or desired.current in DESIRED):
@@ -137,17 +128,17 @@ def fenced_hosts(instance: Instance, fences: Mapping[str, Fence]) -> Iterable[st
 
 
 class Closure(Struct, frozen=True):
-    """Why a host is passed over: a stable code, and a sentence."""
+    """Why a host is passed over."""
 
-    code: str
-    reason: str
+    code: str  # stable code
+    reason: str  # one sentence
 
 
 class ClosedHosts(Struct, frozen=True):
-    """down: services that take no builds, by name. fences: of hosts, by uuid."""
+    """The hosts that take no builds."""
 
-    down: Mapping[str, Lease] = {}
-    fences: Mapping[str, Fence] = {}
+    down: Mapping[str, Lease] = {}  # services that take no builds, by name
+    fences: Mapping[str, Fence] = {}  # fences of hosts, by uuid
 
     def closure_of(self, selection: Selection) -> Closure | None:
         """Why nothing is started on this host now; None: it may be tried."""

@@ -1,7 +1,4 @@
-"""The record of one instance in its cell.
-
-The history of an instance as one sentence, and why none of its hosts could be claimed.
-"""
+"""The record of one instance in its cell, and what is read from it."""
 
 from __future__ import annotations
 
@@ -29,14 +26,14 @@ class State(StrEnum):
     ABSENT = "absent"  # no record
     TOMBSTONE = "tombstone"  # deleted before its build arrived
     BUILDING = "building"  # a host was commanded to build the current attempt
-    # Three answers are waited for, and the record names the state that it comes to by them (`Instance.then`).
+    # Three answers are waited for, and the record names the state that it comes to by them (`Instance.next_state`).
     CLAIMING = "claiming"  # placement is requested to claim a host, or to change whose a claim is
     RELEASING = "releasing"  # placement is requested to release what is held
     DESTROYING = "destroying"  # a host was commanded to destroy a machine; what it takes is held until it has
     ACTIVE = "active"
     FAILED = "failed"
     DELETED = "deleted"
-    # A action: two machines, of which at most one runs. `Move` names them.
+    # An action: two machines, of which at most one runs. `ActionInProgress` names them.
     PREPARING = "preparing"  # the destination checks whether it can build the instance
     HANDING_OVER = "handing_over"  # the source was commanded to stop and hand over
     FINISHING = "finishing"  # the destination was commanded to build and start; the source is stopped
@@ -106,116 +103,87 @@ class EndedAction(Struct, frozen=True, omit_defaults=True):
 
 
 class ActionInProgress(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The request under way, and the state of the instance when it began.
+    """The request under way, and the state of the instance when it began."""
 
-    request_id: also the migration's uuid in placement. source, source_attempt: the machine that it had (None: none, it
-    was offloaded). allocation_attempt: the attempt that placement had it under. spec, power, image: as they were.
-    change_number: of the change that was last commanded and is awaited. handed_over: the source was commanded to hand
-    over, so it is started when the move is rolled back. finishing: the current destination was commanded to build.
-    refreshed: placement had the source under a newer generation than the record, which has it by now. restoring_size: a
-    resize in place has failed, and its host was commanded to restore the old size. rollback_code, rollback_reason: why
-    the move is being rolled back ("": it is not). answered: the request has had its terminal event. ending_request_id,
-    ending_kind: the request that ends it
-    (confirm, revert, abort), to be answered at its end. history: hosts tried. claimed: the
-    migration holds the source
-    in placement. delete: the instance was deleted while a request to placement was under way.
-    source_destroyed, current_destroyed, instance_released: of an instance that is being deleted, or whose release is
-    under way. failure: of one that has come home: why no host of the other cell has taken it, which is its end.
-    to_cell: that it leaves for once it holds nothing here (None: it rests offloaded). fenced, force, fenced_hosts: as
-    in the request, of an evacuation.
-    """
-
-    request_id: str
+    request_id: str  # also the migration's uuid in placement
     kind: ActionKind
-    source: Selection | None = None
-    source_attempt: int = 0
-    allocation_attempt: int = 0
-    spec: InstanceSpec
-    power: Power = Power.RUNNING
-    image: str = ""
+    source: Selection | None = None  # the selection of its machine at that time (None: it was offloaded)
+    source_attempt: int = 0  # the attempt of that machine
+    allocation_attempt: int = 0  # the attempt under which placement had the source
+    spec: InstanceSpec  # spec of the instance when the action began
+    power: Power = Power.RUNNING  # power of the instance when the action began
+    image: str = ""  # image of the instance when the action began
     auto_confirm_s: float | None = None
     step_timeout_s: float = 300.0
     offload: bool = False
     rescue_password: str = ""
-    change_number: int = 0
-    handed_over: bool = False
-    finishing: bool = False
-    refreshed: bool = False
-    restoring_size: bool = False
-    rollback_code: str = ""
-    rollback_reason: str = ""
+    change_number: int = 0  # number of the change that was last commanded and is awaited
+    handed_over: bool = False  # the source was commanded to hand over, so a rollback starts it
+    finishing: bool = False  # the current destination was commanded to build
+    refreshed: bool = False  # the source's newer generation in placement was taken over
+    restoring_size: bool = False  # a resize in place failed; its host restores the old size
+    rollback_code: str = ""  # why the move is being rolled back ("": it is not)
+    rollback_reason: str = ""  # sentence to that code
+    # Of an instance that has come home: why no host of the other cell has taken it, which is its end.
     failure: Refusal | None = None
-    answered: bool = False
-    ending_request_id: str = ""
-    ending_kind: ActionKind | None = None
-    history: tuple[AttemptRecord, ...] = ()
+    answered: bool = False  # the request has had its terminal event
+    ending_request_id: str = ""  # the request that ends this one (confirm, revert, abort), answered at its end
+    ending_kind: ActionKind | None = None  # kind of that request
+    history: tuple[AttemptRecord, ...] = ()  # the hosts tried
     started_at: float = 0.0
-    claimed: bool = False
-    delete: bool = False
-    source_destroyed: bool = False
-    current_destroyed: bool = False
-    instance_released: bool = False
-    to_cell: str | None = None
-    fenced: bool = False
-    force: bool = False
-    fenced_hosts: tuple[str, ...] = ()
+    claimed: bool = False  # the migration holds the source in placement
+    delete: bool = False  # the instance was deleted while a request to placement was under way
+    source_destroyed: bool = False  # while the instance is deleted or released: its source is destroyed
+    current_destroyed: bool = False  # while it is deleted or released: its current machine is destroyed
+    instance_released: bool = False  # while it is deleted or released: placement holds nothing for it
+    to_cell: str | None = None  # the cell that it leaves for once it holds nothing here (None: it rests offloaded)
+    fenced: bool = False  # of an evacuation, as in the request
+    force: bool = False  # of an evacuation, as in the request
+    fenced_hosts: tuple[str, ...] = ()  # of an evacuation, as in the request
 
 
 class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The record of one instance in its cell.
-
-    next_state: of claiming, releasing and destroying, the state that it comes to. selection_index: the selection of the
-    current attempt. attempt: the fencing number last commanded (or claimed). consumer_generation: the consumer's
-    generation in placement as last received. sequence: the number of the next event. build_sequence: that of the
-    last event of its build (0: none); those of actions are numbered on from there. deadline: when the sweep looks
-    at it again (None: never). since: when the current state was entered. answered: the build request got its terminal
-    event. cause: the last request about it. queried: the attempt's deadline has passed, and its host was queried.
-    stage_times: when each stage of the build ended, until it is answered. server_group: the group whose rule its
-    alternates obey; limits: its project's quota, which they obey as well. highest_attempt: the highest attempt number
-    that was ever given out, if that is not `attempt`: a move that was rolled back has used numbers under which nothing
-    runs. power: whether it is meant to run. image: of a shelved one, its snapshot. change_number: the highest number
-    given to a change of its machine. action: the request under way. ended: requests that have ended, the newest last.
-    traceparent: the trace of the last request about it ("": not sampled), for the steps that a deadline leads to.
-    transfer: the record with which it left for another cell; transferred_by: the request by which it left.
-    ended_attempts: the attempts whose machines its actions have ended, the newest last. blocked_reason: why nothing is
-    started with it since a recovery ("": nothing prevents that); see BlockedReason. proves_from: the first attempt
-    number of the incarnation in which that was; a lower one proves only what the record names.
-    """
+    """The record of one instance in its cell."""
 
     uuid: str
     state: State = State.ABSENT
-    next_state: State | None = None
+    next_state: State | None = None  # the state that follows claiming, releasing or destroying
     spec: InstanceSpec | None = None
     selections: tuple[Selection, ...] = ()
-    selection_index: int = 0
-    attempt: int = 0
-    consumer_generation: int | None = None
-    sequence: int = FIRST_SEQUENCE
+    selection_index: int = 0  # the selection of the current attempt
+    attempt: int = 0  # the attempt last commanded, or claimed; a fencing number
+    consumer_generation: int | None = None  # of the consumer in placement, as last received
+    sequence: int = FIRST_SEQUENCE  # number of the next event
+    # Number of the last event of its build (0: none); events of actions are numbered on from it.
     build_sequence: int = 0
     build_timeout_s: float = 0.0
     requested_at: float = 0.0
-    deadline: float | None = None
-    since: float = 0.0
-    answered: bool = False
-    queried: bool = False
+    deadline: float | None = None  # when the sweep looks at it again (None: never)
+    since: float = 0.0  # when the current state was entered
+    answered: bool = False  # the build request got its terminal event
+    queried: bool = False  # the attempt's deadline has passed, and its host was queried
     code: str = ""
     reason: str = ""
     history: tuple[AttemptRecord, ...] = ()
-    cause: str = ""
-    stage_times: StageTimes | None = None
-    server_group: ServerGroup | None = None
-    limits: dict[str, int] = {}
+    cause: str = ""  # the last request about it
+    stage_times: StageTimes | None = None  # when each stage of the build ended, until it is answered
+    server_group: ServerGroup | None = None  # the group whose rule its alternates obey
+    limits: dict[str, int] = {}  # its project's quota, which its alternates obey
+    # The highest attempt number ever given out, if that is not `attempt`: a move that was rolled back has used numbers
+    # under which nothing runs.
     highest_attempt: int = 0
-    power: Power = Power.RUNNING
-    image: str = ""
-    change_number: int = 0
-    action: ActionInProgress | None = None
-    ended: tuple[EndedAction, ...] = ()
-    traceparent: str = ""
-    transfer: CellTransfer | None = None
-    transferred_by: str = ""
-    ended_attempts: tuple[int, ...] = ()
-    blocked_reason: str = ""
+    power: Power = Power.RUNNING  # whether it is meant to run
+    image: str = ""  # of a shelved one: its snapshot
+    change_number: int = 0  # the highest number given to a change of its machine
+    action: ActionInProgress | None = None  # the request under way
+    ended: tuple[EndedAction, ...] = ()  # requests that have ended, the newest last
+    traceparent: str = ""  # trace of the last request about it, for steps of a deadline ("": not sampled)
+    transfer: CellTransfer | None = None  # the record with which it left for another cell
+    transferred_by: str = ""  # the request by which it left
+    ended_attempts: tuple[int, ...] = ()  # the attempts whose machines its actions have ended, the newest last
+    blocked_reason: str = ""  # why nothing is started since a recovery ("": it is not blocked); a BlockedReason
+    # The first attempt number of the incarnation in which it was blocked; a lower one proves only what the record
+    # names.
     proves_from: int = 0
 
     @property
@@ -294,11 +262,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class InstanceSummary(Struct, frozen=True):
-    """The part of an instance that its comparison with a host's report needs.
-
-    highest_attempt: its highest attempt number. source_host_uuid, source_service, source_attempt: of a move, as
-    Instance has them. next_state: as Instance has it, and code of one that has failed or is to be deleted.
-    protected_hosts: the hosts on which an operator keeps a machine of it. blocked_reason, proves_from: as Instance has
+    """The part of an instance that its comparison with a host's report needs. Fields without a comment: as Instance has
     them.
     """
 
@@ -309,11 +273,11 @@ class InstanceSummary(Struct, frozen=True):
     attempt: int
     since: float
     highest_attempt: int = 0
-    source_host_uuid: str | None = None
-    source_service: str = ""
-    source_attempt: int = 0
-    code: str = ""
-    protected_hosts: Sequence[str] = ()
+    source_host_uuid: str | None = None  # host of a move's source
+    source_service: str = ""  # service of a move's source
+    source_attempt: int = 0  # attempt of a move's source
+    code: str = ""  # only of an instance that has failed or is to be deleted
+    protected_hosts: Sequence[str] = ()  # the hosts where an operator keeps a machine of it
     next_state: State | None = None
     blocked_reason: str = ""
     proves_from: int = 0
@@ -339,10 +303,8 @@ OVER_QUOTA = "quota.exceeded"
 
 
 def claim_failure_reason(event: ClaimRefused, tries: str) -> tuple[str, str]:
-    """Code and reason of a request that ends as no further host could be claimed. tries: how each host's try ended.
-
-    A project's limit is the same on every host: where it was met, it is the reason.
-    """
+    """Code and reason of a request that ends as no further host could be claimed. tries: how each host's try ended."""
+    # A project's limit is the same on every host: where it was met, it is the reason.
     if ClaimOutcome.OVER_QUOTA in event.outcomes:
         return OVER_QUOTA, event.reason or "the project may not hold so much"
     return NO_HOST, tries

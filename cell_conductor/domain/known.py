@@ -29,12 +29,12 @@ _MAPPED = (BuildState.SCHEDULED, BuildState.BUILDING, BuildState.ACTIVE, *_DELET
 
 
 class PageContents(Struct, frozen=True):
-    """What one page says. last: it ends with this uuid ("": nothing follows). marks: that were heard above."""
+    """What one page says."""
 
     instances: Mapping[str, KnownInstance]
     fences: tuple[CellFence, ...] = ()
-    last: str = ""
-    marks: tuple[DatabaseMark, ...] = ()
+    last: str = ""  # the uuid that the page ends with ("": nothing follows)
+    marks: tuple[DatabaseMark, ...] = ()  # marks of the cell's database that were heard above
 
 
 def contents_of(query: CellRecovering, page: CellKnown) -> PageContents | None:

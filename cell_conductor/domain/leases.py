@@ -1,11 +1,10 @@
-"""Which compute services of a cell are up: the cell's failure detector. It suspects; it never declares a service dead.
+"""Which compute services of a cell are up: its failure detector. It suspects; it never declares a service dead."""
 
-A service holds a lease, and each heartbeat or host report renews it. Time is counted only while the bus delivers:
-each delivery advances the clock by the time since the previous one, by `STEP_S` at most. So a conductor that was
-paused, disconnected, or whose broker stood still suspects no service because of that, and one or two missing heartbeats
-mean nothing. The effects of a suspicion can be taken back: new builds go elsewhere, and so do builds under way that
-have another host to go to. A machine that the service may run is destroyed by its own fence, see `proof`.
-"""
+# A service holds a lease, and each heartbeat or host report renews it. Time is counted only while the bus delivers:
+# each delivery advances the clock by the time since the previous one, by `STEP_S` at most. So a conductor that was
+# paused, disconnected, or whose broker stood still suspects no service because of that.
+# The effects of a suspicion can be taken back: new builds go elsewhere, and so do builds under way that have another
+# host to go to. A machine that the service may run is destroyed by its own fence.
 
 from __future__ import annotations
 
@@ -48,18 +47,14 @@ StatePeriod: TypeAlias = tuple[int, LeaseState, float]
 
 
 class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The lease of one compute service, as it is recorded.
-
-    epoch: of the process that last sent something. interval_s: how often it sends a heartbeat. since, reason: of the
-    state; seconds since the epoch, and a sentence (empty while it is up).
-    """
+    """The lease of one compute service, as it is recorded."""
 
     service: str
-    epoch: int
-    interval_s: float = DEFAULT_HEARTBEAT_S
+    epoch: int  # epoch of the process that last sent something
+    interval_s: float = DEFAULT_HEARTBEAT_S  # time between its heartbeats
     state: LeaseState = LeaseState.UP
-    since: float = 0.0
-    reason: str = ""
+    since: float = 0.0  # when the state began; seconds since the epoch
+    reason: str = ""  # why it is in this state, a sentence ("" while it is up)
 
     @property
     def state_period(self) -> StatePeriod:
@@ -85,10 +80,9 @@ class Leader(Struct, frozen=True):
 def next_leader(before: Leader, process: str, term: int | None, now: float, for_s: float) -> Leader | None:
     """The record by which this process becomes or remains the leader; None: another one is. term: its own (None: it is
     not the leader). now: by the database's clock, as `before` was read.
-
-    Its term goes on only if it is on record and not over: an earlier term is of a former process of this name, or of a
-    database that was restored; while it was over another one may have been the leader, whose record is lost.
     """
+    # Its term goes on only if it is on record and not over: an earlier term is of a former process of this name, or of
+    # a database that was restored; while it was over another one may have been the leader, whose record is lost.
     is_held = before.until >= now
     if is_held and before.process != process:
         return None
@@ -98,17 +92,13 @@ def next_leader(before: Leader, process: str, term: int | None, now: float, for_
 
 
 class _TrackedLease(Struct):
-    """A lease as this conductor holds it.
-
-    sequence: of the last message of its epoch (_NONE: none was received here); heartbeat_at: the clock's value then.
-    ring: with whom it shares its free nodes. stated: by the newest service states that had it (None: none had it).
-    """
+    """A lease as this conductor holds it."""
 
     lease: Lease
-    sequence: int
-    heartbeat_at: float
-    ring: str | None = None
-    stated: StatePeriod | None = None
+    sequence: int  # number of the last message of its epoch (_NONE: none was received here)
+    heartbeat_at: float  # the clock's value at that message
+    ring: str | None = None  # the ring by which it shares its free nodes
+    stated: StatePeriod | None = None  # what the newest service states that had it say (None: none had it)
 
 
 class LeaseTable:
@@ -204,10 +194,9 @@ class LeaseTable:
         }
 
     def is_removed(self, service: str, at: float, takeover_s: float) -> bool:
-        """Whether a service is gone for good, as far as its cell can know: stopped and not back within its lease,
-        silent for `takeover_s`, or not on record any more. at: seconds since the epoch. No service is gone before it is
-        known who is up.
-        """
+        """Whether a service is gone for good, as far as its cell can know. at: seconds since the epoch."""
+        # Stopped and not back within its lease, silent for `takeover_s`, or not on record any more. No service is gone
+        # before it is known who is up.
         if self.up is None:
             return False
         tracked = self._tracked.get(service)
@@ -222,12 +211,10 @@ class LeaseTable:
             self._listening_since = self._clock
 
     def load(self, recorded: Iterable[Lease]) -> None:
-        """Adopt the recorded leases of services that have sent nothing to this conductor yet.
-
-        A service that was up has a whole lease from now on to send something; one that was down stays down until it
-        does. One that has sent something under an older epoch than its recorded one has to be informed: schedulers, and
-        records of instances, count its messages as older than those of the recorded epoch.
-        """
+        """Adopt the recorded leases of services that have sent nothing to this conductor yet."""
+        # A service that was up has a whole lease from now on to send something; one that was down stays down until it
+        # does. One that has sent something under an older epoch than its recorded one has to be informed: schedulers,
+        # and records of instances, count its messages as older than those of the recorded epoch.
         for lease in recorded:
             tracked = self._tracked.get(lease.service)
             if tracked is not None and tracked.lease.epoch < lease.epoch:
@@ -251,11 +238,8 @@ class LeaseTable:
                 tracked.stated = lease.state_period
 
     def delete(self, service: str) -> None:
-        """Drop a service that an operator has stated to be gone.
-
-        Service states from before that may come later, which have of it what the last ones had: that is not applied.
-        One that is up is kept: it sends heartbeats.
-        """
+        """Drop a service that an operator has stated to be gone. One that is up is kept: it sends heartbeats."""
+        # Service states from before that may come later, which have of it what the last ones had: that is not applied.
         tracked = self._tracked.get(service)
         self.remove([service])
         if tracked is None:
@@ -271,11 +255,11 @@ class LeaseTable:
         self._delivered = now_s
 
     def rings(self) -> dict[str, tuple[str, ...]] | None:
-        """The services of each ring that are up, by its name; None: a service that is up on record has sent no
-        heartbeat here yet.
-
-        A conductor that has just started would leave that service out of its ring, and its nodes would move needlessly.
+        """The services of each ring that are up, by its name; None: one that is up on record has sent no heartbeat here
+        yet.
         """
+        # A conductor that has just started would leave that service out of its ring, and its nodes would move
+        # needlessly.
         members: dict[str, list[str]] = {}
         for service, tracked in sorted(self._tracked.items()):
             if tracked.lease.state is not LeaseState.UP:

@@ -1,8 +1,7 @@
-"""Marks: whether the cell's database lacks commits whose messages have left it. Pure.
+"""Marks: whether the cell's database lacks commits whose messages have left it. Pure."""
 
-Each commit that waits for the disk raises one of the counters on record; what leaves afterwards states it. Whoever
-receives that keeps the highest of each. A database that has less on record was restored.
-"""
+# Each commit that waits for the disk raises one of the counters on record; what leaves afterwards states it. Whoever
+# receives that keeps the highest of each. A database that has less on record was restored.
 
 from __future__ import annotations
 
@@ -14,11 +13,10 @@ from bus.contracts.base import DatabaseMark, SentSequences
 
 
 class RecordedMarks(Struct, frozen=True):
-    """What a cell's database has on record. own: of its incarnation. ended: what it had when each earlier one ended;
-    one that is not among them was another copy's.
-    """
+    """What a cell's database has on record."""
 
-    own: DatabaseMark
+    own: DatabaseMark  # mark of the present incarnation
+    # What it had when each earlier incarnation ended; one that is not among them was another copy's.
     ended: Mapping[int, SentSequences] = {}
 
     def ended_with(self, stated: Iterable[DatabaseMark]) -> dict[int, SentSequences]:
@@ -32,18 +30,13 @@ class RecordedMarks(Struct, frozen=True):
 
 
 class Stated(Struct, frozen=True):
-    """What others state of the database. marks: those above what this process knows it to have. conductor: the
-    incarnation that another conductor goes by.
+    """What others state of the database."""
 
-    is_known: each service would have stated its mark by now. is_whole: each one that is up has. may_act: by that this
-    process may go on with its database.
-    """
-
-    marks: tuple[DatabaseMark, ...] = ()
-    conductor: int = 0
-    is_known: bool = True
-    is_whole: bool = False
-    may_act: bool = True
+    marks: tuple[DatabaseMark, ...] = ()  # those above what this process knows it to have
+    conductor: int = 0  # the incarnation that another conductor goes by
+    is_known: bool = True  # each service would have stated its mark by now
+    is_whole: bool = False  # each service that is up has stated its mark
+    may_act: bool = True  # whether this process may go on with its database
 
     def highest(self, *known: DatabaseMark) -> int:
         """The highest incarnation of all."""
@@ -54,10 +47,8 @@ NOTHING = Stated()
 
 
 def is_behind(recorded: RecordedMarks, stated: DatabaseMark) -> bool:
-    """Whether a mark that is stated outside is above what the database has of that incarnation: it was restored.
-
-    Of incarnation 0 is who was never commanded.
-    """
+    """Whether a mark stated outside is above what the database has of that incarnation: it was restored."""
+    # Of incarnation 0 is who was never commanded.
     incarnation = stated.database_incarnation
     if not incarnation:
         return False

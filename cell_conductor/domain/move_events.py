@@ -28,10 +28,10 @@ ENDS_ANOTHER = frozenset({ActionKind.CONFIRM, ActionKind.REVERT, ActionKind.ABOR
 
 
 class ActionEnd(Struct, frozen=True):
-    """How a request ends. code, reason: why it failed, or was refused."""
+    """How a request ends."""
 
     state: ActionState
-    code: str = ""
+    code: str = ""  # why the request failed or was refused
     reason: str = ""
 
 
@@ -128,11 +128,9 @@ def answer_other(instance: Instance, ending: ActionEnd, at: float, context: Step
 
 
 def close(instance: Instance, ending: ActionEnd, at: float, context: StepContext) -> Step:
-    """The action is over: every request that has not had its end gets it, and nothing is under way any more.
-
-    If each has had its end (a finished resize whose destination was lost; a change that came late), the instance's
-    state is published all the same.
-    """
+    """The action is over: every request that has not had its end gets it, and nothing is under way any more."""
+    # If each has had its end (a finished resize whose destination was lost; a change that came late), the instance's
+    # state is published all the same.
     ends = answer if action_of(instance).ending_kind is not None else answer_or_notify
     earlier = ends(instance, ending, at, context)
     # An abort or a revert has succeeded; a confirm has ended with the release of the source.
@@ -217,10 +215,9 @@ def refuse_dead_lettered(instance: Instance, event: ActionRequested, context: St
 
 
 def answer_query(instance: Instance, event: ActionRequested, context: StepContext) -> Step:
-    """The state of a request: its progress, or its end once more. A request without a record ends here.
-
-    It is `failed` and not `refused`: a record that was restored may have had it. A delete under way ends it by itself.
-    """
+    """The state of a request: its progress, or its end once more. A request without a record ends here."""
+    # It is `failed` and not `refused`: a record that was restored may have had it. A delete under way ends it by
+    # itself.
     request, action = event.request, instance.action
     if instance.spec is None:
         lost = refuse_unknown(instance, event, context)
@@ -270,11 +267,9 @@ def has_ended(instance: Instance, request_id: str) -> bool:
 
 
 def repeat_end(instance: Instance, event: ActionRequested, context: StepContext) -> Step | None:
-    """The end of a request that has ended, once more; None: it is a new one.
-
-    One by which the instance has left, before it came back, has ended in another cell. Only schedulers whose database
-    was restored to before request it here again, and they would wait for its end for ever.
-    """
+    """The end of a request that has ended, once more; None: it is a new one."""
+    # One by which the instance has left, before it came back, has ended in another cell. Only schedulers whose database
+    # was restored to before request it here again, and they would wait for its end for ever.
     known = next((one for one in instance.ended if one.request_id == event.request.request_id), None)
     if known is not None and known.state not in ENDS_OF_ACTIONS:
         known = replace(known, state=ActionState.FAILED, code=ACTION_LOST, reason=TRANSFERRED_SINCE)

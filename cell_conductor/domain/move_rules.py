@@ -1,12 +1,10 @@
-"""The rule of each transition of a action: `rule(instance, event, context) -> Step`. The table selects the one that
+"""The rule of each transition of an action: `rule(instance, event, context) -> Step`. The table selects the one that
 applies.
-
-An instance that moves has two machines, of which at most one runs. `current` is the source until a destination has been
-claimed, and the destination from then on. A move that succeeds advances; every state also goes back: `roll_back` gives
-the destination up, has placement reverted, and starts the source again if it was commanded to stop.
-
-Changes of a machine in place (stop, start, rebuild, rescue, shelve), and how an instance leaves its host, are the last.
 """
+
+# An instance that moves has two machines, of which at most one runs. `current` is the source until a destination has
+# been claimed, and the destination from then on. A move that succeeds advances; every state also goes back: `roll_back`
+# gives the destination up, has placement reverted, and starts the source again if it was commanded to stop.
 
 from __future__ import annotations
 
@@ -142,10 +140,10 @@ def _refuse_transfer(instance: Instance, event: ActionRequested, context: StepCo
 
 
 def _refuse_other_flavor(instance: Instance, event: ActionRequested, context: StepContext) -> Step | None:
-    """Hosts that were chosen for another flavor than the instance has here would claim that one's amounts for it. The
-    sender's record is behind (a database was restored); it takes the present flavor from the refusal. For a stop, and
-    other changes on the instance's own host, no hosts were chosen.
-    """
+    """Refuse a request whose hosts were chosen for another flavor than the instance has here."""
+    # Their claims would have that flavor's amounts. The sender's record is behind (a database was restored); it takes
+    # the present flavor from the refusal. For a stop, and other changes on the instance's own host, no hosts were
+    # chosen.
     request, expected = event.request, event.request.expected_flavor
     if not request.selections and request.spec is None and request.to_cell is None:
         return None
@@ -180,10 +178,9 @@ def end_resized(instance: Instance, event: ActionRequested, context: StepContext
 
 
 def abort(instance: Instance, event: ActionRequested, context: StepContext) -> Step:
-    """No destination has been commanded: the move is rolled back. While a request to placement is under way, the move
-    is rolled back once it has answered. An abort that ended before this move, and is delivered again, was not meant for
-    it.
-    """
+    """Roll the move back, as no destination has been commanded."""
+    # While a request to placement is under way, the move is rolled back once it has answered. An abort that ended
+    # before this move, and is delivered again, was not meant for it.
     action, request = action_of(instance), event.request
     is_meant = request.migration in (None, action.request_id) and not has_ended(instance, request.request_id)
     if request.kind is not ActionKind.ABORT or not is_meant or action.ending_request_id or action.source is None:
@@ -247,11 +244,9 @@ def no_destination_left(instance: Instance, event: ClaimRefused, context: StepCo
 
 
 def _with_current_generation(instance: Instance, event: ClaimRefused) -> Instance | None:
-    """The claim once more, with the generation that placement has; None: it was refused for another reason.
-
-    Placement holds just the source: an audit has claimed it again, or released the other allocation. Once a move,
-    because another client may keep changing it.
-    """
+    """The claim once more, with the generation that placement has; None: it was refused for another reason."""
+    # Placement holds just the source: an audit has claimed it again, or released the other allocation. Once a move,
+    # because another client may keep changing it.
     action = action_of(instance)
     if (
         action.refreshed
@@ -294,11 +289,11 @@ def skip_destination(instance: Instance, event: TimedOut | ServiceLost, context:
 
 
 def destination_ready(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
-    """The source has stopped and handed over: the destination starts it.
-
-    It could not: the instance stays on the source. Where it refused before it began, the machine was never commanded to
-    stop, and need not be started; another destination is tried only if the source may let it go there.
+    """The source has stopped and handed over: the destination starts it. If it could not, the instance stays on the
+    source.
     """
+    # Where the source refused before it began, the machine was never commanded to stop, and need not be started;
+    # another destination is tried only if the source may let it go there.
     action = action_of(instance)
     if not is_awaited(instance, event, source_of(action), action.source_attempt):
         return Step(instance)
@@ -314,10 +309,8 @@ def destination_ready(instance: Instance, event: ChangeEnded, context: StepConte
 
 
 def abandon_hand_over(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The source does not answer: the move is rolled back.
-
-    It is started again, which cancels the hand-over that it may have begun.
-    """
+    """The source does not answer: the move is rolled back."""
+    # The source is started again, which cancels the hand-over that it may have begun.
     kind = change_of(instance)
     assert kind is not None
     reason = f"the source did not hand over within {step_s(action_of(instance), kind, context):g} s"
@@ -335,11 +328,9 @@ def on_destination_active(instance: Instance, event: Spawned | MachineRunning, c
 
 
 def on_resized_in_place(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
-    """The machine has its new size. It could not: the host is commanded to restore the old size, because the machine
-    may have either; then the next destination is tried.
-
-    Until it has, the larger of the two sizes stays claimed here.
-    """
+    """The machine has its new size. If not, its host restores the old size, and then the next destination is tried."""
+    # A failed resize may have left either size: until the old one is restored, the larger of the two stays claimed
+    # here.
     if not is_awaited(instance, event, instance.current, instance.attempt):
         return Step(instance)
     action, is_absent = action_of(instance), event.code == MACHINE_ABSENT
@@ -399,11 +390,9 @@ def revert_lost(instance: Instance, event: MachineMissing, context: StepContext)
 
 
 def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """No client has confirmed or reverted in the time that the request allowed: the move is confirmed.
-
-    Only while its destination is known to be usable: the source, which is whole, would be abandoned for it by the time
-    alone. And not while the services are queried for the source, in order to go back.
-    """
+    """No client has confirmed or reverted in the time that the request allowed: the move is confirmed."""
+    # Only while its destination is known to be usable: the source, which is whole, would be abandoned for it by the
+    # time alone. And not while the services are queried for the source, in order to go back.
     if way_back.is_waiting(instance):
         return way_back.query_services_again(instance, event.at, context)
     if not instance.is_in_place and not context.is_usable(instance.current):
@@ -459,10 +448,8 @@ def on_changed(instance: Instance, event: ChangeEnded, context: StepContext) -> 
 
 
 def end_offloaded(instance: Instance, event: Released, context: StepContext) -> Step:
-    """Nothing is allocated any more: the instance has no host.
-
-    A copy of a claim, or of this release, is fenced by its attempt.
-    """
+    """Nothing is allocated any more: the instance has no host."""
+    # A copy of a claim, or of this release, is fenced by its attempt.
     action = action_of(instance)
     gone = replace(
         enter_active(instance, event.at, context),

@@ -29,7 +29,7 @@ NO_IMAGE = "snapshot.no_image"
 
 
 def delete_during_action(instance: Instance, at: float, context: StepContext) -> Step:
-    """The instance is deleted in the middle of a action: have both hosts destroy their machines of it. The claims are
+    """The instance is deleted in the middle of an action: have both hosts destroy their machines of it. The claims are
     held until they have.
     """
     desired = desired_state_of(instance)
@@ -93,10 +93,8 @@ def start_in_place(instance: Instance, event: ActionRequested, context: StepCont
 def enter_action(
     instance: Instance, event: ActionRequested, *, source: Selection | None, selections: tuple[Selection, ...]
 ) -> Instance:
-    """The request is under way, and the previous state of the instance is kept.
-
-    Events are numbered above all that the schedulers have had: its own record may be restored.
-    """
+    """The request is under way, and the previous state of the instance is kept."""
+    # Events are numbered above all that the schedulers have had: its own record may be restored.
     request = event.request
     assert instance.spec is not None
     action = ActionInProgress(
@@ -215,10 +213,7 @@ def finish(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def complete_at_destination(instance: Instance, at: float, context: StepContext) -> Step:
-    """The destination is on record as active.
-
-    The request has its end; the source waits for a confirm, or is abandoned.
-    """
+    """Record the destination as active. The request has its end; the source waits for a confirm, or is abandoned."""
     action = action_of(instance)
     up = replace(
         instance,
@@ -378,15 +373,14 @@ _UNPROVED = frozenset({NOT_FENCED, SERVICE_UP, STILL_RUNNING})  # for want of a 
 
 
 class NotProved(Struct, frozen=True):
-    """Why the host counts as one that may run the instance: a stable code, and a sentence."""
+    """Why the host counts as one that may run the instance."""
 
-    code: str
-    reason: str
+    code: str  # stable code
+    reason: str  # one sentence
 
 
 def evacuation_blocker(instance: Instance, context: StepContext, *, fenced: bool, force: bool) -> NotProved | None:
     """Why this instance is not evacuated from its host, or the source of its move; None: the host is proved to be off.
-
     fenced: the client states that the host is off. force: also if the host has reported the machine since its fence.
     """
     where, attempt = instance.current, instance.attempt
@@ -415,12 +409,10 @@ def evacuation_blocker(instance: Instance, context: StepContext, *, fenced: bool
 def _still_runs(
     found: RunningAfterFence, fence: Fence | None, lease: Lease | None, instance: Instance, attempt: int
 ) -> bool:
-    """Whether a report shows that the host's fence did not hold for this machine.
-
-    No more when the host was fenced again while the service that reported was down. A new decision alone does not show
-    that the host is off (its reason may have been corrected), nor does silence that came later (it may be cut off). A
-    report that is newer than the fence counts in any case: a lease is renewed by heartbeats alone.
-    """
+    """Whether a report shows that the host's fence did not hold for this machine."""
+    # No more when the host was fenced again while the service that reported was down. A new decision alone does not
+    # show that the host is off (its reason may have been corrected), nor does silence that came later (it may be cut
+    # off). A report that is newer than the fence counts in any case: a lease is renewed by heartbeats alone.
     if found.attempts.get(instance.uuid) != attempt:
         return False
     if fence is None or fence.unfencing or lease is None:
@@ -444,10 +436,9 @@ def may_run_after_evacuation(instance: Instance, host_uuid: str) -> bool:
 
 
 def fences_relied_on(before: Instance, after: Instance, context: StepContext) -> Iterable[str]:
-    """The fenced hosts whose fence this step relies on: of an evacuation that commands a destination, or that gives the
-    host of a shelved instance up; of an instance that was active there, and fails by its policy; and of a move that has
-    arrived there, and is confirmed by no client.
-    """
+    """The fenced hosts whose fence this step relies on."""
+    # Of an evacuation that commands a destination, or that gives the host of a shelved instance up; of an instance that
+    # was active there, and fails by its policy; and of a move that has arrived there, and is confirmed by no client.
     relied, relies = desired_state_of(before).relies_on_fence, desired_state_of(after).relies_on_fence
     begins = relies and not relied and action_of(after).kind is ActionKind.EVACUATE
     was, now = desired_state_of(before).condition, desired_state_of(after).condition

@@ -1,11 +1,10 @@
-"""The commands of a record: what its hosts are commanded for as long as it is as it is, and until they have answered.
+"""The commands of a record: what its hosts are commanded while it stays as it is, and until they have answered."""
 
-They follow from the record alone. `table.step` sends all of them when a state is entered, and within a state those that
-have changed: the machine is under another service, or its host is queried now. A deadline sends all once more
-(`repeated`). Three kinds are sent once, and are none of these: `Spawn`, because the number of an attempt is used once;
-the destroy of an attempt that the record leaves behind, which nobody awaits; and that of a machine which a host lists
-though it is over.
-"""
+# They follow from the record alone. `table.step` sends all of them when a state is entered, and within a state those
+# that have changed: the machine is under another service, or its host is queried now. A deadline sends all once more.
+# Three kinds are sent once, and are none of these: `Spawn`, because the number of an attempt is used once; the destroy
+# of an attempt that the record leaves behind, which nobody awaits; and that of a machine which a host lists though it
+# is over.
 
 from __future__ import annotations
 
@@ -60,11 +59,9 @@ def with_commands(before: Instance, stepped: Step, context: StepContext) -> Step
 
 
 def resend_all(instance: Instance, at: float, context: StepContext) -> Step:
-    """No answer: every command is sent again, without a limit, a change under a new number.
-
-    A new number ends what its host has begun. So the host is given twice the time for a change of a machine that stays,
-    and no other command before that is over: what takes longer than its step comes to its end.
-    """
+    """No answer: every command is sent again, without a limit, a change under a new number."""
+    # A new number ends what its host has begun. So the host is given twice the time for a change of a machine that
+    # stays, and no other command before that is over: what takes longer than its step comes to its end.
     desired, action = desired_state_of(instance), instance.action
     is_queried = instance.queried or desired.current is MachineTarget.BUILT
     again = replace(instance, queried=is_queried, deadline=next_resend_at(instance, at, context))
@@ -85,10 +82,8 @@ def resend_sooner(instance: Instance, at: float, context: StepContext) -> Instan
 
 
 def next_resend_at(instance: Instance, at: float, context: StepContext) -> float:
-    """When what has not been answered is sent once more.
-
-    Less and less often: the commands wait in the service's queue while it is down, so their number has to stay small.
-    """
+    """When what has not been answered is sent once more, less and less often."""
+    # The commands wait in the service's queue while it is down, so their number has to stay small.
     return at + min(max(context.destroy_retry_s, at - instance.since), context.destroy_retry_max_s)
 
 

@@ -49,9 +49,9 @@ ATTEMPTS_PER_INCARNATION = 1000
 
 
 class InstanceFacts:
-    """All that is known of the instance. known: the top's record, if that counts. own: the machines with the cell's tag
-    about which no operator has decided, the newest last. failed: what failed builds may have left, which is no machine
-    of it. record: on record. base: that, or what the top knows newer.
+    """All that is known of an instance. record: on record. known: the top's record, if that counts. base: the newer of
+    both. own: the machines with the cell's tag about which no operator has decided, newest last. failed: what failed
+    builds may have left, which is no machine of it.
     """
 
     def __init__(

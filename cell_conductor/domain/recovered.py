@@ -25,10 +25,8 @@ from .steps import Step, StepContext, emit_event
 
 
 def restatement(result: Reconciled, known: KnownInstance | None) -> Restate | None:
-    """What placement is to have of it; None: what it has is released as that of any other instance, or was never told.
-
-    Of each that has a machine: its generation on record may be from before, and older claims are to be fenced.
-    """
+    """What placement is to have of it; None: what it has is released as of any other instance, or was never told."""
+    # Of each that has a machine: its generation on record may be from before, and older claims are to be fenced.
     record = result.record
     if record is None or record.spec is None or result.blocked_reason or known is None or known.is_old:
         return None

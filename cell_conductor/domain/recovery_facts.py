@@ -14,33 +14,26 @@ from .instance import BlockedReason, EndedAction, Instance, Power
 
 
 class KnownInstance(Struct, frozen=True, kw_only=True):
-    """The top's record of one instance. is_old: of a top that was restored itself. exists: the map has it.
+    """The top's record of one instance."""
 
-    cell: that has it in the map. attempt: the highest that map and placement have. sequence: of its newest event there.
-    selections: where it has allocations, its own before those of its migration; project_id: of these. power: in the
-    map (None: not known). snapshot: the image that is kept of a shelved one. request_id, kind: of the request under
-    way; is_transferred_in: by that another cell has given it up for this one. own_count: how many of the selections the
-    instance holds itself; migrations: that hold the others.
-    """
-
-    is_old: bool = False
-    exists: bool = True
+    is_old: bool = False  # whether the top was restored itself
+    exists: bool = True  # whether the top's map has it
     is_active: bool = True
     is_deleted: bool = False
     is_in_other_cell: bool = False
-    cell: str = ""
-    attempt: int = 0
-    sequence: int = 0
-    project_id: str = ""
+    cell: str = ""  # the cell that has it in the map
+    attempt: int = 0  # the highest attempt that map and placement have
+    sequence: int = 0  # number of its newest event there
+    project_id: str = ""  # the project of the selections
     spec: InstanceSpec | None = None
-    selections: tuple[Selection, ...] = ()
-    power: Power | None = None
-    snapshot: str = ""
-    request_id: str = ""
-    kind: ActionKind | None = None
-    is_transferred_in: bool = False
-    own_count: int = 0
-    migrations: tuple[str, ...] = ()
+    selections: tuple[Selection, ...] = ()  # where it has allocations: its own, then those of its migration
+    power: Power | None = None  # its power in the map (None: not known)
+    snapshot: str = ""  # the image that is kept of a shelved one
+    request_id: str = ""  # the request under way
+    kind: ActionKind | None = None  # kind of the request under way
+    is_transferred_in: bool = False  # whether by that request another cell has given it up for this one
+    own_count: int = 0  # how many of the selections the instance holds itself
+    migrations: tuple[str, ...] = ()  # the migrations that hold the other selections
 
     @property
     def is_in_this_cell(self) -> bool:
@@ -84,9 +77,9 @@ class RecoveryCommand(Struct, frozen=True):
 
 
 class Reconciled(Struct, frozen=True):
-    """ended: the requests under way have these ends. blocked_reason: nothing is started (None: it goes on as usual)."""
+    """What a recovery decides about one instance."""
 
     record: Instance | None
     commands: tuple[RecoveryCommand, ...] = ()
-    ended: tuple[EndedAction, ...] = ()
-    blocked_reason: BlockedReason | None = None
+    ended: tuple[EndedAction, ...] = ()  # the ends of requests that were under way
+    blocked_reason: BlockedReason | None = None  # why nothing is started (None: it goes on as usual)

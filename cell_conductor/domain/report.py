@@ -1,6 +1,5 @@
-"""The proofs that a record gives about a machine on a host: only a machine that is proved to be over is destroyed.
-
-Compare a compute service's report of what its hosts run with what is on record for them.
+"""Compares a compute service's report with what is on record for its hosts, and says what a record proves about a
+machine on a host: only a machine that is proved to be over is destroyed.
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ ProofInput: TypeAlias = Instance | InstanceSummary
 
 
 def is_provably_ended(record: ProofInput, attempt: int, host_uuid: str) -> bool:
-    """Whether the record proves that this attempt, run by this host, is not wanted any more.
-
-    An attempt above all that were given out, or a machine's own attempt on another host, was commanded by a record that
-    this database does not have: that proves nothing, and the machine is kept. One from before the last recovery proves
-    only what the record names: its current attempt, and its source.
-    A build that was refused because of a machine that may be another project's proves nothing about that machine, even
-    after the build's own delete: an operator decides about it.
-    """
+    """Whether the record proves that this attempt, run by this host, is not wanted any more."""
+    # An attempt above all that were given out, or a machine's own attempt on another host, was commanded by a record
+    # that this database does not have: that proves nothing, and the machine is kept. One from before the last recovery
+    # proves only what the record names: its current attempt, and its source.
+    # A build that was refused because of a machine that may be another project's proves nothing about that machine,
+    # even after the build's own delete: an operator decides about it.
     if record.state is State.ABSENT or attempt == UNKNOWN_ATTEMPT:
         return False
     if record.code == MACHINE_EXISTS:
@@ -50,9 +47,9 @@ def is_provably_ended(record: ProofInput, attempt: int, host_uuid: str) -> bool:
 
 def next_attempt_record(record: Instance) -> Instance:
     """What a record that begins anew keeps of this one: by what it tells late messages from new ones, above which
-    numbers it goes on, and that it proves no more about machines. One that this record keeps for another reason than
-    its number (`is_provably_ended`) may be of any.
+    numbers it goes on, and that it proves no more about machines.
     """
+    # A machine that this record keeps for another reason than its number (`is_provably_ended`) may be of any attempt.
     return Instance(
         uuid=record.uuid,
         sequence=record.sequence,
@@ -82,19 +79,16 @@ def rescan_of(*facts: object) -> str:
 
 
 def is_newer_scan(event: MachineMissing | MachineRunning, record: ProofInput) -> bool:
-    """Whether the scan of this report began after the record became what it is.
-
-    No clock shows that, nor the number of a scan: a host's may be minutes from the cell's, or be set, and scans of two
-    services have no common order. A scan that names the record's rescan began after the conductor had requested it.
-    """
+    """Whether the scan of this report began after the record became what it is."""
+    # No clock shows that, nor the number of a scan: a host's may be minutes from the cell's, or be set, and scans of
+    # two services have no common order. A scan that names the record's rescan began after the conductor had requested
+    # it.
     return rescan_id(record) in event.rescans
 
 
 def changed_recently(since: float, *, now: float, grace_s: float) -> bool:
-    """Whether what was recorded at `since` changed within the grace, so that what a report lacks may be under way.
-
-    A time that is still to come is of a clock that was ahead, by a day perhaps: it shows nothing, and counts as old.
-    """
+    """Whether what was recorded at `since` changed within the grace, so that what a report lacks may be under way."""
+    # A time that is still to come is of a clock that was ahead, by a day perhaps: it shows nothing, and counts as old.
     return 0.0 <= now - since <= grace_s
 
 
@@ -104,13 +98,11 @@ ENDED_BY_COMMAND = frozenset({"failed", "timed_out"})
 
 def is_commanded(instance: Instance, event: Event) -> bool:
     """Whether the record has commanded that destruction itself: of an attempt that failed or was out of time, or of a
-    machine that a move has left.
-
-    The command waits in the queue of a service that is silent. When the service is back its first report may list the
-    machines before it has taken the commands. And a scan that began before a command was carried out lists what is gone
-    by now. Their destruction is then no difference of the report: a drain may end more machines at once than a breaker
-    allows.
+    machine that a move has left. Then it is no difference of the report.
     """
+    # The command waits in the queue of a service that is silent. When the service is back its first report may list the
+    # machines before it has taken the commands. And a scan that began before a command was carried out lists what is
+    # gone by now. A drain may end more machines at once than a breaker allows.
     if not isinstance(event, MachineRunning) or not is_provably_ended(instance, event.attempt, event.host_uuid):
         return False
     if (event.attempt, event.host_uuid) == (instance.source_attempt, instance.source_host_uuid):
@@ -141,13 +133,13 @@ class UnknownMachineKind(StrEnum):
 
 
 class UnknownMachine(Struct, frozen=True):
-    """A machine that a host carries and no record explains: reported, and left as it is. reason: one of WHY."""
+    """A machine that a host carries and no record explains: reported, and left as it is."""
 
     uuid: str
     attempt: int
     host_uuid: str
     kind: UnknownMachineKind
-    reason: str
+    reason: str  # one of WHY
 
 
 NO_OWNER_TAG = "no tag of this database"
@@ -165,18 +157,17 @@ Rescans: TypeAlias = Mapping[tuple[str, str], str]  # {(host, instance): rescan}
 
 
 class Differences(Struct, frozen=True):
-    """The disagreements: events for instances, and machines that are only reported.
-
-    destructive: the events that end or destroy a machine although no client requested it; see `breaker`. rescans: by
-    (host, instance), of machines that are missing by a scan that may be older than the record: to be scanned again.
-    destructive_rescans: the same of machines that are missing, or over, and whose event would be destructive: while a
-    breaker blocks those, no scan ends the demand.
-    """
+    """The disagreements: events for instances, and machines that are only reported."""
 
     events: tuple[tuple[str, Event], ...] = ()
+    # Events that end or destroy a machine although no client requested it; see `breaker`.
     destructive: tuple[tuple[str, Event], ...] = ()
     unknown_machines: tuple[UnknownMachine, ...] = ()
+    # By (host, instance), of machines that are missing by a scan that may be older than the record: to be scanned
+    # again.
     rescans: Rescans = {}
+    # The same of machines that are missing, or over, and whose event would be destructive: while a breaker blocks
+    # those, no scan ends the demand.
     destructive_rescans: Rescans = {}
 
 
@@ -190,14 +181,13 @@ def differences(
     may_have: Callable[[str, str], bool] = lambda _service, _host: False,
     fenced: Container[str] = (),
 ) -> Differences:
-    """The disagreements of a report and the record. The state machine decides about them; most reports agree.
-
-    may_have(service, host): whether that service may have the host still, which has not passed to another one. Then the
-    report of another service shows nothing about the machines there: they may have two hosts of one uuid.
-    fenced: hosts whose machines that are over are stale: their end is no difference of the report.
-    grace_s: a record that is younger causes no scan, because most of what such a report lacks is under way.
-    This reading takes no locks: the record may change meanwhile, so the state machine checks every event again.
+    """The disagreements of a report and the record. fenced: hosts whose machines that are over are stale.
+    may_have(service, host): whether that service may have the host still. grace_s: a younger record causes no scan.
     """
+    # Most reports agree. Where a host may be another service's still, the report shows nothing about the machines
+    # there: the two may have two hosts of one uuid. The end of a stale machine is no difference of the report. Most of
+    # what a report lacks of young records is under way.
+    # This reading takes no locks: the record may change meanwhile, so the state machine checks every event again.
     by_uuid = {record.uuid: record for record in recorded}
     running_on = {host.uuid: host.running for host in report.hosts if host.running is not None}
     events: list[tuple[str, Event]] = []
@@ -269,11 +259,9 @@ def _missing_machines(
 
 
 def _is_recorded_at(record: InstanceSummary | None, host_uuid: str) -> bool:
-    """Whether a machine without this database's tag is the one on record here: an operator may have removed its tag.
-
-    It is neither lost nor proved to be this database's: it is left as it is, and a destroy of it is refused by its
-    host.
-    """
+    """Whether a machine without this database's tag is the one on record here: an operator may have removed its tag."""
+    # It is neither lost nor proved to be this database's: it is left as it is, and a destroy of it is refused by its
+    # host.
     if record is None:
         return False
     is_built = desired_state_of(record).current is not MachineTarget.BUILT
@@ -349,7 +337,7 @@ MAX_SERVICES = 100_000
 
 
 class NewestReports:
-    """Which report of each compute service is the newest handled: older ones are ignored (they come late, or twice)."""
+    """Which report of each compute service is the newest handled. Older ones are ignored: they come late, or twice."""
 
     def __init__(self) -> None:
         self._newest: dict[str, tuple[int, int]] = {}
@@ -364,10 +352,8 @@ class NewestReports:
         return self._newest.get(service, (0, 0))[0]
 
     def record(self, report: ComputeHosts) -> None:
-        """Record that the report has been handled.
-
-        Not earlier: a report that met an outage comes again, and is still new then.
-        """
+        """Record that the report has been handled."""
+        # Not earlier: a report that met an outage comes again, and is still new then.
         at = (report.epoch, report.sequence)
         self._newest[report.service] = max(at, self._newest.pop(report.service, at))
         if len(self._newest) > MAX_SERVICES:

@@ -1,8 +1,7 @@
-"""The rule of each transition: `rule(instance, event, context) -> Step`. The table selects the rule that applies.
+"""The rule of each transition: `rule(instance, event, context) -> Step`. The table selects the rule that applies."""
 
-A rule may be called late or twice; if an attempt or a host does not match, the rule changes nothing, or destroys a
-machine that should not run. Commands are the contract's own messages, ready to be sent.
-"""
+# A rule may be called late or twice; if an attempt or a host does not match, the rule changes nothing, or destroys a
+# machine that should not run. Commands are the contract's own messages, ready to be sent.
 
 from __future__ import annotations
 
@@ -60,10 +59,9 @@ def ignore(instance: Instance, event: object, context: StepContext) -> Step:
 
 
 def start_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
-    """The first selection is commanded; unless it is fenced, or its service is down and another's is not.
-
-    In a record that has had attempts nothing is: what the build was decided by may be one's claim, which was released.
-    """
+    """Command the first selection, unless its host is fenced, or its service is down and another's is not."""
+    # In a record that has had attempts nothing is commanded: what the build was decided by may be one's claim, which
+    # was released.
     adopted = with_request(instance, event)
     refusal = event.dead_letter_reason
     if instance.uuid in context.quarantined:
@@ -98,10 +96,9 @@ def _without_host(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def _end_without_machine(instance: Instance, event: BuildRequested, refusal: Refusal, context: StepContext) -> Step:
-    """Its message was dead-lettered: nothing is commanded, its claim is released, and it ends as failed.
-
-    Of a query whose instance has a machine that no record explains: its claim may be for that one, and is not released.
-    """
+    """Its message was dead-lettered: nothing is commanded, its claim is released, and it ends as failed."""
+    # Of a query whose instance has a machine that no record explains: its claim may be for that one, and is not
+    # released.
     if event.is_query and refusal.code == MACHINE_EXISTS:
         return _end_failed(
             replace(instance, code=refusal.code, reason=steps.truncate(refusal.reason)), event.at, context
@@ -118,10 +115,8 @@ def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) 
 
 
 def on_active(instance: Instance, event: Spawned | MachineRunning, context: StepContext) -> Step:
-    """The current attempt runs: the instance is active, once the machine is certainly built.
-
-    An older attempt is destroyed, never doubled.
-    """
+    """The current attempt runs: the instance is active, once the machine is certainly built."""
+    # An older attempt is destroyed.
     if not steps.is_current_attempt(instance, event):
         return destroy_superseded(instance, event, context)
     instance = steps.with_current_service(instance, event)
@@ -146,20 +141,15 @@ def on_active(instance: Instance, event: Spawned | MachineRunning, context: Step
 
 
 def destroy_failed_attempt(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
-    """An attempt that is over has failed once more, and may have left a machine again.
-
-    Its command was delivered again after the answer that no machine is left, perhaps to another process of its service,
-    which has no record of that answer. A host that refuses to destroy is not sent the command again because of its
-    refusal.
-    """
+    """An attempt that is over has failed once more, and may have left a machine again: destroy it."""
+    # Its command was delivered again after the answer that no machine is left, perhaps to another process of its
+    # service, which has no record of that answer. A host that refuses to destroy is not sent the command again because
+    # of its refusal.
     return Step(instance) if event.code.startswith(DESTROY_CODES) else destroy_superseded(instance, event, context)
 
 
 def destroy_superseded(instance: Instance, event: Spawned | SpawnFailed | MachineRunning, context: StepContext) -> Step:
-    """An attempt runs that the record proves to be over: it is destroyed on its host.
-
-    A machine without such a proof is kept.
-    """
+    """An attempt runs that the record proves to be over: it is destroyed on its host. Without a proof it is kept."""
     if not is_provably_ended(instance, event.attempt, event.host_uuid):
         return Step(instance)
     if (
@@ -201,25 +191,21 @@ def fail_over(instance: Instance, event: SpawnFailed, context: StepContext) -> S
 
 
 def time_out(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """No answer in time: command the host to end the attempt unless it is complete. Then claim the next alternate, or
+    """No answer in time: command the host to end the attempt unless it is complete, then claim the next alternate, or
     fail.
-
-    A deadline alone proves nothing: the answer may be on its way, or in the part that a restored database has lost. The
-    conductor does not wait for a host that stays silent, and fences its attempt.
     """
+    # A deadline alone proves nothing: the answer may be on its way, or in the part that a restored database has lost.
+    # The conductor does not wait for a host that stays silent, and fences its attempt.
     if not instance.queried:
         return Step(replace(instance, queried=True, deadline=event.at + context.answer_timeout_s), resend=True)
     return _fail_timed_out(instance, event, context)
 
 
 def fail_over_lost_service(instance: Instance, event: ServiceLost, context: StepContext) -> Step:
-    """The conductor does not wait for its service: it fences the attempt there, then claims the next alternate on
-    another service.
-
-    Without such an alternate the build waits for its deadline, in case the service comes back. A machine that the lost
-    service may have built, or still builds, belongs to an attempt that is over: when a report lists it, the record
-    proves that, and it is destroyed.
-    """
+    """Fence the attempt at its lost service without waiting, then claim the next alternate on another service."""
+    # Without such an alternate the build waits for its deadline, in case the service comes back. A machine that the
+    # lost service may have built, or still builds, belongs to an attempt that is over: when a report lists it, the
+    # record proves that, and it is destroyed.
     if instance.current.service != event.service or not _has_open_alternate(instance, context):
         return Step(instance)
     return claim_next_or_fail(instance, event, context, code=event.code, reason=event.reason)
@@ -244,11 +230,9 @@ def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepConte
 
 
 def build_on_alternate(instance: Instance, event: Claimed, context: StepContext) -> Step:
-    """An alternate is claimed: command it under the next attempt.
-
-    If it has been closed since it was requested, and another is not, nothing is commanded there, and that is claimed
-    instead; without another one the build ends, unless its service is only down.
-    """
+    """An alternate is claimed: command it under the next attempt."""
+    # If it has been closed since it was requested, and another is not, nothing is commanded there, and that is claimed
+    # instead; without another one the build ends, unless its service is only down.
     taken = _with_claim(instance, event)
     if closure_reason(taken, context) is None:
         return _spawn(taken, event.at, context)
@@ -265,10 +249,8 @@ def release_alternate(instance: Instance, event: Claimed, context: StepContext) 
 
 
 def no_alternate_left(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
-    """No alternate could be claimed: release, so that a late copy of the claim is fenced, and end as failed.
-
-    If another client holds the consumer, there is nothing of the instance to release.
-    """
+    """No alternate could be claimed: release, so that a late copy of the claim is fenced, and end as failed."""
+    # If another client holds the consumer, there is nothing of the instance to release.
     skipped = steps.unclaimed_records(instance, event.outcomes, event.at)
     tried = replace(instance, history=instance.history + skipped)
     if event.consumer_conflict:
@@ -297,11 +279,9 @@ def destroy(instance: Instance, event: DeleteRequested, context: StepContext) ->
 
 
 def mark_lost(instance: Instance, event: Destroyed | MachineMissing, context: StepContext) -> Step:
-    """An active instance is gone from its host: fence possible remains, release, and end as failed.
-
-    Its host answers so as well, if the deadline of its build commanded the end of what was not built: it ends this
-    attempt wherever it comes up again.
-    """
+    """An active instance is gone from its host: fence possible remains, release, and end as failed."""
+    # Its host answers so as well, if the deadline of its build commanded the end of what was not built: it ends this
+    # attempt wherever it comes up again.
     if not steps.current_destroyed(instance, event):
         return Step(instance)
     reason = f"host {instance.current.host} does not run it any more"
@@ -338,11 +318,9 @@ def end_deleted(instance: Instance, event: Released | DeleteRequested, context: 
 
 
 def _release_second_consumer(instance: Instance, event: Released, context: StepContext) -> Step | None:
-    """The next step when that was not the last consumer; None: nothing is held.
-
-    The instance first: once it holds nothing, a late copy of the move's claim cannot move an allocation to the
-    migration. One that came late but before that has, whatever the copy was answered that its conductor received.
-    """
+    """The next step when that was not the last consumer; None: nothing is held."""
+    # The instance first: once it holds nothing, a late copy of the move's claim cannot move an allocation to the
+    # migration. A copy that came late but before that has moved it, whatever answer to it the conductor received.
     action = instance.action
     if action is None or action.instance_released or not (action.claimed or action.source is not None):
         return None
@@ -469,10 +447,8 @@ def _with_attempt(instance: Instance, outcome: str, *, at: float, code: str = ""
 
 
 def _stamped(instance: Instance, event: Event) -> StageTimes | None:
-    """The stages, now that an attempt has ended: `dispatched` by the first attempt, `built` by the last.
-
-    If a host never answered, or no longer knows when the build began, the time of the command counts.
-    """
+    """The stages, now that an attempt has ended: `dispatched` by the first attempt, `built` by the last."""
+    # If a host never answered, or no longer knows when the build began, the time of the command counts.
     if instance.stage_times is None:
         return None
     started_at, ended_at = (

@@ -1,8 +1,4 @@
-"""The parts that all rules share: a step, the limits and times that it depends on, and its smallest functions.
-
-`Step` is the instance after an event, and the messages to send. The functions check what is current, enter a state that
-waits for placement, command a destroy, and publish a state.
-"""
+"""The parts that all rules share: a step, the limits and times that it depends on, and its smallest functions."""
 
 from __future__ import annotations
 
@@ -25,22 +21,18 @@ from .report import is_newer_scan
 
 
 class StepContext(Struct, frozen=True, kw_only=True):
-    """The inputs of a step besides its instance and its event: time limits, and the state of the cell's hosts.
+    """The inputs of a step besides its instance and its event: time limits, and the state of the cell's hosts."""
 
-    cell: its name, for events. database_id: the identity of the cell's database, with which every machine is
-    tagged. up: compute services that are certainly up. down: those that take no builds now, so that none is started
-    there while another host can be tried; one that nothing is known of yet is neither. fences: hosts on which nothing
-    is started at all, by uuid. quarantined: instances of
-    which a host has a machine that no record explains. protected: {(host, instance): attempt} of those machines that an
-    operator keeps: no command of a step (`table.step`) destroys them, or begins another one in their place.
-    """
-
-    cell: str
-    database_id: str | None = None
-    up: Collection[str] = ()
+    cell: str  # the cell's name, for events
+    database_id: str | None = None  # identity of the cell's database, with which every machine is tagged
+    up: Collection[str] = ()  # compute services that are certainly up
+    # Those that take no builds now: none is started there while another host can be tried. A service that nothing is
+    # known of yet is neither up nor down.
     down: Mapping[str, Lease] = {}
-    fences: Mapping[str, Fence] = {}
-    quarantined: AbstractSet[str] = frozenset()
+    fences: Mapping[str, Fence] = {}  # hosts on which nothing is started at all, by uuid
+    quarantined: AbstractSet[str] = frozenset()  # instances of which a host has a machine that no record explains
+    # {(host, instance): attempt} of those machines that an operator keeps: no command of a step (`table.step`) destroys
+    # them, or begins another one in their place.
     protected: Mapping[tuple[str, str], int] = {}
     claim_retry_s: float = 15.0
     answer_timeout_s: float = 10.0
@@ -65,14 +57,11 @@ class StepContext(Struct, frozen=True, kw_only=True):
 
 
 class Step(Struct, frozen=True):
-    """The instance after an event, and the messages to send once that is committed.
-
-    resend: with them every order of the record, also those that were sent before (`orders`).
-    """
+    """The instance after an event, and the messages to send once that is committed."""
 
     instance: Instance
     commands: tuple[Message, ...] = ()
-    resend: bool = False
+    resend: bool = False  # every order of the record is sent as well, also those that were sent before (`orders`)
 
 
 def await_placement(
@@ -215,10 +204,9 @@ def source_destroyed(instance: Instance, event: Destroyed | MachineMissing) -> b
 def is_destroyed(instance: Instance, event: Destroyed | MachineMissing, where: Selection, attempt: int) -> bool:
     """Whether the host has reported that no attempt up to this one is left there: by its answer, or by a scan from
     after the record became what it is.
-
-    Only the service that has the host by the record answers for it: another one has had the host before, and the
-    machine runs under the one that has it now.
     """
+    # Only the service that has the host by the record answers for it: another one has had the host before, and the
+    # machine runs under the one that has it now.
     if event.host_uuid != where.host_uuid:
         return False
     if isinstance(event, MachineMissing):

@@ -1,9 +1,8 @@
-"""The instance state machine: one table, total over states and events. It also draws docs/reference/states.md.
+"""The instance state machine: one table, total over states and events. It also draws docs/reference/states.md."""
 
-Every row has the usual effects of `USUAL`, unless it says otherwise: most events are late, doubled or of no concern
-to a state, and its desired state (`desires`) is what a machine that is found and a request of a client are judged by.
-Where an answer is waited for, what follows is taken up here and nowhere else (`ByNextState`).
-"""
+# Every row has the usual effects of `USUAL`, unless it says otherwise: most events are late, doubled or of no concern
+# to a state, and its desired state (`desires`) is what a machine that is found and a request of a client are judged by.
+# Where an answer is waited for, what follows is taken up here and nowhere else (`ByNextState`).
 
 from __future__ import annotations
 
@@ -64,10 +63,10 @@ class IllegalStep(BrokenInvariant):
 
 
 class Rule(Struct, frozen=True):
-    """The effect of an event in a state: the rule, and every state it may lead to besides staying."""
+    """The effect of an event in a state."""
 
     apply: Callable[[Instance, Any, StepContext], Step]
-    to: tuple[State, ...] = ()
+    to: tuple[State, ...] = ()  # every state, besides the present one, that the rule may lead to
 
     @property
     def name(self) -> str:
@@ -76,10 +75,10 @@ class Rule(Struct, frozen=True):
 
 
 class ByNextState(Struct, frozen=True):
-    """The rule of each state that may follow. otherwise: of the others (None: there are none)."""
+    """The rule of each state that may follow."""
 
     rules: Mapping[State | None, Rule]
-    otherwise: Rule | None = None
+    otherwise: Rule | None = None  # of the other states (None: there are none)
 
     def of(self, next_state: State | None) -> Rule | None:
         """The rule of what follows."""
@@ -350,12 +349,10 @@ def step(instance: Instance, event: Event, context: StepContext) -> Step:
 
 
 def _without_protected(stepped: Step, at: float, context: StepContext) -> Step:
-    """No host is commanded to destroy what an operator keeps there, nor to build another attempt in its place.
-
-    A record does not wait for it, either: it goes on as if the host had answered. But one that wants a machine which
-    its host is to end unless it is complete waits for the host's report, which ends the decision
-    (`Guard.delete_resolved`).
-    """
+    """No host is commanded to destroy what an operator keeps there, nor to build another attempt in its place."""
+    # A record does not wait for it, either: it goes on as if the host had answered. But one that wants a machine which
+    # its host is to end unless it is complete waits for the host's report, which ends the decision
+    # (`ReportGuard.delete_resolved`).
     after, commands = stepped.instance, stepped.commands
     for order in [one for one in commands if _is_protected(one, after, context)]:
         commands = tuple(one for one in commands if one is not order)
@@ -531,9 +528,8 @@ def _stop_after_fence(before: Instance, stepped: Step, event: Event, context: St
 def _without_starts(commands: Sequence[Message], context: StepContext) -> tuple[Message, ...]:
     """Nothing is started on a fenced host: it may be back before the fence is ended, and its instances may be
     elsewhere.
-
-    The machine is stopped under the same number, so that a command from before the fence is not carried out either.
     """
+    # The machine is stopped under the same number, so that a command from before the fence is not carried out either.
     kept: list[Message] = []
     for command in commands:
         is_fenced = isinstance(command, Spawn | ChangeMachine) and command.host_uuid in context.fences

@@ -1,15 +1,14 @@
-"""How a move is rolled back: the proof that it can go back, and the rollback to the source.
+"""How a move is rolled back: the proof that it can go back, and the rollback to the source."""
 
-The destination destroys its machine, placement is reverted, and the source is started again if it was commanded to
-stop.
-
-Of a move that has arrived the machine at the destination runs, and a revert or a fence gives it up for the source's,
-which is stopped. A record does not prove that the source is still there: its host may be dead or reinstalled, or be
-none of its service any more. So the compute services are queried for it first; meanwhile the move stays as it is, and
-states why it is to be rolled back (`rollback_code`). Only the answer that its host lists that very machine rolls it
-back. Without that a revert is refused, and the client may confirm the move or request the revert again. After a fence
-of the destination the services are queried again, until the source is seen or the destination is used again.
-"""
+# The destination destroys its machine, placement is reverted, and the source is started again if it was commanded to
+# stop.
+# Of a move that has arrived the machine at the destination runs, and a revert or a fence gives it up for the source's,
+# which is stopped. A record does not prove that the source is still there: its host may be dead or reinstalled, or be
+# none of its service any more. So the compute services are queried for it first; meanwhile the move stays as it is, and
+# states why it is to be rolled back (`rollback_code`). Only the answer that its host lists that very machine rolls it
+# back.
+# Without that a revert is refused, and the client may confirm the move or request the revert again. After a fence of
+# the destination the services are queried again, until the source is seen or the destination is used again.
 
 from __future__ import annotations
 
@@ -148,10 +147,8 @@ def end_source_lost(instance: Instance, at: float, context: StepContext) -> Step
 
 
 def alternative_ending(instance: Instance, event: ActionRequested, context: StepContext) -> Step | None:
-    """The answer to a confirm or revert while the source is queried for; None: it may be carried out.
-
-    After a fence the client may still confirm the move, or wait for the answer by a revert.
-    """
+    """The answer to a confirm or revert while the source is queried for; None: it may be carried out."""
+    # After a fence the client may still confirm the move, or wait for the answer by a revert.
     action = action_of(instance)
     if not action.ending_request_id:
         return None
@@ -292,10 +289,9 @@ def source_fields(action: ActionInProgress) -> dict[str, Any]:
 
 
 def on_restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
-    """The source runs again, or reports that it cannot: then it is stopped, and a client may start it.
-
-    If its host does not know, it is queried again at the deadline: a machine that may run is not on record as stopped.
-    """
+    """The source runs again, or reports that it cannot: then it is stopped, and a client may start it."""
+    # If its host does not know, it is queried again at the deadline: a machine that may run is not on record as
+    # stopped.
     if not is_awaited(instance, event, instance.current, instance.attempt):
         return Step(instance)
     if event.done:

@@ -34,14 +34,13 @@ Result = TypeVar("Result")
 
 
 class KeyedTable(Struct, Generic[Key, Value], frozen=True):
-    """name, columns: of the table, and of its key. type, key: of a value. unread: what a row counts as whose record
-    cannot be read. It proves nothing, and the next write replaces it.
-    """
+    """One table of values by key."""
 
     name: str
-    columns: tuple[str, ...]
-    type: type[Value]
-    key: Callable[[Value], Key]
+    columns: tuple[str, ...]  # the columns of the key
+    type: type[Value]  # the type of a value
+    key: Callable[[Value], Key]  # the key of a value
+    # What a row counts as if its record cannot be read. It proves nothing, and the next write replaces it.
     unread: Callable[[Key], Value]
 
     def decoded(self, key: Key, record: str) -> Value:
@@ -100,13 +99,11 @@ class KeyedRows(Protocol):
 
 
 class Losses(Struct, frozen=True, omit_defaults=True):
-    """The instances that a recovery would end without a client's delete. instances: the first MAX_LOSSES_NAMED.
-    builds: that would fail meanwhile.
-    """
+    """The instances that a recovery would end without a client's delete."""
 
     count: int = 0
-    instances: tuple[str, ...] = ()
-    builds: int = 0
+    instances: tuple[str, ...] = ()  # the first MAX_LOSSES_NAMED
+    builds: int = 0  # how many builds would fail meanwhile
 
 
 def absent_with(stated: Mapping[str, bool], silent: Collection[str], without: Collection[str] = ()) -> dict[str, bool]:
@@ -124,15 +121,13 @@ class DatabaseState(StrEnum):
 
 
 class DatabaseIdentity(Struct):
-    """The state of its database that a conductor last saw. mark: the highest that it had, by what this process has read
-    and committed. read: the marks on record on the server that it is on (None: not read yet).
-    """
+    """The state of its database that a conductor last saw."""
 
     database_id: str = ""
     incarnation: int = 1
     is_recovering: bool = False
-    mark: DatabaseMark = DatabaseMark()
-    read: RecordedMarks | None = None
+    mark: DatabaseMark = DatabaseMark()  # the highest that it had, by what this process has read and committed
+    read: RecordedMarks | None = None  # the marks on record on the server that it is on; None: not read yet
 
     @property
     def state(self) -> tuple[str, int]:
@@ -159,7 +154,7 @@ class DatabaseIdentity(Struct):
 
 
 class Unrecognised(Transient):
-    """The database was restored, and this process has not recognised that: a sweep will."""
+    """The database was restored, and this process has not recognised that. A sweep will."""
 
     code = "cell.database_restored"
 
@@ -168,9 +163,8 @@ class Unrecognised(Transient):
 
 
 class Recovering(Transient):
-    """The cell's database was restored, and what is true of its instances is being found out: nothing else is started.
-
-    What comes meanwhile waits, and uses up no retry.
+    """The cell's database was restored, and what is true of its instances is not known yet. Nothing else is started:
+    what comes meanwhile waits, and uses up no retry.
     """
 
     code = "cell.recovering"
@@ -180,20 +174,18 @@ class Recovering(Transient):
 
 
 class DatabaseOutdated(DatabaseForbidden):
-    """Another conductor goes by a later incarnation of the cell's database than the one on record.
+    """Another conductor goes by a later incarnation of the cell's database than the one on record."""
 
-    This is an old copy of it, and whoever commands by the later one must not be commanded against. The process ends.
-    """
+    # This is an old copy of it, and whoever commands by the later one must not be commanded against. The process ends.
 
     code = "database.outdated"
 
 
 def state_of(recorded: RecordedMarks, stated: Stated, own: DatabaseMark, *, is_on_other_server: bool) -> DatabaseState:
-    """What the database is that has these marks on record. own: what this process knew before it read that.
-    is_elsewhere: on another server than recorded. Raises DatabaseOutdated, and Unrecognised: it is not known yet.
-
-    Where a service is up and has not stated its mark, another server counts as behind.
+    """The state of a database with these marks on record. own: what this process knew before. is_elsewhere: on another
+    server than recorded. Raises DatabaseOutdated, and Unrecognised: it is not known yet.
     """
+    # Where a service is up and has not stated its mark, another server counts as behind.
     incarnation = recorded.own.database_incarnation
     if not is_on_other_server and incarnation < stated.conductor:
         raise DatabaseOutdated(
@@ -217,8 +209,8 @@ class RowsContended(Transient):
 
 
 class Keyed(Protocol):
-    """An adapter. Each write of a leader of the leases is one statement, which is guarded by what `LeaseStore` has
-    decided on, and by the state of the database: a leader that is paused holds no lock for which the next one waits.
+    """An adapter. Each write of a leader of the leases is one statement, guarded by what `LeaseStore` has decided on,
+    and by the state of the database, so a paused leader holds no lock for which the next one waits.
     """
 
     def transaction(self) -> AbstractAsyncContextManager[KeyedRows]:

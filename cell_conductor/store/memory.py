@@ -234,7 +234,7 @@ class MemoryTransaction:
 
 
 class MemoryInstanceRows:
-    """The rows below an optimistic transaction: one that reads, and one that locks, compares and writes."""
+    """The rows below an optimistic transaction. One of these reads, another locks, compares and writes."""
 
     def __init__(self, table: MemoryInstanceTable, session: MemorySession, seen: DatabaseIdentity) -> None:
         self._table = table

@@ -22,20 +22,16 @@ from .safety import FenceStore, LeaseStore, Safety, UnknownMachineRecord
 
 
 class DatabaseChange(Struct, frozen=True):
-    """The database was restored: restored from a backup, promoted, or its disk was.
+    """The database was restored from a backup, or promoted, or its disk was restored."""
 
-    database_id: its identity, which a backup contains. incarnation: the one that has begun. recovers: something is
-    missing, or may be; else another server took over.
-    """
-
-    database_id: str
-    incarnation: int
-    recovers: bool
+    database_id: str  # identity of the database, which a backup contains
+    incarnation: int  # the incarnation that has begun
+    recovers: bool  # something is missing, or may be; else another server took over
 
 
 class UnreadableRecords(Fault):
-    """These are on record, and their records cannot be read: nothing is decided about them, not even that they are
-    unknown. The store has logged and counted each.
+    """The records of these instances cannot be read. Nothing is decided about them, not even that they are unknown. The
+    store has logged and counted each.
     """
 
     code = "instance.unreadable"
@@ -46,7 +42,7 @@ class UnreadableRecords(Fault):
 
 
 class Transaction(Protocol):
-    """One transaction. Its parts are used in the order below, and each takes its locks in uuid order: no deadlocks."""
+    """One transaction. Its parts are used in the order below, and each takes its locks in uuid order: none deadlock."""
 
     durable: bool
     """False: the commit does not wait for the disk, because `flush` follows before anything relies on it.
@@ -62,22 +58,19 @@ class Transaction(Protocol):
         """Record handled messages; those not seen before."""
 
     async def recognise(self, stated: Stated = NOTHING) -> DatabaseChange | None:
-        """Compare the database with what others state of it; if it was restored, the cell recovers from now on, under
-        an incarnation above all that are known. What is stated goes on record with that.
-
-        Raises DatabaseReplaced when it has another identity, DatabaseOutdated when it is as it was and another
-        conductor goes by a later incarnation, Unrecognised, and Recovering. An optimistic transaction compares at its
-        end, and only if it inserts; it raises Conflict there.
+        """Compare the database with what others state of it; if it was restored, the cell recovers from now on, under a
+        new incarnation. Raises DatabaseReplaced, DatabaseOutdated, Unrecognised and Recovering.
         """
+        # The incarnation is above all that are known, and what is stated goes on record with it. DatabaseReplaced: it
+        # has another identity. DatabaseOutdated: it is as it was and another conductor goes by a later incarnation.
+        # An optimistic transaction compares at its end, and only if it inserts; it raises Conflict there.
 
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
         """The instances on record among these, locked until the end. Raises UnreadableRecords."""
 
     async def unknown_machines(self, uuids: Collection[str]) -> list[UnknownMachineRecord]:
-        """The machines of these instances that no record of an instance explains, by host and instance.
-
-        An optimistic transaction expects none, compares at its end, and raises Conflict there.
-        """
+        """The machines of these instances that no record of an instance explains, by host and instance."""
+        # An optimistic transaction expects none, compares at its end, and raises Conflict there.
 
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Record new instances. Raises Conflict when one is on record meanwhile."""
@@ -88,26 +81,24 @@ class Transaction(Protocol):
     async def rely_on(
         self, hosts: Sequence[str], abandoned: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
     ) -> bool:
-        """Hold the fences of these hosts until the end, and count what is abandoned there: by host, its services, one a
-        machine. False: one is not fenced, or the fence of one of `proofs`, which are among the hosts, is to be ended.
-
-        An optimistic transaction cannot, and raises Conflict.
+        """Hold the fences of these hosts until the end, and count what is abandoned there: by host, its services.
+        False: one is not fenced, or a fence of `proofs` is to be ended. Raises Conflict: the transaction is optimistic.
         """
+        # A service is named once for each abandoned machine. `proofs` are among the hosts.
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
         """Put messages into the outbox; the rows for the relay (none while they are not known: see `rows`)."""
 
 
 class LockingTransaction(Transaction, Protocol):
-    """A transaction that locks as it reads, so it can also find due instances: no cache has those. Those of a recovery
-    are of this kind.
-    """
+    """A transaction that locks as it reads. It finds due instances, which no cache has; recoveries use it."""
 
     async def begin_recovery(self, stated: Stated = NOTHING) -> int:
-        """The cell recovers from now on, under an incarnation above all that are known, which is returned; what the
-        outbox, the quarantine and the breakers have is of before, and goes; but what an operator protects stays. One
-        that has begun on this database goes on as it is, unless a mark is above what that has. Raises as `recognise`.
+        """The cell recovers from now on, under an incarnation above all that are known, which is returned. Raises as
+        `recognise`.
         """
+        # What the outbox, the quarantine and the breakers have is of before, and goes; but what an operator protects
+        # stays. A recovery that has begun on this database goes on as it is, unless a mark is above what that has.
 
     async def expect_recovering(self) -> None:
         """Hold the recovery until the end. Raises Unrecognised when it is over, or another one has begun."""
@@ -144,7 +135,7 @@ class LockingTransaction(Transaction, Protocol):
 
 
 class InstanceStore(Flushed, Protocol):
-    """The instances of one cell. Adapters: `store.postgres`, `store.memory`."""
+    """The instances of one cell. Adapters are in `store.postgres` and `store.memory`."""
 
     @property
     def outbox(self) -> Rows:
@@ -203,18 +194,15 @@ class InstanceStore(Flushed, Protocol):
         """Disconnect."""
 
     async def has_due(self, now: float) -> bool:
-        """Whether a sweep would find anything: a deadline that has passed, or a database that was restored, or may be.
-
-        One round trip without locks, instead of a transaction that nearly always finds nothing.
-        """
+        """Whether a sweep would find anything: a deadline that has passed, or a database that was restored, or may be."""
+        # One round trip without locks, instead of a transaction that nearly always finds nothing.
 
     def transaction(self) -> AbstractAsyncContextManager[LockingTransaction]:
         """Commits at the end, rolls back on an exception."""
 
     def optimistic(self, new: Collection[str]) -> AbstractAsyncContextManager[Transaction]:
-        """A transaction on cached instances that takes no lock before its end, and raises Conflict there.
-
-        new: instances that are expected not to be on record. For PostgreSQL this is one round trip instead of six.
+        """A transaction on cached instances that takes no lock before its end, and raises Conflict there. new:
+        instances that are expected not to be on record. For PostgreSQL this is one round trip instead of six.
         """
 
     async def summaries(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[InstanceSummary]:
@@ -240,13 +228,11 @@ class InstanceStore(Flushed, Protocol):
 
 
 class InstanceWrites(WriteSet, kw_only=True):
-    """The writes of one transaction: message ids must be new, inserts must be absent, and no host may have a machine of
-    an instance of `explained` that no record explains.
-    """
+    """The writes of one transaction."""
 
-    message_ids: Sequence[str] = ()
-    explained: Sequence[str] = ()
-    inserts: Sequence[Instance] = ()
+    message_ids: Sequence[str] = ()  # messages that must be new
+    explained: Sequence[str] = ()  # no host may have a machine of these that no record of an instance explains
+    inserts: Sequence[Instance] = ()  # instances that must be absent
     updates: Sequence[Instance] = ()
 
     def is_empty(self) -> bool:
@@ -312,7 +298,7 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
 
 
 class SeenStore(FlushedStore):
-    """Base of both adapters: what this process has seen of the database."""
+    """What this process has seen of the database. Base of both adapters."""
 
     def __init__(self, connections: Flushed) -> None:
         super().__init__(connections)

@@ -139,7 +139,7 @@ def _arrays(table: KeyedTable[Key, Any], keys: Collection[Key]) -> list[Sequence
 
 
 class PostgresKeyed:
-    """In the cell's schema. seen: None in a command, which keeps no leases."""
+    """The adapter in the cell's schema. seen: None in a command, which keeps no leases."""
 
     def __init__(self, database: Database, seen: DatabaseIdentity | None = None) -> None:
         self._database = database

@@ -1,14 +1,13 @@
 """The record of machines that no record of an instance explains, of the breakers, of fences, and of the leases of
 compute services.
-
-Machines are recorded with each report that has them, and deleted when their host is seen without them. An operator's
-decision on a quarantined machine (`destroy`, `protect` or `adopt`, by whom and when) stands beside it.
-
-One conductor of a cell is the leader: it records the state of services, and publishes it. It holds one row for a few
-seconds at a time, by the database's clock. Each change of leader has a higher term, also after a backup was restored or
-commits were lost: the service states of a former leader that has not noticed yet are ignored, and its writes are
-refused.
 """
+
+# Machines are recorded with each report that has them, and deleted when their host is seen without them. An operator's
+# decision on a quarantined machine (`destroy`, `protect` or `adopt`, by whom and when) stands beside it.
+# One conductor of a cell is the leader: it records the state of services, and publishes it. It holds one row for a few
+# seconds at a time, by the database's clock. Each change of leader has a higher term, also after a backup was restored
+# or commits were lost: the service states of a former leader that has not noticed yet are ignored, and its writes are
+# refused.
 
 from __future__ import annotations
 
@@ -37,29 +36,25 @@ MachineKey = tuple[str, str]  # (host uuid, instance uuid)
 
 
 class DecidedMachine(Struct, frozen=True):
-    """The machines of an instance that a decision is about. host_uuid, attempt: only the one there, only while it has
-    this attempt; None: any.
-    """
+    """The machines of an instance that a decision is about."""
 
     uuid: str
-    host_uuid: str | None = None
-    attempt: int | None = None
+    host_uuid: str | None = None  # only the machine on this host (None: on any)
+    attempt: int | None = None  # only while it has this attempt (None: any)
 
 
 class UnknownMachineRecord(Struct, frozen=True, kw_only=True):
-    """One machine on record. decision: an operator's, "" until there is one. incarnation: of its database when it was
-    decided. is_new: recorded by this call.
-    """
+    """One machine on record."""
 
     machine: UnknownMachine
     service: str
     first_seen: float
     last_seen: float
-    decision: str = ""
+    decision: str = ""  # an operator's decision ("": there is none)
     decided_by: str = ""
     decided_at: float = 0.0
-    incarnation: int = 0
-    is_new: bool = False
+    incarnation: int = 0  # incarnation of the database at the decision
+    is_new: bool = False  # whether this call recorded it
 
     @property
     def location(self) -> MachineKey:
@@ -114,9 +109,10 @@ def with_report(
     before: UnknownMachineRecord | None, machine: UnknownMachine, service: str, now: float, incarnation: int
 ) -> UnknownMachineRecord:
     """The record of a machine that is listed. A decision holds for one attempt only, and until the database is
-    restored: another one may have come since, which is lost. But that a machine is kept holds: no attempt and no tag
-    shows that it is gone.
+    restored.
     """
+    # Another attempt may have come since a restore, which is lost. But that a machine is kept holds: no attempt and no
+    # tag shows that it is gone.
     if before is None:
         return UnknownMachineRecord(machine=machine, service=service, first_seen=now, last_seen=now)
     is_same = (before.machine.attempt, before.machine.kind, before.incarnation) == (
@@ -228,10 +224,10 @@ class FenceStore(KeyedStore):
 
     @in_transaction
     async def put(self, rows: KeyedRows, fence: Fence) -> Fence:
-        """Record a decision, unless one at least as new is on record; returns the decision that stands then. One to
-        end what is no fence has ended no step here: it is ended. What was found to run there stays with a fence, as
-        long as the service that found it is on record: one that is gone for good never reports anything else.
-        """
+        """Record a decision, unless one at least as new is on record; returns the decision that stands then."""
+        # One to end what is no fence has ended no step here: it is ended. What was found to run there stays with a
+        # fence, as long as the service that found it is on record: one that is gone for good never reports anything
+        # else.
         known = await rows.find(FENCES, [fence.host_uuid], Lock.UPDATE)
         before = known.get(fence.host_uuid)
         if before is not None and before.version >= fence.version:
@@ -282,10 +278,9 @@ class FenceStore(KeyedStore):
 
     @in_transaction
     async def purge_ended(self, rows: KeyedRows, before: float, limit: int) -> int:
-        """Delete fences that were ended before this time, up to a bound; returns how many. A message of an older
-        decision is not under way for so long; a scheduler that still publishes one was restored, and means it. One that
-        cannot be read stays until its host is decided on again.
-        """
+        """Delete fences that were ended before this time, up to a bound; returns how many."""
+        # A message of an older decision is not under way for so long; a scheduler that still publishes one was
+        # restored, and means it. One that cannot be read stays until its host is decided on again.
 
         def is_over(fence: Fence) -> bool:
             return fence.state is FenceState.UNFENCED and fence.at < before and not fence.abandoned

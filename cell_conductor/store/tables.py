@@ -172,10 +172,8 @@ def with_parameters(statement: str) -> str:
 
 
 def encode(value: Struct) -> str:
-    """A record as JSON, without U+0000: PostgreSQL could not read it, nor the other records.
-
-    A compute service's text may hold one; clients' are refused with it.
-    """
+    """A record as JSON, without U+0000: PostgreSQL could not read it, nor the other records."""
+    # A compute service's text may hold one; clients' are refused with it.
     record = _encode(value).decode()
     return _NUL.sub(r"\1", record) if r"\u0000" in record else record
 

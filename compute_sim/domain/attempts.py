@@ -1,11 +1,9 @@
-"""A host's record of one instance, and the changes that a command makes: fences, repeats, replacements.
+"""A host's record of one instance, and the changes that a command makes: fences, repeats, replacements."""
 
-One `Entry` per (host, instance). Commands come late, twice and out of order; an entry is all that is needed to
-answer each of them the same way every time. Two rules keep an instance from being built twice:
-
-- a fence: no attempt at or below one that was ever destroyed here starts again;
-- an ended attempt stays on record, so a repeated command gets the first answer, not a second build.
-"""
+# One record per (host, instance). Commands come late, twice and out of order; the record is all that is needed to
+# answer each of them the same way every time. Two rules keep an instance from being built twice: no attempt at or below
+# one that was ever destroyed here starts again; an ended attempt stays on record, so a repeated command gets the first
+# answer, not a second build.
 
 from __future__ import annotations
 
@@ -29,26 +27,19 @@ class AttemptPhase(StrEnum):
 
 
 class HostAttempt(Struct, frozen=True, array_like=True, omit_defaults=True):
-    """The newest attempt of one instance on one host.
-
-    max_ended_attempt: attempts up to this one never start here. reported: the result of this phase reached the broker.
-    code and reason: why it failed; of one that runs, the driver's warning. final: no other host would do better.
-    database_id: whose machine it is (None: unknown). order: of the last change of
-    this machine that was taken. project: whose instance it is ("": unknown).
-    changing: that change, until its answer has reached the broker.
-    """
+    """The newest attempt of one instance on one host."""
 
     attempt: int
     phase: AttemptPhase
-    max_ended_attempt: int = 0
-    reported: bool = False
-    code: str = ""
-    reason: str = ""
-    final: bool = False
-    database_id: str | None = None
-    order: int = 0
-    project: str = ""
-    changing: ChangeKind | None = None
+    max_ended_attempt: int = 0  # attempts up to this one never start here
+    reported: bool = False  # the result of this phase reached the broker
+    code: str = ""  # why the attempt failed
+    reason: str = ""  # the same as a sentence; of an attempt that runs, the driver's warning
+    final: bool = False  # no other host would do better
+    database_id: str | None = None  # whose machine it is (None: unknown)
+    order: int = 0  # number of the last change of this machine that was taken
+    project: str = ""  # the project of the instance ("": unknown)
+    changing: ChangeKind | None = None  # kind of that change, until its answer has reached the broker
 
 
 class SpawnAction(StrEnum):
@@ -114,10 +105,8 @@ def on_spawn(
 
 
 def on_destroy_if_incomplete(entry: HostAttempt | None, attempt: int, database_id: str | None) -> DestroyAction | None:
-    """Whether a Destroy that spares a complete machine ends here. None: it is one like any other.
-
-    A record that may be older than the machine, or has taken it for lost, does not show whether it is complete.
-    """
+    """Whether a Destroy that spares a complete machine ends here. None: it is one like any other."""
+    # A record that may be older than the machine, or has taken it for lost, does not show whether it is complete.
     if entry is None:
         return DestroyAction.VERIFY
     is_older = entry.phase in (*ENDED, AttemptPhase.RUNNING) and attempt > max(entry.attempt, entry.max_ended_attempt)
@@ -130,10 +119,8 @@ def on_destroy_if_incomplete(entry: HostAttempt | None, attempt: int, database_i
 def on_destroy(
     entry: HostAttempt | None, attempt: int, database_id: str | None = None
 ) -> tuple[DestroyAction, HostAttempt]:
-    """Decide a Destroy. An unknown instance is cleared away too: the record may be younger than the machine.
-
-    Whether the machine itself is this database's is checked by the driver, on the machine's own tag.
-    """
+    """Decide a Destroy. An unknown instance is cleared away too: the record may be younger than the machine."""
+    # Whether the machine itself is this database's is checked by the driver, on the machine's own tag.
     if entry is None:
         return DestroyAction.DESTROY, HostAttempt(
             attempt, AttemptPhase.DESTROYING, max_ended_attempt=attempt, database_id=database_id

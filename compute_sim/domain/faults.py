@@ -1,8 +1,7 @@
-"""Planned faults: what goes wrong with which attempt, decided by the seed and the attempt alone.
+"""Planned faults: what goes wrong with which attempt, decided by the seed and the attempt alone."""
 
-The same seed gives the same fate to the same attempt, whatever else happens and in whichever order, and again
-after a restart.
-"""
+# The same seed gives the same fate to the same attempt, whatever else happens and in whichever order, and again after a
+# restart.
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ class PlannedEnding(StrEnum):
 
 
 class PlannedSourceAnswer(StrEnum):
-    """Whether the source lets a machine go to a host: not at all, or only not to this one."""
+    """Whether the source lets a machine go to a host. Refused are all hosts, or only this one."""
 
     PASSES = "passes"
     REFUSED = "refused"
@@ -83,12 +82,12 @@ class PlannedSourceAnswer(StrEnum):
 
 
 class PlannedChange(Struct, frozen=True):
-    """The fault of one change. fails: before anything is done; breaks: after it; hangs: never answers."""
+    """The fault of one change."""
 
     delay_s: float = 0.0
-    fails: bool = False
-    breaks: bool = False
-    hangs: bool = False
+    fails: bool = False  # it fails before anything is done
+    breaks: bool = False  # it fails after all is done
+    hangs: bool = False  # it never answers
 
 
 class AttemptPlan(Struct, frozen=True):

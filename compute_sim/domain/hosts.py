@@ -74,9 +74,8 @@ def _chosen(share: float, index: int) -> bool:
 
 
 def tree(plan: HostPlan, size: HostSize, *, enabled: bool, nested: bool = True) -> tuple[ProviderReport, ...]:
-    """The host's providers: the root, then its children. With NUMA cells, processors and memory are the cells'.
-
-    nested False: as before there were trees, everything at the root.
+    """The host's providers: the root, then its children. With NUMA cells, processors and memory are the cells'. nested
+    False: as before there were trees, everything at the root.
     """
     children = (*_cells(plan, size), *_gpus(plan), *_devices(plan, size))
     root = ProviderReport(

@@ -15,10 +15,8 @@ ROUNDING = 1e-9  # a quotient that is a whole number but for its last bits is no
 
 
 def with_reserved(tree: Sequence[ProviderReport], machines: Iterable[ReservedMachine]) -> tuple[ProviderReport, ...]:
-    """The tree with what these machines take added to `reserved`: never more than there is.
-
-    `reserved` counts before the allocation ratio, allocations after it. Rounded up: less is offered, never more.
-    """
+    """The tree with what these machines take added to `reserved`: never more than there is."""
+    # `reserved` counts before the allocation ratio, allocations after it. Rounded up: less is offered, never more.
     taken = amounts_of(machines)
     if not taken:
         return tuple(tree)

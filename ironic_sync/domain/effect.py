@@ -14,19 +14,13 @@ from ironic_sync.domain.rules import DEAD_POWER, FREE_STATES
 
 
 class Effect(Struct, frozen=True, kw_only=True):
-    """The reaction to one notification.
+    """The reaction to one notification."""
 
-    read: the node to read again. reserve_all: hold that node back at once, before reading it. deleted: Ironic says that
-    it has deleted it. announced: nothing has happened yet, another notification is to follow; read only in case it does
-    not.
-    allocation: an allocation that will set some node's instance_uuid: look at it until it has.
-    """
-
-    read: str | None = None
-    reserve_all: bool = False
-    deleted: bool = False
-    announced: bool = False
-    allocation: str | None = None
+    read: str | None = None  # the node to read again
+    reserve_all: bool = False  # hold that node back at once, before reading it
+    deleted: bool = False  # Ironic says that it has deleted it
+    announced: bool = False  # nothing has happened yet; read only in case the notification to follow does not come
+    allocation: str | None = None  # an allocation that will set a node's instance_uuid: look at it until it has
 
 
 NO_EFFECT: Final = Effect()
@@ -78,10 +72,8 @@ def _is_set(value: object) -> bool:
 
 
 def _older(updated_at: str | None, seen: str | None) -> bool:
-    """Whether a notification shows the node as it was before its last read state.
-
-    Notifications carry whole seconds, so only a whole second apart counts; doubt takes away and reads.
-    """
+    """Whether a notification shows the node as it was before its last read state."""
+    # Notifications carry whole seconds, so only a whole second apart counts; doubt takes away and reads.
     if updated_at is None or seen is None:
         return False
     return _second(updated_at) < _second(seen)

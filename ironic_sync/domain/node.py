@@ -31,7 +31,7 @@ class Node(Struct, frozen=True, kw_only=True):
 
 
 class Allocation(Struct, frozen=True, kw_only=True):
-    """One of Ironic's own allocations: it sets a node's instance_uuid without a notification."""
+    """One of Ironic's own allocations. It sets a node's instance_uuid without a notification."""
 
     uuid: Uuid
     state: ShortText | None = None
@@ -39,10 +39,10 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
 
 class Unreadable(Struct, frozen=True, kw_only=True):
-    """A representation of a node that is not one: its uuid where it is readable, and its error."""
+    """A representation of a node that cannot be read."""
 
-    uuid: str | None
-    reason: str
+    uuid: str | None  # the node's uuid, where it is readable
+    reason: str  # the error in the representation
 
 
 def parse_node(raw: object) -> Node | Unreadable:

@@ -35,20 +35,16 @@ class Status(StrEnum):
 
 
 class Notification(Struct, frozen=True, kw_only=True):
-    """One notification, reduced to what matters here. UNSET: the payload does not have the field (null is a value).
-
-    uuid is the object's own; node_uuid the node that an allocation, port or port group names.
-    request_id correlates with the API's x-openstack-request-id.
-    """
+    """One notification, reduced to what matters here. UNSET: the payload does not have the field (null is a value)."""
 
     message_id: str
-    request_id: str
+    request_id: str  # correlates with the API's x-openstack-request-id
     publisher: str
     kind: str
     action: str
     status: Status
-    uuid: str | None = None
-    node_uuid: str | None = None
+    uuid: str | None = None  # uuid of the object itself
+    node_uuid: str | None = None  # the node that an allocation, port or port group names
     provision_state: str | UnsetType | None = UNSET
     power_state: str | UnsetType | None = UNSET
     maintenance: bool | UnsetType | None = UNSET
@@ -67,17 +63,17 @@ class Notification(Struct, frozen=True, kw_only=True):
 
 
 class Sensors(Struct, frozen=True, kw_only=True):
-    """Sensor data, of a node or of one of Ironic's own conductors. reading: None when nothing in it is understood."""
+    """Sensor data, of a node or of one of Ironic's own conductors."""
 
     event: str
-    reading: HostReading | None = None
+    reading: HostReading | None = None  # what was understood (None: nothing)
 
 
 class Rejected(Struct, frozen=True, kw_only=True):
-    """A message that is no notification of Ironic: a stable code and a reason that quotes no content."""
+    """A message that is no notification of Ironic."""
 
-    code: str
-    reason: str
+    code: str  # stable code
+    reason: str  # one sentence, which quotes no content
     request_id: str = ""
 
 

@@ -1,9 +1,8 @@
-"""The position of one node: its last report to placement, and how notifications and reads change it. Pure: time and
-order are arguments.
+"""The position of one node: its last report to placement, and how notifications and reads change it. Pure."""
 
-`seq` numbers what happens in one process: each notification received and each read sent takes the next number. A read
-shows the node as it was at some moment after it was sent, so its number decides which notifications it may contradict.
-"""
+# `seq` numbers what happens in one process: each notification received and each read sent takes the next number. A read
+# shows the node as it was at some moment after it was sent, so its number decides which notifications it may
+# contradict.
 
 from __future__ import annotations
 
@@ -26,22 +25,19 @@ def reporter_name(name: str) -> str:
 
 
 class Position(Struct, frozen=True, kw_only=True):
-    """The last report to placement about a node, and its further state.
-
-    report: None = nothing reported, or removed. version: of the last report; it outlives a removal, so that a node
-    created again under its old uuid still reports with a newer one. due_at: when to read it next; None: with all.
-    absent_since: when Ironic first answered that there is no such node, though it was reported.
-    """
+    """The last report to placement about a node, and its further state."""
 
     uuid: str
+    # Of the last report; it outlives a removal, so that a node created again under its old uuid still reports with a
+    # newer one.
     version: int = 0
-    report: ProviderReport | None = None
+    report: ProviderReport | None = None  # the last report (None: nothing reported, or removed)
     problem: str = ""
     state: str | None = None
     updated_at: str | None = None
     read_at: float | None = None
-    due_at: float | None = None
-    absent_since: float | None = None
+    due_at: float | None = None  # when to read it next (None: with all)
+    absent_since: float | None = None  # when Ironic first answered that there is no such node, though it was reported
     tries: int = 0
     notified_seq: int = 0
     read_seq: int = 0
@@ -88,11 +84,9 @@ def with_read_due(position: Position, *, now: float) -> Position:
 
 
 def apply_read(position: Position, node: Node, *, seq: int, now: float, config: IronicSyncConfig) -> Position:
-    """The node was read; the read was sent at `seq`.
-
-    A read that may be older than a later notification gives nothing back: it is repeated instead. One sent before
-    the read that was last applied may have been answered after it, as a page of a list: it only takes away.
-    """
+    """The node was read; the read was sent at `seq`."""
+    # A read that may be older than a later notification gives nothing back: it is repeated instead. One sent before the
+    # read that was last applied may have been answered after it, as a page of a list: it only takes away.
     placed = place(node, position.report)
     if seq < position.read_seq:
         if position.report is None or not frees_more(position.report, placed.report):
@@ -117,12 +111,10 @@ def apply_read(position: Position, node: Node, *, seq: int, now: float, config: 
 
 
 def apply_removed(position: Position, *, seq: int, now: float, config: IronicSyncConfig) -> Position:
-    """Ironic answered that the node does not exist (a 404 to a read of it; absence from a list proves nothing).
-
-    Ironic also answers so while it hides nodes, as from a user who has lost a role. A removal takes along what was
-    given to the provider, so the node is held back until it is seen again, or Ironic's notification of the deletion or
-    a long time proves that it is gone.
-    """
+    """Ironic answered that the node does not exist (a 404 to a read of it; absence from a list proves nothing)."""
+    # Ironic also answers so while it hides nodes, as from a user who has lost a role. A removal takes along what was
+    # given to the provider, so the node is held back until it is seen again, or Ironic's notification of the deletion
+    # or a long time proves that it is gone.
     if seq < position.read_seq:
         return position
     if position.notified_seq > seq:

@@ -72,11 +72,9 @@ def is_transient(provision_state: str | None) -> bool:
 
 
 def class_name(resource_class: str) -> str | None:
-    """The custom class for a node's resource_class, or None when no name is left of it.
-
-    As Nova does, except that a name which already carries the prefix keeps it once: the flavor of an operator who
-    calls a node's class CUSTOM_GOLD means CUSTOM_GOLD, not for CUSTOM_CUSTOM_GOLD.
-    """
+    """The custom class for a node's resource_class, or None when no name is left of it."""
+    # As Nova does, except that a name which already carries the prefix keeps it once: the flavor of an operator who
+    # calls a node's class CUSTOM_GOLD asks for CUSTOM_GOLD, not for CUSTOM_CUSTOM_GOLD.
     name = _NOT_A_CLASS_CHARACTER.sub("_", resource_class).upper()
     if not name.strip("_"):
         return None

@@ -10,13 +10,13 @@ from ironic_sync.domain.node import Allocation, Node, Unreadable
 
 
 class IronicUnavailable(Transient):
-    """Ironic cannot be reached, is overloaded or answers with a server error: try again later."""
+    """Ironic cannot be reached, is overloaded or answers with a server error. Try again later."""
 
     code = "ironic.unavailable"
 
 
 class IronicRefused(Fault):
-    """Ironic answers, but not the request: wrong credentials, version or address. For an operator."""
+    """Ironic answers, but refuses the request: wrong credentials, version or address. For an operator."""
 
     code = "ironic.refused"
 

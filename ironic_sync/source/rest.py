@@ -84,10 +84,10 @@ class IronicRestClient:
         return node
 
     async def list_nodes(self) -> AsyncIterator[Sequence[Node | Unreadable]]:
-        """All nodes, by `next` links; of a link only its marker is used, so that it cannot lead elsewhere.
-
-        Raises IronicUnavailable, or IronicRefused: the answer is not a list of nodes, or has no end.
+        """All nodes, by `next` links. Raises IronicUnavailable, or IronicRefused: the answer is no list of nodes, or
+        has no end.
         """
+        # Of a link only its marker is used, so that it cannot lead elsewhere.
         params = {"fields": FIELDS, "limit": str(self._page_size)}
         self._version = self._wanted_version  # Ironic may have been upgraded
         listed, before = 0, list[str]()

@@ -1,8 +1,7 @@
-"""Positions in memory, as PostgreSQL keeps them: for tests and simulation. It passes the same suite.
+"""Positions in memory, as PostgreSQL keeps them: for tests and simulation. It passes the same suite."""
 
-The writer has a lease, and every write compares the term that each new writer raises. As in the table, values that a
-process only counted for itself (reads, tries) are not kept.
-"""
+# The writer has a lease, and every write compares the term that each new writer raises. As in the table, values that a
+# process only counted for itself (reads, tries) are not kept.
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Term(Protocol):
 
 
 class Positions(Protocol):
-    """Adapters: `store.memory` (one process), `store.postgres` (several, one writing)."""
+    """The positions of all nodes. Adapters: `store.memory` (one process), `store.postgres` (several, one writing)."""
 
     @property
     def database_id(self) -> str:

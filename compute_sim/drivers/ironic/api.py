@@ -39,10 +39,10 @@ PASSING = frozenset({401, 403, 406, 408, 429})  # credentials, settings and load
 
 
 class Refused(Struct, frozen=True):
-    """Ironic turned a change down: its status and its own words."""
+    """Ironic turned a change down."""
 
     status: int
-    text: str
+    text: str  # Ironic's own words
 
     @property
     def is_conflict(self) -> bool:
@@ -101,9 +101,8 @@ class IronicApi:
             await self._auth.aclose()
 
     async def nodes(self, **filters: str) -> builtins.list[IronicNode]:
-        """All nodes (that these filters of Ironic's name), in its order; one that cannot be read is left out.
-
-        Raises DriverUnavailable, also where no node of a page can be read.
+        """All nodes (that these filters of Ironic's name), in its order; one that cannot be read is left out. Raises
+        DriverUnavailable, also where no node of a page can be read.
         """
         found: builtins.list[IronicNode] = []
         fields = ",".join((FIELDS, *(name for name, wanted in self._config.more_fields.items() if wanted)))
@@ -168,9 +167,8 @@ class IronicApi:
         ]
 
     async def failures(self, ident: str, since: float) -> builtins.list[str]:
-        """The newest errors in Ironic's history of the node since then (seconds since the epoch), oldest first.
-
-        None where Ironic keeps no history, or is away: it decides nothing.
+        """The newest errors in Ironic's history of the node since then (seconds since the epoch), oldest first. None
+        where Ironic keeps no history, or is away: it decides nothing.
         """
         try:
             answer = await self._call("GET", f"/v1/nodes/{ident}/history", params={"detail": "true"})
@@ -229,10 +227,7 @@ class IronicApi:
     async def _call(
         self, method: str, path: str, body: Any = None, *, params: Mapping[str, str] | None = None
     ) -> httpx.Response:
-        """One request.
-
-        A fault that time or an operator may heal is DriverUnavailable; other answers are the caller's.
-        """
+        """One request. A fault that time or an operator may heal is DriverUnavailable; other answers are returned."""
         if self._client is None:
             raise DriverUnavailable("the driver is closed")
         scope = CURRENT.get()

@@ -1,8 +1,7 @@
-"""One attempt to deploy one instance on one node, as a loop: read the node, take the next step, and read it again.
+"""One attempt to deploy one instance on one node, as a loop: read the node, take the next step, and read it again."""
 
-Every pass starts from Ironic's present state, so that an attempt that was interrupted, or whose request's answer was
-lost, continues from there. Nova's order: take the node, attach its networks, validate, deploy with a config drive.
-"""
+# Every pass starts from Ironic's present state, so that an attempt that was interrupted, or whose request's answer was
+# lost, continues from there. Nova's order: take the node, attach its networks, validate, deploy with a config drive.
 
 from __future__ import annotations
 
@@ -77,11 +76,10 @@ class NodeDeployment:
         self._attachments: Attachments | None = None
 
     async def run(self) -> str:
-        """Deploy; a warning about outages of Ironic that were waited for ("": none).
-
-        Raises Reschedule, BuildAbort, or DriverUnavailable (only before anything was requested; an Ironic that is
-        busy is waited for, for `lock_timeout_s`, and one that is away for `outage_timeout_s`).
+        """Deploy; a warning about outages of Ironic that were waited for ("": none). Raises Reschedule, BuildAbort, or
+        DriverUnavailable (only before anything was requested).
         """
+        # A busy Ironic is waited for, for `lock_timeout_s`, and one that is away for `outage_timeout_s`.
         try:
             async with asyncio.timeout(self._config.deploy_timeout_s):
                 while not await self._pass():
@@ -228,10 +226,8 @@ class NodeDeployment:
             raise self._failed("node.refused", f"{refused} (to taking the node)")
 
     async def _conflict(self, refused: Refused) -> None:
-        """The node is another's or locked, or another node still carries this instance. Returns when waiting may help.
-
-        An earlier attempt that failed has its node until that is undeployed: Ironic lets one node carry an instance.
-        """
+        """The node is another's or locked, or another node carries this instance. Returns when waiting may help."""
+        # An earlier attempt that failed has its node until that is undeployed: Ironic lets one node carry an instance.
         if self._locked_since is None:
             self._locked_since = self._clock.monotonic()
         waited = self._clock.monotonic() - self._locked_since
@@ -303,10 +299,8 @@ class NodeDeployment:
         return refused
 
     async def _attach_volumes(self, node: IronicNode) -> bool:
-        """Make the instance's volumes targets of the node; False: look again.
-
-        The remains of another instance of this database are removed first: it would be attached to this one.
-        """
+        """Make the instance's volumes targets of the node; False: look again."""
+        # The remains of another instance of this database are removed first: it would be attached to this one.
         wanted = await self._volumes.prepare(node.uuid, self._build.spec)
         if node.storage_interface in WITHOUT_VOLUMES:
             if wanted:

@@ -1,7 +1,5 @@
-"""Bare metal through Ironic's REST API.
-
-This driver reports no inventory: ironic_sync does so for all nodes, by Ironic's own state. The driver reads a node
-again before each action, because placement may be out of date.
+"""Bare metal through Ironic's REST API. This driver reports no inventory: ironic_sync does so for all nodes, by
+Ironic's own state. The driver reads a node again before each action, because placement may be out of date.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ class MachineRecords(Protocol):
 
 
 class IronicDriver:
-    """The driver of one service's nodes: those that carry its tag, and its share of those that carry no tag."""
+    """The driver of one service's nodes: the nodes with its tag, and its share of the nodes without a tag."""
 
     def __init__(
         self,
@@ -88,9 +86,8 @@ class IronicDriver:
         volumes: Volumes | None = None,
         ring: Ring | None = None,
     ) -> None:
-        """records: the service's own; None: others, which end with the driver.
-
-        ring: with which services it shares the free nodes; None: with none.
+        """records: the service's own; None: others, which end with the driver. ring: with which services it shares the
+        free nodes; None: with none.
         """
         self.ring = ring
         self._config = config
@@ -119,9 +116,8 @@ class IronicDriver:
         await self._volumes.close()
 
     async def hosts(self) -> Sequence[DriverHost]:
-        """One host a node, named by its uuid as Nova does; one that is retired or in maintenance is not enabled.
-
-        Free nodes that other services of the ring offer are among them.
+        """One host a node, named by its uuid as Nova does; one that is retired or in maintenance is not enabled. Free
+        nodes that other services of the ring offer are among them.
         """
         hosts = await self._hosts()
         if self._reported is None:
@@ -150,12 +146,11 @@ class IronicDriver:
         return sorted(found, key=lambda one: (one.since, one.instance_uuid))
 
     async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, database_id: str | None) -> None:
-        """Undeploy the node when it has our tag; return when it is not deployed any more (cleaning continues).
-
-        When undeploying fails (as its power does), Ironic drops instance and tag, and the machine may run on: it is
-        undeployed again then, as the records have the tag that was seen.
-        Raises NotOwned (another tag), MachineProtected, or DriverUnavailable: try again later.
+        """Undeploy the node when it has our tag; return when it is not deployed any more (cleaning continues). Raises
+        NotOwned (another tag), MachineProtected, or DriverUnavailable: try again later.
         """
+        # When undeploying fails (as its power does), Ironic drops instance and tag, and the machine may run on: it is
+        # undeployed again then, as the records have the tag that was seen.
         started_at = self._clock.monotonic()
         refused: Refused | None = None
         while (node := await self._api.node(host_uuid)) is not None:
@@ -243,11 +238,9 @@ class IronicDriver:
         self._changed = callback
 
     async def watch(self) -> None:
-        """Look for nodes that have not been reported, until cancelled.
-
-        ironic_sync reports a node to placement at once; no build goes there before its compute service has reported
-        it. A node that went is missing from the next whole report: ironic_sync has held it back, or removed it.
-        """
+        """Look for nodes that have not been reported, until cancelled."""
+        # ironic_sync reports a node to placement at once; no build goes there before its compute service has reported
+        # it. A node that went is missing from the next whole report: ironic_sync has held it back, or removed it.
         while True:
             started_at, pause_s = self._clock.monotonic(), min(OUTAGE_RETRY_S, self._config.watch_interval_s)
             with contextlib.suppress(DriverUnavailable):  # the call that needs Ironic logs it
@@ -324,10 +317,10 @@ class IronicDriver:
 
     def _is_owned(self, node: IronicNode, recorded: Collection[str]) -> bool:
         """Whether this service, or one of its ring, reports the node. Shares decide about those without a tag.
-
-        recorded: of nodes without a tag, those whose machine the cell has not ended. No other service's report that it
-        is gone counts for certain: its reads are distinguished from the build by clocks only.
+        recorded: of nodes without a tag, those whose machine the cell has not ended.
         """
+        # No other service's report that it is gone counts for certain: its reads are distinguished from the build by
+        # clocks only.
         tag = node.owner_tag
         if tag is not None:
             return tag.cell == self._cell and tag.service in self._services

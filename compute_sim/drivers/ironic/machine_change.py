@@ -1,8 +1,7 @@
-"""One change of a deployed node where it is: power, a rebuild from another image, its rescue system and back.
+"""One change of a deployed node where it is: power, a rebuild from another image, its rescue system and back."""
 
-A loop as a deployment is: look at the node, do the next thing, look again. A request that a node gets twice is carried
-out once, except a rebuild whose service died between request and answer: it is done again.
-"""
+# A loop as a deployment is: look at the node, do the next thing, look again. A request that a node gets twice is
+# carried out once, except a rebuild whose service died between request and answer: it is done again.
 
 from __future__ import annotations
 
@@ -88,10 +87,7 @@ class NodeChange:
         return False
 
     async def _rescue(self, node: IronicNode) -> bool:
-        """Into the rescue system, or out of it.
-
-        Changes that an operator requested of Ironic meanwhile count as well.
-        """
+        """Into the rescue system, or out of it. Changes that an operator requested of Ironic count as well."""
         rescues = self._change.kind is ChangeKind.RESCUE
         state = node.provision_state
         if state == ("rescue" if rescues else "active"):

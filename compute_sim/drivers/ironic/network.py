@@ -14,14 +14,14 @@ OTHER_PROJECT = "network.other_project"
 
 
 class Attachments(Struct, frozen=True):
-    """vifs: the ports to attach to the node, in order. network_data: for the config drive, as OpenStack has it."""
+    """What is attached to a node."""
 
-    vifs: tuple[str, ...] = ()
-    network_data: Mapping[str, Any] = {}
+    vifs: tuple[str, ...] = ()  # the ports to attach, in order
+    network_data: Mapping[str, Any] = {}  # for the config drive, as OpenStack has it
 
 
 class Network(Protocol):
-    """Makes the ports of an instance and removes them. Idempotent: both are repeated after a crash."""
+    """Makes the ports of an instance and removes them. Both are idempotent, as they are repeated after a crash."""
 
     async def prepare(self, node: str, spec: InstanceSpec) -> Attachments:
         """The ports for this instance on this node. Raises BuildAbort, or DriverUnavailable."""
@@ -50,9 +50,8 @@ class NoNetwork:
 
 
 class StaticNetwork:
-    """`network = "static"`: the ports that the request names are attached; they are made and removed elsewhere.
-
-    ports: {port: its project}, because there is nobody to ask.
+    """`network = "static"`: the ports that the request names are attached; they are made and removed elsewhere. ports:
+    {port: its project}, because there is nobody to ask.
     """
 
     def __init__(self, ports: Mapping[str, str]) -> None:

@@ -1,10 +1,9 @@
-"""`network = "neutron"`: ports are made in Neutron for the networks that a request names, and removed with its machine.
+"""`network = "neutron"`: ports are made in Neutron for the networks of a request, and removed with its machine."""
 
-berth's own login may use all networks and ports; a machine gets those that its project may use alone. A port that the
-request names is attached as it is and never changed here. A port of berth's is known by its name, which holds the
-instance, the node and its number, together with its `device_id`, network and project. Ironic binds it to the node when
-it is attached; the machine configures itself by DHCP.
-"""
+# berth's own login may use all networks and ports; a machine gets those that its project may use alone. A port that the
+# request names is attached as it is and never changed here. A port of berth's is known by its name, which holds the
+# instance, the node and its number, together with its `device_id`, network and project. Ironic binds it to the node
+# when it is attached; the machine configures itself by DHCP.
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ class OnePort(Struct, frozen=True):
 
 
 class OwnedNetwork(Struct, frozen=True):
-    """A network as Neutron's REST API has it. Its `shared` is left out: it holds for the project that asks, berth's."""
+    """A network as Neutron's REST API has it, without `shared`, which holds for the project that asks, berth's."""
 
     project_id: str = ""
 
@@ -150,11 +149,9 @@ class NeutronNetwork:
         return [port for port in found if port.device_id == instance and port.name.startswith(prefix)]
 
     async def _check(self, wanted: NetworkRequest, spec: InstanceSpec, node: str) -> None:
-        """Raises BuildAbort: a login of the project could not use the port or network, or the port is in use.
-
-        Ironic answers an unknown port as it does a failure of its own, for which every node would be tried. One that is
-        another machine's it would take away from that.
-        """
+        """Raises BuildAbort: a login of the project could not use the port or network, or the port is in use."""
+        # Ironic answers an unknown port as it does a failure of its own, for which every node would be tried. One that
+        # is another machine's it would take away from that.
         project = spec.project_id
         if wanted.port is not None:
             what, port = f"port {wanted.port}", (await self._one(f"{PORTS}/{wanted.port}", OnePort)).port
@@ -202,10 +199,7 @@ class NeutronNetwork:
     async def _call(
         self, method: str, path: str, body: Any = None, *, params: dict[str, str] | None = None
     ) -> httpx.Response:
-        """One request.
-
-        A fault that time or an operator may heal is DriverUnavailable; other answers are the caller's.
-        """
+        """One request. A fault that time or an operator may heal is DriverUnavailable; other answers are returned."""
         try:
             answer = await answers.request(
                 self._client,

@@ -72,7 +72,7 @@ DEPLOYED = BUILT | DELETABLE
 
 
 class OwnerTag(Struct, frozen=True, omit_defaults=True):
-    """The proof that a node's instance is this database's: written in the same PATCH as its `instance_uuid`."""
+    """The proof that a node's instance is this database's, written in the same PATCH as its `instance_uuid`."""
 
     database_id: Uuid
     cell: Word
@@ -83,10 +83,10 @@ class OwnerTag(Struct, frozen=True, omit_defaults=True):
 
 
 class Unproven(Struct, frozen=True):
-    """A failure that no build has disproved. since: seconds since the epoch; reason: in Ironic's words."""
+    """A failure that no build has disproved."""
 
-    since: float
-    reason: Annotated[str, Bound(max_length=500)] = ""
+    since: float  # when it failed; seconds since the epoch
+    reason: Annotated[str, Bound(max_length=500)] = ""  # in Ironic's words
 
 
 class NodeExtra(Struct, frozen=True):
@@ -187,11 +187,9 @@ class IronicNode(Struct, frozen=True):
 
     @property
     def owner_tag(self) -> OwnerTag | None:
-        """Our tag for the machine that is on it. An instance of another form is another's, and no fault.
-
-        Of a node that carries an instance it counts for that one; of one that carries none, while it is deployed: an
-        operator has cleared `instance_uuid` alone, and that does not prove the machine gone.
-        """
+        """Our tag for the machine that is on it. An instance of another form is another's, and no fault."""
+        # Of a node that carries an instance it counts for that one; of one that carries none, while it is deployed: an
+        # operator has cleared `instance_uuid` alone, and that does not prove the machine gone.
         if self.instance_uuid is None and self.provision_state not in DEPLOYED:
             return None
         try:
@@ -214,10 +212,10 @@ class IronicNode(Struct, frozen=True):
 
 
 class Page(Struct, frozen=True):
-    """One page of nodes, each read for itself: one that cannot be read hides no other. next: there are more."""
+    """One page of nodes, each read for itself, so one that cannot be read hides no other."""
 
     nodes: list[msgspec.Raw] = []
-    next: str | None = None
+    next: str | None = None  # link to the next page (None: there is none)
 
     def readable(self) -> list[IronicNode]:
         """The nodes that can be read; the others are logged, and count as not seen."""
@@ -231,9 +229,9 @@ class Page(Struct, frozen=True):
 
 
 class HistoryEvent(Struct, frozen=True):
-    """An entry of a node's history. created_at: UTC, without a zone."""
+    """An entry of a node's history."""
 
-    created_at: str | None = None
+    created_at: str | None = None  # UTC, without a zone
     severity: str | None = None
     event_type: str | None = None
     event: str = ""

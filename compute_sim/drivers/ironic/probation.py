@@ -1,8 +1,7 @@
-"""Nodes that have failed, and must prove themselves on a canary build before customers get them again.
+"""Nodes that have failed, and must prove themselves on a canary build before customers get them again."""
 
-A failure that a look finds is written on the node (`extra`), where it outlives this service and the repair. Until a
-build of the canary project has become active there, the node takes builds of that project only.
-"""
+# A failure that a look finds is written on the node (`extra`), where it outlives this service and the repair. Until a
+# build of the canary project has become active there, the node takes builds of that project only.
 
 from __future__ import annotations
 
@@ -42,10 +41,8 @@ class CanaryGate:
         self._clock = clock
 
     async def note(self, nodes: Iterable[IronicNode]) -> None:
-        """Write on those that carry no instance that they have failed, where they have.
-
-        A node that is locked is tried at the next look.
-        """
+        """Write on those that carry no instance that they have failed, where they have."""
+        # A node that is locked is tried at the next look.
         if not self._project:
             return
         free = (node for node in nodes if node.instance is None and node.owner_tag is None and node.unproven is None)

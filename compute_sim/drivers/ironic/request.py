@@ -1,6 +1,4 @@
-"""The content of a request to Ironic about an instance: `instance_info`, as Nova writes it, and the config drive. Plain
-functions.
-"""
+"""The content of a request to Ironic about an instance: `instance_info` as in Nova, and the config drive. Pure."""
 
 from __future__ import annotations
 
@@ -56,7 +54,6 @@ _NAMING = (
 
 def image_of(spec: InstanceSpec, images: Mapping[str, ImageSource]) -> ImageSource | None:
     """The image: as the request has it, else the settings' of that name; None: it boots from a volume, or has none.
-
     Raises BuildAbort: no such name, or an image and a volume to boot from.
     """
     if boots_from_volume(spec):
@@ -70,11 +67,9 @@ def image_of(spec: InstanceSpec, images: Mapping[str, ImageSource]) -> ImageSour
 
 
 def is_of_request(words: str, image: ImageSource | None) -> bool:
-    """Whether Ironic refuses what the request gives it, which it would refuse for every node.
-
-    Ironic has no codes. Its words name the field that was written, `instance_info`, or an image of the request;
-    the deploy ramdisk, which is the node's, has an image too.
-    """
+    """Whether Ironic refuses what the request gives it, which it would refuse for every node."""
+    # Ironic has no codes. Its words name the field that was written, `instance_info`, or an image of the request; the
+    # deploy ramdisk, which is the node's, has an image too.
     if any(one in words for one in _INVALID):
         return True
     sources = () if image is None else (image.source, image.checksum, image.kernel, image.ramdisk)
@@ -95,10 +90,8 @@ def take_patch(spec: InstanceSpec, tag: OwnerTag, image: ImageSource | None) -> 
 
 
 def free_patch() -> list[dict[str, Any]]:
-    """The PATCH that gives a node back that was taken and not deployed.
-
-    It fails as a whole when the node has no tag any more; whose tag it is, its caller has read just before.
-    """
+    """The PATCH that gives a node back that was taken and not deployed."""
+    # It fails as a whole when the node has no tag any more; whose tag it is, its caller has read just before.
     return [{"op": "remove", "path": path} for path in (OWNER_TAG, "/instance_info", "/instance_uuid")]
 
 

@@ -18,7 +18,7 @@ WITHOUT_VOLUMES = frozenset({None, "noop"})
 
 
 class Volumes(Protocol):
-    """Prepares the volumes of an instance and lets go of them. Idempotent: both are repeated after a crash."""
+    """Prepares the volumes of an instance and lets go of them. Both are idempotent: they are repeated after a crash."""
 
     async def prepare(self, node: str, spec: InstanceSpec) -> tuple[VolumeRequest, ...]:
         """The volumes for this instance on this node. Raises BuildAbort, or DriverUnavailable."""
