@@ -105,11 +105,7 @@ UNREAD = "berth-unread"
 
 
 class Outgoing(Struct, frozen=True, kw_only=True):
-    """One broker message to publish. `exchange` "" is the default exchange: routing_key names a queue.
-
-    expiration_s: seconds
-    in a queue after which the broker drops it (None: never).
-    """
+    """One broker message to publish. `exchange` "" is the default exchange: routing_key names a queue."""
 
     exchange: str
     routing_key: str
@@ -122,7 +118,7 @@ class Outgoing(Struct, frozen=True, kw_only=True):
     headers: Mapping[str, str | int | float] = {}
     persistent: bool = True
     mandatory: bool = False
-    expiration_s: float | None = None
+    expiration_s: float | None = None  # seconds in a queue after which the broker drops it (None: never)
 
 
 class Delivery(Protocol):

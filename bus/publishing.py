@@ -34,36 +34,29 @@ SLOW_CONFIRM_S = 0.5
 
 
 class BusLimits(Struct, frozen=True, kw_only=True):
-    """The bounds of one bus. batch_items, batch_bytes: the bounds of one broker message. link_in_flight: unconfirmed
-    broker messages of one batching link; full_in_flight: the same while each is full, because a wait would not make
-    them larger (a slow disk confirms late), or slow (`Batcher`). in_flight: unconfirmed broker messages of all links.
-    waiting: messages gathered in all links before publishers must wait. refused_s: for how long the refusals of an
-    event are its publisher's errors, which tries again; calm_s: a pause after which that time begins anew. close_s: how
-    long close() waits for the gathered messages.
-    """
+    """The bounds of one bus."""
 
+    # batch_items, batch_bytes: the bounds of one broker message
     batch_items: int = 128
     batch_bytes: int = 512 * 1024
-    link_in_flight: int = 1
+    link_in_flight: int = 1  # unconfirmed broker messages of one batching link
+    # the same while each is full, because a wait would not make them larger (a slow disk confirms late), or slow
+    # (`Batcher`)
     full_in_flight: int = 8
-    in_flight: int = 256
-    waiting: int = 50_000
-    refused_s: float = 60.0
-    calm_s: float = 15.0
-    close_s: float = 5.0
+    in_flight: int = 256  # unconfirmed broker messages of all links
+    waiting: int = 50_000  # messages gathered in all links before publishers must wait
+    refused_s: float = 60.0  # for how long the refusals of an event are its publisher's errors, which tries again
+    calm_s: float = 15.0  # a pause after which that time begins anew
+    close_s: float = 5.0  # how long close() waits for the gathered messages
 
 
 class Mode(Struct, frozen=True):
-    """The form in which a link sends messages. batches: False when each message leaves alone, so that any client can
-    read it.
+    """The form in which a link sends messages."""
 
-    max_batch: messages in one broker message; 0: as many as the bus's limits allow.
-    """
-
-    batches: bool
+    batches: bool  # False when each message leaves alone, so that any client can read it
     persistent: bool = True
     mandatory: bool = False
-    max_batch: int = 0
+    max_batch: int = 0  # messages in one broker message; 0: as many as the bus's limits allow
 
     def at_most(self, limits: BusLimits) -> int:
         """Return the number of messages that one broker message may carry."""

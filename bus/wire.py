@@ -112,12 +112,12 @@ _decode_meta = msgspec.json.Decoder(Meta).decode
 
 
 class Packed(Struct, frozen=True):
-    """One message ready to be sent, alone or with others. headers: further ones, of a message that is sent alone."""
+    """One message ready to be sent, alone or with others."""
 
     body: bytes
     meta: Meta
     type: str
-    headers: Mapping[str, str | int | float] = {}
+    headers: Mapping[str, str | int | float] = {}  # further ones, of a message that is sent alone
 
 
 class Read(Struct, frozen=True):
@@ -128,19 +128,15 @@ class Read(Struct, frozen=True):
 
 
 class Malformed(Struct, frozen=True):
-    """One that could not: its bytes, a stable code, and why. The body may hold secrets; never log it.
-
-    key: the routing key that it was published with (`published_key`). size: the bytes of its body where only the first
-    are kept; 0: all are.
-    """
+    """One that could not: its bytes, a stable code, and why. The body may hold secrets; never log it."""
 
     body: bytes
     code: str
     reason: str
     meta: Meta
     queue: str = ""
-    key: str = ""
-    size: int = 0
+    key: str = ""  # the routing key that it was published with (`published_key`)
+    size: int = 0  # the bytes of its body where only the first are kept; 0: all are
 
 
 class _RawItem(Struct):

@@ -47,14 +47,12 @@ NOT_YET = Retry("cell_event.early", "the event that ended the request is not on 
 
 
 class _Waiting(Struct, eq=False):
-    """A batch of one cell's events that is to be recorded. waited: ids of events that no longer wait for an earlier
-    one. applied: what became of each, once the batch is recorded.
-    """
+    """A batch of one cell's events that is to be recorded."""
 
     cell: str
     events: Sequence[BuildEvent | ActionEvent]
-    waited: Collection[int]
-    applied: Sequence[AppliedEvent] | None = None
+    waited: Collection[int]  # ids of events that no longer wait for an earlier one
+    applied: Sequence[AppliedEvent] | None = None  # what became of each, once the batch is recorded
 
 
 class CellEventRecorder:

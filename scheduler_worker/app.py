@@ -114,23 +114,19 @@ def build(
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerParts:
-    """The resources that all parts of one scheduler share.
-
-    buses: by name, the API bus and one of each cell of the settings. claim: has a bus claimed for the database when it
-    is entered.
-    """
+    """The resources that all parts of one scheduler share."""
 
     service: WorkerRuntime
     env: Environment
     config: SchedulerConfig
-    buses: Mapping[str, Bus]
+    buses: Mapping[str, Bus]  # by name, the API bus and one of each cell of the settings
     store: SchedulerStore
     claims: BusClaims
     selector: Selector
     workers: WorkerTable
     waiting: WaitingTable
     warmup: Warmup
-    claim: Callable[[Bus], None]
+    claim: Callable[[Bus], None]  # has a bus claimed for the database when it is entered
 
     @property
     def api(self) -> Bus:

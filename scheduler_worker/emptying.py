@@ -59,15 +59,13 @@ LockedLevel: TypeAlias = Callable[[OperationUnit], Awaitable[Level | None]]
 
 
 class Emptied(Struct, kw_only=True):
-    """The hosts of one level. drain: None: of all fences. hosts: as they are now, by uuid. lock: the level, once its
-    row is locked. includes: which of what they hold is moved.
-    """
+    """The hosts of one level."""
 
     level: Level
-    drain: str | None
-    hosts: Callable[[], Mapping[str, DrainedHost]]
-    lock: LockedLevel
-    includes: Callable[[InstanceOnHost], bool] = lambda _: True
+    drain: str | None  # None: of all fences
+    hosts: Callable[[], Mapping[str, DrainedHost]]  # as they are now, by uuid
+    lock: LockedLevel  # the level, once its row is locked
+    includes: Callable[[InstanceOnHost], bool] = lambda _: True  # which of what they hold is moved
 
 
 class HostEmptier:

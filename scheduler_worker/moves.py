@@ -101,12 +101,10 @@ Admit: TypeAlias = Callable[[OperationUnit, Sequence[PendingAction]], Awaitable[
 
 
 class Chosen(Struct, frozen=True, kw_only=True):
-    """The hosts for one request, in `cell` (None: the instance's own), or why there are none, with the funnel. limits:
-    that its claims are held to.
-    """
+    """The hosts for one request, in `cell` (None: the instance's own), or why there are none, with the funnel."""
 
     selections: tuple[Selection, ...] = ()
-    limits: dict[str, int] = {}
+    limits: dict[str, int] = {}  # that its claims are held to
     failure: Refusal | None = None
     funnel: tuple[FunnelStep, ...] = ()
     passing_hosts: int = 0

@@ -59,15 +59,10 @@ _KEPT = (CAUSE, TRACEPARENT, INCARNATION)
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True):
-    """One message that a queue gave up, and the reason. The body may hold secrets. position: counted from the oldest
-    letter of the bus. queue: the queue that gave the message up; UNKNOWN: nothing trustworthy names it. sent_at: the
-    latest time at which it may have been sent; None when unknown. batch: the body holds several messages.
-    truncated_from: the bytes of the message's body where the dead letter has only the first of them; 0: it has all.
-    blocks_replay: the code for which it is not sent back; "": it may be.
-    """
+    """One message that a queue gave up, and the reason. The body may hold secrets."""
 
-    position: int
-    queue: str
+    position: int  # counted from the oldest letter of the bus
+    queue: str  # the queue that gave the message up; UNKNOWN: nothing trustworthy names it
     id: str
     code: str
     reason: str
@@ -76,21 +71,20 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     routing_key: str
     cause: str
     died_at: float | None
-    sent_at: float | None
-    batch: bool
+    sent_at: float | None  # the latest time at which it may have been sent; None when unknown
+    batch: bool  # the body holds several messages
     body: bytes
     headers: Mapping[str, object]
+    # the bytes of the message's body where the dead letter has only the first of them; 0: it has all
     truncated_from: int = 0
-    blocks_replay: str = ""
+    blocks_replay: str = ""  # the code for which it is not sent back; "": it may be
 
 
 class Counts(Struct, frozen=True):
-    """The numbers of dead letters of a bus by the queue that gave them up. more: the dead letters that were not
-    read.
-    """
+    """The numbers of dead letters of a bus by the queue that gave them up."""
 
     by_queue: Mapping[str, int]
-    more: int
+    more: int  # the dead letters that were not read
 
 
 async def list_dead(transport: Transport, queue: str | None = None, limit: int = 100) -> list[DeadLetter]:

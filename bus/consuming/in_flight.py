@@ -30,12 +30,11 @@ MAX_BUFFERED_BYTES = 2 * 2**20
 
 
 class ArrivedDelivery(NamedTuple):
-    """A delivery that waits to be taken. at: when it was read, by the monotonic clock. since: the earliest time from
-    which it can have waited in this process; earlier than `at` where the process stood still.
-    """
+    """A delivery that waits to be taken."""
 
     delivery: Delivery
-    at: float
+    at: float  # when it was read, by the monotonic clock
+    # the earliest time from which it can have waited in this process; earlier than `at` where the process stood still
     since: float
 
     @property

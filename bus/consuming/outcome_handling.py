@@ -36,16 +36,14 @@ CANNOT_APPLY = "outcome.not_applied"
 
 
 class OutcomeMessage(NamedTuple):
-    """A message that the outcome of an item sends. post: hands it to the publisher. is_reply: its requester has a
-    time-out when it is lost. is_event: a full queue of another program that refuses it holds up nothing: the item
-    becomes a dead letter. dead_letter: the dead letter that it is.
-    """
+    """A message that the outcome of an item sends."""
 
     item: InFlightMessage
-    post: Callable[[Waiter], None]
-    is_reply: bool = False
+    post: Callable[[Waiter], None]  # hands it to the publisher
+    is_reply: bool = False  # its requester has a time-out when it is lost
+    # a full queue of another program that refuses it holds up nothing: the item becomes a dead letter
     is_event: bool = False
-    dead_letter: Packed | None = None
+    dead_letter: Packed | None = None  # the dead letter that it is
 
 
 class OutcomeHandler:

@@ -141,33 +141,24 @@ class DatabaseMark(Struct, frozen=True, omit_defaults=True):
 
 
 class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The metadata of one message: as AMQP properties and headers, or inside a batch item.
+    """The metadata of one message: as AMQP properties and headers, or inside a batch item."""
 
-    id: unique per publish attempt of one logical message (a redelivery repeats it).
-    cause: the build request, state change or inventory report that led to this message.
-    sent_at: publisher's clock, seconds since the epoch.
-    reply_to, correlation_id: where and under which id a reply is expected.
-    timeout_s: how long the publisher has a use for it (None: it does not say), from when a consumer first has it; a
-    redelivery and a retry count from sent_at, too. A requester waits as long for its answer. waited_s: how much of that
-    passed before the consumers that had it retried.
-    traceparent: W3C trace context.
-    delivery_attempt: how often the consumer has already had this message retried.
-    database_incarnation: of the cell's database by which its publisher has decided it (0: it belongs to no cell). What
-    is told to do something refuses a lower one than the highest that it knows of that cell. sent_sequences: what its
-    publisher knew to be on disk there when this left (DatabaseMark).
-    """
-
-    id: str
-    cause: str = ""
-    sent_at: float = 0.0
+    id: str  # unique per publish attempt of one logical message (a redelivery repeats it)
+    cause: str = ""  # the build request, state change or inventory report that led to this message
+    sent_at: float = 0.0  # publisher's clock, seconds since the epoch
+    # reply_to, correlation_id: where and under which id a reply is expected
     reply_to: str | None = None
     correlation_id: str | None = None
+    # how long the publisher has a use for it (None: it does not say), from when a consumer first has it; a redelivery
+    # and a retry count from sent_at, too. A requester waits as long for its answer.
     timeout_s: float | None = None
-    waited_s: float = 0.0
-    traceparent: str | None = None
-    delivery_attempt: int = 0
+    waited_s: float = 0.0  # how much of that passed before the consumers that had it retried
+    traceparent: str | None = None  # W3C trace context
+    delivery_attempt: int = 0  # how often the consumer has already had this message retried
+    # of the cell's database by which its publisher has decided it (0: it belongs to no cell). What is told to do
+    # something refuses a lower one than the highest that it knows of that cell.
     database_incarnation: int = 0
-    sent_sequences: tuple[int, ...] = ()
+    sent_sequences: tuple[int, ...] = ()  # what its publisher knew to be on disk there when this left (DatabaseMark)
 
     @property
     def mark(self) -> DatabaseMark:
@@ -176,13 +167,10 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal.v1"):
-    """The coded answer to a request that was understood well enough to be turned down.
+    """The coded answer to a request that was understood well enough to be turned down."""
 
-    code: stable, dotted (`request.invalid`, `flavor.unknown`); reason: for a person.
-    """
-
-    code: str
-    reason: Reason = ""
+    code: str  # stable, dotted (`request.invalid`, `flavor.unknown`)
+    reason: Reason = ""  # for a person
 
 
 def tag_of(message: type[Message]) -> str:

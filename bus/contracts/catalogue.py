@@ -66,25 +66,24 @@ from bus.contracts.queues import (
 
 
 class MessageRow(Struct, frozen=True, kw_only=True):
-    """One message: who may publish it, where it goes, its reply, and what makes it idempotent.
-
-    publishers: packages of workers; "client": any program of the project that its key names; "operator": the operator's
-    programs, of which the command line is one. The broker's permissions decide what a program may publish (`berth
-    permissions`). cell_key: on a cell's bus, where no other program listens, the message leaves under this key, with
-    those of all states and projects together. max_reply_values: as a queue's `max_values`, of its reply.
-    """
+    """One message: who may publish it, where it goes, its reply, and what makes it idempotent."""
 
     message: type[Message]
     owner: str  # the package that decides about this message
+    # packages of workers; "client": any program of the project that its key names; "operator": the operator's programs,
+    # of which the command line is one. The broker's permissions decide what a program may publish (`berth
+    # permissions`).
     publishers: tuple[str, ...]
     where: Where
     exchange: str
     key: str
     idempotency: str
     reply: type[Message] | None = None
-    max_reply_values: int = 0
+    max_reply_values: int = 0  # as a queue's `max_values`, of its reply
     persistent: bool = True
     public: bool = False  # part of the interface for programs that are not berth's
+    # on a cell's bus, where no other program listens, the message leaves under this key, with those of all states and
+    # projects together
     cell_key: str = ""
     max_batch: int = 0  # at most this many in one broker message; 0: as many as the bus's limits allow
 

@@ -19,19 +19,18 @@ MAX_CAUSES = 16
 class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One committed change of one provider, numbered without holes in commit order.
 
-    Exactly one of these is set: `state` (created, or its spec generation changed: the whole provider);
-    `used` (only usage changed: {class: new absolute amount} of the classes touched); `removed`.
-    causes: the ids of the REST requests that it comes from, where they are known: the caller's own (a global request
-    id) or else ours. Several that were written together; none for changes that came by the bus.
-    sequence: its place in its row gives it (`FeedRow`).
+    Exactly one of these is set: `state` (created, or its spec generation changed: the whole provider); `used` (only
+    usage changed: {class: new absolute amount} of the classes touched); `removed`.
     """
 
-    sequence: int = 0
+    sequence: int = 0  # its place in its row gives it (`FeedRow`)
     provider: Uuid
     generation: Generation
     state: ProviderState | None = None
     used: dict[str, int] | None = None
     removed: bool = False
+    # the ids of the REST requests that it comes from, where they are known: the caller's own (a global request id) or
+    # else ours. Several that were written together; none for changes that came by the bus.
     causes: Annotated[tuple[Annotated[str, Bound(max_length=64)], ...], Bound(max_length=MAX_CAUSES)] = ()
 
 

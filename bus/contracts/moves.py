@@ -85,31 +85,30 @@ class ActionRequest(
     """Do one thing with one instance. `request_id` is chosen by the client and makes the request idempotent.
 
     It ends in one terminal `instance.event.v1` of that id. request_id is the migration's uuid too, under which
-    placement keeps the source, so it must be no instance's. flavor: of a resize. image, image_properties, image_source:
-    of a rebuild (properties and source None: those that the instance has, if it has that image, else none). host,
-    forced,
-    ignore_hosts, max_attempts: of kinds that choose a host, as in a build request. policy: of a resize. migration: a
-    confirm, revert or abort is meant for this move alone (None: for the one there is). auto_confirm_s: a migrate or
-    resize is confirmed by itself this long after it has arrived (0: at once; None: it waits for a client). offload: of
-    a shelve.
-    rescue_password: of a rescue, which names one: what its rescue system lets a person in with. It is a secret: until
-    the rescue has ended it is in the cell's record. fenced: of an evacuation: the client states that the host is off
-    and stays off until it has been notified of its losses; without it the evacuation is refused unless the cell has the
-    operator's fence on record. force: of an evacuation: also of a machine that its fenced host has reported to run
-    since the fence. timeout_s: how long one step on one host may take.
+    placement keeps the source, so it must be no instance's.
     """
 
     user_id: Word = "unknown"
-    flavor: Label | None = None
+    flavor: Label | None = None  # of a resize
+    # image, image_properties, image_source: of a rebuild (properties and source None: those that the instance has, if
+    # it has that image, else none)
     image: ImageName | None = None
     image_properties: ImageProperties | None = None
     image_source: ImageSource | None = None
+    # host, forced, ignore_hosts, max_attempts: of kinds that choose a host, as in a build request
     host: Annotated[str, Bound(max_length=255)] | None = None
     forced: bool = False
     ignore_hosts: Annotated[tuple[str, ...], Bound(max_length=256)] = ()
     max_attempts: Annotated[int, Bound(ge=1, le=9)] | None = None
+    # of a resize. migration: a confirm, revert or abort is meant for this move alone (None: for the one there is).
+    # auto_confirm_s: a migrate or resize is confirmed by itself this long after it has arrived (0: at once; None: it
+    # waits for a client). offload: of a shelve. rescue_password: of a rescue, which names one: what its rescue system
+    # lets a person in with. It is a secret: until the rescue has ended it is in the cell's record. fenced: of an
+    # evacuation: the client states that the host is off and stays off until it has been notified of its losses; without
+    # it the evacuation is refused unless the cell has the operator's fence on record. force: of an evacuation: also of
+    # a machine that its fenced host has reported to run since the fence.
     policy: ResizePolicy = ResizePolicy.ANY
-    timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None
+    timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None  # how long one step on one host may take
 
 
 class ActionAccepted(Message, frozen=True, kw_only=True, tag="instance.action.accepted.v1"):
@@ -158,57 +157,49 @@ class Condition(StrEnum):
 
 
 class CellTransfer(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An instance that its cell has given up for another one, as it has it on record. Nothing is left there.
+    """An instance that its cell has given up for another one, as it has it on record. Nothing is left there."""
 
-    cell: where it goes. spec: as it was before the request by which it leaves. image: its snapshot. last: the host that
-    it had. attempt: the last one; in the next cell it is built under a later one. sequence: of the announcement that
-    has this departure. kind: of the request. is_stopped: the instance was stopped before. at: when it has left, in
-    seconds since the epoch. code, reason: why no host of this cell has taken it ("": it was to leave).
-    """
-
-    cell: Word
-    spec: InstanceSpec
-    image: ImageName
-    last: Selection
-    attempt: Attempt
-    sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
-    kind: ActionKind = ActionKind.UNSHELVE
-    is_stopped: bool = False
-    at: float = 0.0
+    cell: Word  # where it goes
+    spec: InstanceSpec  # as it was before the request by which it leaves
+    image: ImageName  # its snapshot
+    last: Selection  # the host that it had
+    attempt: Attempt  # the last one; in the next cell it is built under a later one
+    sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0  # of the announcement that has this departure
+    kind: ActionKind = ActionKind.UNSHELVE  # of the request
+    is_stopped: bool = False  # the instance was stopped before
+    at: float = 0.0  # when it has left, in seconds since the epoch
+    # code, reason: why no host of this cell has taken it ("": it was to leave)
     code: Annotated[str, Bound(max_length=255)] = ""
     reason: Reason = ""
 
 
 class ActionEvent(Message, EventOfInstance, frozen=True, kw_only=True, tag="instance.event.v1"):
-    """A request changed state. Published by a conductor on its cell's bus, and by the scheduler on the API bus.
-
-    kind: None: the request's could not be read. sequence: rises with every event of one request, a conductor's with
-    every event of one instance, those of its build included; so a late event is recognised.
-    `terminal`: no other terminal event follows for this request. condition: the present state of the instance. host,
-    flavor, image: its present one, or its destination. snapshot: the image that is kept of a shelved one. code and
-    reason explain failed and refused; funnel explains a request that no host could take; history lists the hosts tried
-    for this request. zone: the availability zone of that host ("": there are none, or it is not known). host_uuid: of
-    `host`. transfer: the instance has left its cell. Neither is ever on the API bus.
-    """
+    """A request changed state. Published by a conductor on its cell's bus, and by the scheduler on the API bus."""
 
     request_id: Uuid
-    kind: ActionKind | None
+    kind: ActionKind | None  # None: the request's could not be read
     state: ActionState
+    # rises with every event of one request, a conductor's with every event of one instance, those of its build
+    # included; so a late event is recognised. `terminal`: no other terminal event follows for this request.
     sequence: int = 0
+    # the present state of the instance. host, flavor, image: its present one, or its destination.
     condition: Condition = Condition.MOVING
     flavor: str = ""
     image: ImageName = ""
+    # the image that is kept of a shelved one. code and reason explain failed and refused; funnel explains a request
+    # that no host could take; history lists the hosts tried for this request. zone: the availability zone of that host
+    # ("": there are none, or it is not known). host_uuid: of `host`.
     snapshot: ImageName = ""
-    transfer: CellTransfer | None = None
+    transfer: CellTransfer | None = None  # the instance has left its cell. Neither is ever on the API bus.
 
 
 class ActionQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="instance.query.v1"):
-    """Ask the scheduler for one request, or for a page of them, newest first. under_way: those that have not ended."""
+    """Ask the scheduler for one request, or for a page of them, newest first."""
 
     request_id: Uuid | None = None
     instance_uuid: Uuid | None = None
     project_id: Word | None = None
-    under_way: bool | None = None
+    under_way: bool | None = None  # those that have not ended
     limit: Annotated[int, Bound(ge=1, le=1000)] = 100
 
 
@@ -236,46 +227,44 @@ MAX_SELECTIONS = 9  # of one request, beside the host that the instance has
 
 
 class CellAction(Message, ActionOrder, frozen=True, kw_only=True, tag="cell.action.v1"):
-    """Do one thing with one instance of this cell. Idempotent by request_id; ends in one terminal ActionEvent.
+    """Do one thing with one instance of this cell. Idempotent by request_id; ends in one terminal ActionEvent."""
 
-    spec: the target state of the instance: of a rebuild its image counts, and of a request with hosts its flavor, as
-    they were chosen for it (None: as it is). expected_flavor: that of
-    the instance on the sender's record, which hosts and spec are of; the cell refuses the request where it has another
-    one ("": not compared). selections: hosts in order, not claimed: the conductor claims them one after the other, in
-    attempt numbers that it alone knows. The source's own host among them is a resize in place. server_group, limits:
-    what those claims are held to, as for a build. step_timeout_s: how long one step on one host may take; a change in
-    place that is not answered is given twice as long each time. transfer: with what it has left its former cell for
-    this one, where it is on record from now on, and is built. to_cell: it leaves for that one where no host takes it
-    (None: it rests offloaded, and its move has failed as the transfer states). sequence: its events are numbered above
-    this: no more than the cell has on record, unless that was restored. The other fields: as in ActionRequest.
-    fenced_hosts: as in the Claim of an evacuation.
-    """
-
+    # the target state of the instance: of a rebuild its image counts, and of a request with hosts its flavor, as they
+    # were chosen for it (None: as it is)
     spec: InstanceSpec | None = None
+    # that of the instance on the sender's record, which hosts and spec are of; the cell refuses the request where it
+    # has another one ("": not compared)
     expected_flavor: str = ""
+    # hosts in order, not claimed: the conductor claims them one after the other, in attempt numbers that it alone
+    # knows. The source's own host among them is a resize in place.
     selections: Annotated[tuple[Selection, ...], Bound(max_length=MAX_SELECTIONS)] = ()
+    # server_group, limits: what those claims are held to, as for a build
     server_group: ServerGroup | None = None
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
+    # as in the Claim of an evacuation
     fenced_hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOCATED_HOSTS)] = ()
+    # how long one step on one host may take; a change in place that is not answered is given twice as long each time
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
+    # with what it has left its former cell for this one, where it is on record from now on, and is built
     transfer: CellTransfer | None = None
+    # it leaves for that one where no host takes it (None: it rests offloaded, and its move has failed as the transfer
+    # states)
     to_cell: Word | None = None
+    # its events are numbered above this: no more than the cell has on record, unless that was restored. The other
+    # fields: as in ActionRequest.
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
 
 
 class CellTransferOut(Message, RequestOfInstance, frozen=True, kw_only=True, tag="cell.transfer.v1"):
     """Have an instance leave its cell for another one: its image is kept, and its host given up. The cell announces the
     departure, and no end of the request.
-
-    attempt: the newest of the instance; a cell that has another one announces that, and begins nothing. to_cell: where
-    it goes. ended: the build there has ended; the record of the departure need not be kept any longer. expected_flavor,
-    sequence, step_timeout_s: as in a CellAction.
     """
 
-    to_cell: Word
-    attempt: Attempt
+    to_cell: Word  # where it goes
+    attempt: Attempt  # the newest of the instance; a cell that has another one announces that, and begins nothing
+    # expected_flavor, sequence, step_timeout_s: as in a CellAction
     expected_flavor: str = ""
-    ended: bool = False
+    ended: bool = False  # the build there has ended; the record of the departure need not be kept any longer
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
 
@@ -285,10 +274,9 @@ class CellActionQuery(Message, RequestOfInstance, frozen=True, kw_only=True, tag
 
     The answer is a ActionEvent: how far the request has come, or its end once more. A request that the cell has no
     record of ends there and then, as failed (`action.lost`), and a copy of it that comes later is answered the same.
-    transfer: as in a CellAction.
     """
 
-    transfer: CellTransfer | None = None
+    transfer: CellTransfer | None = None  # as in a CellAction
 
 
 class ChangeKind(StrEnum):
@@ -307,15 +295,14 @@ class ChangeKind(StrEnum):
 
 
 class ChangeMachine(Message, MachineCommand, frozen=True, kw_only=True, tag="compute.change.v1"):
-    """Change the machine of one attempt where it is (or, with CHECK, answer whether its host could take it).
-
-    change_number: rises with every change that is requested of one instance; a host carries out none at or below the
-    last it took for that attempt, and repeats its answer to the last. to_host: of a hand-over. database_id: as in
-    Spawn; a machine whose tag names another one, or none, is left alone and the command refused.
-    """
+    """Change the machine of one attempt where it is (or, with CHECK, answer whether its host could take it)."""
 
     change: ChangeKind
+    # rises with every change that is requested of one instance; a host carries out none at or below the last it took
+    # for that attempt, and repeats its answer to the last
     change_number: int
+    # of a hand-over. database_id: as in Spawn; a machine whose tag names another one, or none, is left alone and the
+    # command refused.
     to_host: Uuid | None = None
     rescue_password: RescuePassword = ""
     timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
@@ -334,19 +321,16 @@ RESCUE_FAILED = "rescue.failed"
 
 
 class MachineChanged(Message, AttemptOnHost, frozen=True, kw_only=True, tag="compute.changed.v1"):
-    """How a change ended. May come late, twice, or never.
-
-    done: it is as requested. Not done: code and reason, and the machine is as it was before, except that `runs` states
-    whether it runs now (None: not known). image: of a snapshot. refused: the host's check before a hand-over refused
-    it, and nothing was begun; retry_other_host: a hand-over to another host may pass that check.
-    """
+    """How a change ended. May come late, twice, or never."""
 
     change_number: int
     change: ChangeKind
+    # it is as requested. Not done: code and reason, and the machine is as it was before, except that `runs` states
+    # whether it runs now (None: not known).
     done: bool
     runs: bool | None = None
-    image: ImageName = ""
+    image: ImageName = ""  # of a snapshot
     code: str = ""
     reason: Reason = ""
-    refused: bool = False
-    retry_other_host: bool = False
+    refused: bool = False  # the host's check before a hand-over refused it, and nothing was begun
+    retry_other_host: bool = False  # a hand-over to another host may pass that check

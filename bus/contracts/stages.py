@@ -14,22 +14,16 @@ STAGES = ("queued", "decided", "claimed", "dispatched", "built", "announced")
 
 class StageTimes(Struct, frozen=True, array_like=True):
     """When each stage of a build ended: seconds since the epoch; 0 means that it never came to that, or is not known.
-
-    requested: the client published it. queued: a scheduler took the delivery that settled it. decided: a host was
-    chosen (or none was found). claimed: placement gave it, lost claims and the choices after them included.
-    dispatched: the compute service of the first host took the command. built: a host reported how its attempt ended,
-    the last if there were several. announced: the scheduler passed that on; its reader knows when it arrived.
-    lost_claims: how many claims others were faster with before one was given; in `claimed`.
     """
 
-    requested: float = 0.0
-    queued: float = 0.0
-    decided: float = 0.0
-    claimed: float = 0.0
-    dispatched: float = 0.0
-    built: float = 0.0
-    announced: float = 0.0
-    lost_claims: int = 0
+    requested: float = 0.0  # the client published it
+    queued: float = 0.0  # a scheduler took the delivery that settled it
+    decided: float = 0.0  # a host was chosen (or none was found)
+    claimed: float = 0.0  # placement gave it, lost claims and the choices after them included
+    dispatched: float = 0.0  # the compute service of the first host took the command
+    built: float = 0.0  # a host reported how its attempt ended, the last if there were several
+    announced: float = 0.0  # the scheduler passed that on; its reader knows when it arrived
+    lost_claims: int = 0  # how many claims others were faster with before one was given; in `claimed`
 
 
 def durations(stage_times: StageTimes, *, since: float | None = None, until: float | None = None) -> dict[str, float]:

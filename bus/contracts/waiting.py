@@ -13,9 +13,9 @@ MAX_WAITING = 1000
 
 
 class WaitingBuild(NumberedAttempt, frozen=True, kw_only=True):
-    """An attempt that goes on as soon as the manager of its host answers. since: seconds since the epoch."""
+    """An attempt that goes on as soon as the manager of its host answers."""
 
-    since: float
+    since: float  # seconds since the epoch
     reason: Reason
 
 

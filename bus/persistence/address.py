@@ -71,9 +71,9 @@ CONNECTION_LOST = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.Intern
 
 
 class DatabaseAddress(Struct, frozen=True, kw_only=True):
-    """The servers of one database, and the login. hosts: empty for asyncpg's default, which is libpq's."""
+    """The servers of one database, and the login."""
 
-    hosts: tuple[Endpoint, ...]
+    hosts: tuple[Endpoint, ...]  # empty for asyncpg's default, which is libpq's
     user: str | None
     password: str | None
     database: str | None

@@ -83,11 +83,10 @@ class FlushedStore:
 
 
 class FlushingCommit(Struct, kw_only=True):
-    """A commit that may flush earlier commits. wanted: something waits for a flush. is_done: set when the commit has
-    written something and is on disk; one that wrote nothing flushes nothing.
-    """
+    """A commit that may flush earlier commits."""
 
-    wanted: bool
+    wanted: bool  # something waits for a flush
+    # set when the commit has written something and is on disk; one that wrote nothing flushes nothing
     is_done: bool = False
 
 

@@ -116,17 +116,13 @@ async def first_time(conn: asyncpg.Connection, handler: str, message_ids: Sequen
 
 
 class Sweep(Struct, frozen=True):
-    """Which rows a relay takes: those that nobody has taken for `age_s` seconds, at most `limit` for each bus.
-
-    closed: buses that take nothing now; rows for these are left untouched. confirmed: rows to delete in the same
-    statement. restored: rows to take however young they are.
-    """
+    """Which rows a relay takes: those that nobody has taken for `age_s` seconds, at most `limit` for each bus."""
 
     age_s: float
     limit: int
-    closed: Sequence[str] = ()
-    confirmed: Sequence[int] = ()
-    restored: Sequence[int] = ()
+    closed: Sequence[str] = ()  # buses that take nothing now; rows for these are left untouched
+    confirmed: Sequence[int] = ()  # rows to delete in the same statement
+    restored: Sequence[int] = ()  # rows to take however young they are
 
 
 class Rows(Protocol):

@@ -66,27 +66,25 @@ Item = TypeVar("Item")
 
 
 class Lingering(Struct, frozen=True):
-    """Which messages wait for the next one on their subject, and how long.
-
-    lingers: messages that are not waited for; each waits for half of `linger_s` or longer, up to all of it, whatever
-    else leaves. place: the subject of a message, and its number among the reports on that; None: on nothing, so the
-    message waits for no other. When a message with a higher number on the same subject comes meanwhile, the lingering
-    one is dropped: its row adds nothing to the newer one's. keeps: instead it leaves together with that one, before it,
-    because the receiver records each.
-    """
+    """Which messages wait for the next one on their subject, and how long."""
 
     linger_s: float = 0.0
+    # messages that are not waited for; each waits for half of `linger_s` or longer, up to all of it, whatever else
+    # leaves
     lingers: Callable[[Message], bool] = lambda _: False
+    # the subject of a message, and its number among the reports on that; None: on nothing, so the message waits for no
+    # other. When a message with a higher number on the same subject comes meanwhile, the lingering one is dropped: its
+    # row adds nothing to the newer one's.
     place: Callable[[Message], StreamPosition | None] = lambda _: None
-    keeps: bool = False
+    keeps: bool = False  # instead it leaves together with that one, before it, because the receiver records each
 
 
 class _Reports(Struct, Generic[Item]):
-    """The lingering items on one subject, and the newest one's number. since: how many halves had passed then."""
+    """The lingering items on one subject, and the newest one's number."""
 
     number: int
     items: list[Item]
-    since: int
+    since: int  # how many halves had passed then
 
 
 class LingeringItems(Generic[Item]):

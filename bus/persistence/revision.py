@@ -57,10 +57,10 @@ class UnsupportedSchema(LookupError):
 
 
 class Revisions(NamedTuple):
-    """The revisions of a schema. applied: the newest. oldest: the oldest whose code may run there. "": it has none."""
+    """The revisions of a schema."""
 
-    applied: str = ""
-    oldest: str = ""
+    applied: str = ""  # the newest
+    oldest: str = ""  # the oldest whose code may run there. "": it has none.
 
     def are_later(self, known: Sequence[str]) -> bool:
         """Whether the schema is later than all of these, which are in ascending order."""

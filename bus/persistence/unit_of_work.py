@@ -37,15 +37,14 @@ MAX_CACHED = 5_000
 
 
 class WriteSet(Struct, kw_only=True):
-    """Everything that one unit writes. versions: the versions of all rows that it has read, before which the database
-    had had so many `losses`: on another server they prove nothing. outbox: messages to publish
-    afterwards. durable: whether the commit waits for the disk.
-    """
+    """Everything that one unit writes."""
 
+    # the versions of all rows that it has read, before which the database had had so many `losses`: on another server
+    # they prove nothing
     versions: dict[str, int] = {}
     connection_losses: int = 0
-    outbox: list[OutboxMessage] = []
-    durable: bool = True
+    outbox: list[OutboxMessage] = []  # messages to publish afterwards
+    durable: bool = True  # whether the commit waits for the disk
 
     def is_empty(self) -> bool:
         """Whether there is nothing to write and nothing to compare."""

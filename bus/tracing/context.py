@@ -79,20 +79,15 @@ class Span(Struct, eq=False):
 
 
 class Scope(Struct, frozen=True, eq=False):
-    """The messages that are being handled now. by_cause: the contexts of its sampled messages, by their causes and
-    subjects.
+    """The messages that are being handled now."""
 
-    start: begins a span below a parent (`bus.tracing.tracer.Tracer.start`).
-    parent: the span that work for all of them belongs to, until it has ended; tasks that were begun meanwhile keep the
-    scope, and find their own context by cause. whole: all of it is one request's work, so that other causes belong to
-    `parent`, until it has ended. otherwise: the header of messages of other causes; empty: they have none.
-    """
-
-    start: Callable[..., Span]
-    by_cause: Mapping[str, TraceContext]
+    start: Callable[..., Span]  # begins a span below a parent (`bus.tracing.tracer.Tracer.start`)
+    by_cause: Mapping[str, TraceContext]  # the contexts of its sampled messages, by their causes and subjects
+    # the span that work for all of them belongs to, until it has ended; tasks that were begun meanwhile keep the scope,
+    # and find their own context by cause
     parent: Span | None
-    otherwise: str = ""
-    whole: bool = False
+    otherwise: str = ""  # the header of messages of other causes; empty: they have none
+    whole: bool = False  # all of it is one request's work, so that other causes belong to `parent`, until it has ended
 
     def for_cause(self, cause: str) -> TraceContext | None:
         """The context of what this is the cause of, if it is sampled."""

@@ -43,22 +43,20 @@ class Start(Struct, frozen=True):
 
 
 class Continue(Struct, frozen=True):
-    """It is on record and not decided about yet. claim_owner: of its record."""
+    """It is on record and not decided about yet."""
 
-    claim_owner: str
+    claim_owner: str  # of its record
 
 
 class Answered(Struct, frozen=True, kw_only=True):
-    """Nothing more is to be done for it.
-
-    label: for the metrics. messages: published with it: its event, if no other of this request will follow, and the
-    releases of what another delivery may have claimed since its record ended. build: its record, which was there.
-    """
+    """Nothing more is to be done for it."""
 
     outcome: Outcome
-    label: str = ""
+    label: str = ""  # for the metrics
+    # published with it: its event, if no other of this request will follow, and the releases of what another delivery
+    # may have claimed since its record ended
     messages: Sequence[OutboxMessage] = ()
-    build: RecordedBuild | None = None
+    build: RecordedBuild | None = None  # its record, which was there
 
 
 # The consequence of a pending build's record.
@@ -165,26 +163,20 @@ MAX_NAME = 255  # of an instance
 
 
 class PendingBuild(Struct, frozen=True, kw_only=True):
-    """A build request that has no outcome yet, or one member of a request for several.
+    """A build request that has no outcome yet, or one member of a request for several."""
 
-    batch_index: among those that are processed with it; of a request for several, each member has one. requested_at,
-    taken_at: when it was sent, and when this batch was taken (seconds since the epoch). gang: the gang that it is a
-    member of. refusal: why it is refused at once, if it is new. claim_owner: as in RecordedBuild. new_claim_owner: of
-    its message, where the record was there before it. attempt: that an earlier delivery may have claimed under its
-    claim owner (0: there was none).
-    """
-
-    batch_index: int
+    batch_index: int  # among those that are processed with it; of a request for several, each member has one
     request: BuildRequest
     digest: bytes
+    # requested_at, taken_at: when it was sent, and when this batch was taken (seconds since the epoch)
     requested_at: float
     taken_at: float
     delivery: RequestDelivery = RequestDelivery()
-    refusal: Refusal | None = None
-    gang: Gang | None = None
-    claim_owner: str = ""
-    new_claim_owner: str = ""
-    attempt: int = 0
+    refusal: Refusal | None = None  # why it is refused at once, if it is new
+    gang: Gang | None = None  # the gang that it is a member of
+    claim_owner: str = ""  # as in RecordedBuild
+    new_claim_owner: str = ""  # of its message, where the record was there before it
+    attempt: int = 0  # that an earlier delivery may have claimed under its claim owner (0: there was none)
 
     @property
     def is_later_member(self) -> bool:

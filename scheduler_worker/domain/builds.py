@@ -64,24 +64,20 @@ class Actor(Struct, frozen=True):
 
 
 class SinceBuild(Struct, frozen=True, kw_only=True):
-    """What an instance has become since its build.
-
-    flavor, image: its present ones; "": as it was built. snapshot: the image that is kept of a shelved one.
-    new_flavor, old_flavor: of the resize that is not confirmed or ended yet ("": of none). image_properties: {image:
-    its properties}, of the image that a rebuild gave it, and of the one that the rebuild under way names. under_way:
-    the request that has no terminal event yet. first_attempt: the first that it may have in the cell that has it now
-    (0: it was built there).
-    """
+    """What an instance has become since its build."""
 
     condition: Condition = Condition.ACTIVE
+    # flavor, image: its present ones; "": as it was built
     flavor: str = ""
+    # new_flavor, old_flavor: of the resize that is not confirmed or ended yet ("": of none)
     new_flavor: str = ""
     old_flavor: str = ""
     image: str = ""
-    snapshot: str = ""
+    snapshot: str = ""  # the image that is kept of a shelved one
+    # {image: its properties}, of the image that a rebuild gave it, and of the one that the rebuild under way names
     image_properties: Mapping[str, Mapping[str, str]] = {}
-    under_way: str | None = None
-    first_attempt: int = 0
+    under_way: str | None = None  # the request that has no terminal event yet
+    first_attempt: int = 0  # the first that it may have in the cell that has it now (0: it was built there)
 
 
 AS_BUILT = SinceBuild()
@@ -115,16 +111,16 @@ def as_it_is(record: BuildRecord, instance: SinceBuild | None) -> BuildRecord:
 class RecordedBuild(RecordedRequest, frozen=True, kw_only=True):
     """The part of a build's record that a cell's event is compared with. sequence: of the newest event about the
     instance, which may be one of a move.
-
-    attempt: that holds its claim, as its cell has reported it last; of one that ended without a cell, that a delivery
-    may have claimed (0: no claim was sent for it). claim_owner: the name by which schedulers claim and release for this
-    record. An earlier record of the same request, which is lost, had another. instance: None: as it was built.
     """
 
     state: BuildState
+    # that holds its claim, as its cell has reported it last; of one that ended without a cell, that a delivery may have
+    # claimed (0: no claim was sent for it)
     attempt: int = 0
+    # the name by which schedulers claim and release for this record. An earlier record of the same request, which is
+    # lost, had another.
     claim_owner: str = ""
-    instance: SinceBuild | None = None
+    instance: SinceBuild | None = None  # None: as it was built
 
     @property
     def now(self) -> SinceBuild:
@@ -142,34 +138,30 @@ ProjectsBuild: TypeAlias = tuple[str, str]
 
 
 class Gang(Struct, frozen=True, kw_only=True):
-    """The members of one request that start together or not at all.
+    """The members of one request that start together or not at all."""
 
-    uuid: the request's instance, which is its first member. size: how many members were requested. min_count: the least
-    number that may start.
-    """
-
-    uuid: str
-    size: int
-    min_count: int
+    uuid: str  # the request's instance, which is its first member
+    size: int  # how many members were requested
+    min_count: int  # the least number that may start
 
 
 class NewBuild(Struct, frozen=True, kw_only=True):
-    """A request to put on record, or as it was put there. created_at: seconds since the epoch (0: now)."""
+    """A request to put on record, or as it was put there."""
 
     request: BuildRequest
     build: RecordedBuild
     timeline: tuple[TimelineEntry, ...] = ()
     gang: Gang | None = None
-    created_at: float = 0.0
+    created_at: float = 0.0  # seconds since the epoch (0: now)
 
 
 class BuildUpdate(Struct, frozen=True, kw_only=True):
     """The whole record of a build after a change, and the lines to add to its timeline: of one that was read under a
-    lock, or of one that awaits its decision. funnel: of the decision, which writes it.
+    lock, or of one that awaits its decision.
     """
 
     build: RecordedBuild
-    funnel: tuple[FunnelStep, ...] = ()
+    funnel: tuple[FunnelStep, ...] = ()  # of the decision, which writes it
     timeline: tuple[TimelineEntry, ...] = ()
 
 

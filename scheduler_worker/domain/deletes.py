@@ -41,9 +41,9 @@ UNKNOWN_FLAVOR = "unknown"
 
 
 class PendingDelete(Struct, frozen=True, kw_only=True):
-    """A delete request that has no outcome yet. batch_index: in its batch."""
+    """A delete request that has no outcome yet."""
 
-    batch_index: int
+    batch_index: int  # in its batch
     request: DeleteRequest
     delivery: RequestDelivery
 
@@ -54,16 +54,14 @@ class PendingDelete(Struct, frozen=True, kw_only=True):
 
 
 class DeletePlan(Struct, frozen=True, kw_only=True):
-    """The effect of a batch of deletes. outcomes: by index; accepted: the instances; unknown: without a record,
-    late; without_cell: of builds that no cell has, or without a record, late: planned once it is known what instances
-    hold.
-    """
+    """The effect of a batch of deletes."""
 
-    outcomes: dict[int, Outcome]
-    accepted: set[str]
+    outcomes: dict[int, Outcome]  # by index
+    accepted: set[str]  # the instances
     updates: list[BuildUpdate]
     messages: list[OutboxMessage]
-    unknown: list[PendingDelete]
+    unknown: list[PendingDelete]  # without a record, late
+    # of builds that no cell has, or without a record, late: planned once it is known what instances hold
     without_cell: list[PendingDelete]
 
 

@@ -65,14 +65,12 @@ _WHY = {
 
 
 class DrainedHost(Struct, frozen=True):
-    """A host that is emptied, or is to be. code: why nothing can be moved away from it now; "": it can. drain: what its
-    requests have on record as theirs.
-    """
+    """A host that is emptied, or is to be."""
 
     uuid: str
     name: str
-    code: str = ""
-    drain: str = ""
+    code: str = ""  # why nothing can be moved away from it now; "": it can
+    drain: str = ""  # what its requests have on record as theirs
 
     @property
     def reason(self) -> str:
@@ -81,17 +79,15 @@ class DrainedHost(Struct, frozen=True):
 
 
 class Level(Struct, frozen=True, kw_only=True):
-    """How hosts are emptied. user: of the requests. begins: whether further moves may begin. most_refusals: of one
-    instance, after which it is tried no more.
-    """
+    """How hosts are emptied."""
 
     kind: ActionKind
-    user: str
+    user: str  # of the requests
     at_once: int
     per_minute: int | None = None
-    begins: bool = True
+    begins: bool = True  # whether further moves may begin
     longest_pause_s: float = LONGEST_PAUSE_S
-    most_refusals: int | None = None
+    most_refusals: int | None = None  # of one instance, after which it is tried no more
 
 
 class BegunMoves(Struct, frozen=True):
@@ -102,48 +98,45 @@ class BegunMoves(Struct, frozen=True):
 
 
 class EndedRequest(Struct, frozen=True, kw_only=True):
-    """A request that has ended. drain: the level that made it (None: a client). updated_at: when it ended."""
+    """A request that has ended."""
 
     request_id: str
     instance_uuid: str
     state: ActionState
     code: str = ""
     reason: str = ""
-    drain: str | None = None
-    updated_at: float = 0.0
+    drain: str | None = None  # the level that made it (None: a client)
+    updated_at: float = 0.0  # when it ended
 
 
 class InstanceOnHost(Struct, frozen=True, kw_only=True):
-    """An instance, and a host that holds something of it. code, reason: why it cannot be moved away now; "": it is
-    active there. known: what is on record of it.
-    """
+    """An instance, and a host that holds something of it."""
 
     instance_uuid: str
     project_id: str
     source: DrainedHost
+    # code, reason: why it cannot be moved away now; "": it is active there
     code: str = ""
     reason: str = ""
-    known: ActionContext = ActionContext()
+    known: ActionContext = ActionContext()  # what is on record of it
 
 
 class NextMove(Struct, frozen=True):
-    """A move that may be requested now. refused_at: the last one (0: none was)."""
+    """A move that may be requested now."""
 
     instance: InstanceOnHost
     request: ActionRequest
-    refused_at: float = 0.0
+    refused_at: float = 0.0  # the last one (0: none was)
 
 
 class WaitingInstance(Struct, frozen=True, kw_only=True):
-    """An instance that is not requested now. code "": only because enough others are. is_stuck: it cannot move now.
-    is_last: it is tried no more.
-    """
+    """An instance that is not requested now. code "": only because enough others are."""
 
     instance: InstanceOnHost
     code: str = ""
     reason: str = ""
-    is_stuck: bool = False
-    is_last: bool = False
+    is_stuck: bool = False  # it cannot move now
+    is_last: bool = False  # it is tried no more
 
 
 class NextMoves(Struct, frozen=True):

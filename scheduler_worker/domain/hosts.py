@@ -52,41 +52,33 @@ ADMIN_STATES = tuple(AdminState)  # a column holds the index of a state in this 
 
 
 class ServiceState(Struct):
-    """The last report of one compute service. `last_seen_s`: when, monotonic. down: why it takes no builds now.
-
-    first_sequence: the sequence of the first page of its newest full report; pages_received: of it; listing: the
-    revision of the table then. unanswered: how many requests for its hosts it has left unanswered since. ring: of its
-    newest report, by which members of its ring it goes ((0, 0): it shares no hosts). deleted: an operator has
-    stated that it is gone for good, and it has reported nothing since.
-    """
+    """The last report of one compute service. `last_seen_s`: when, monotonic."""
 
     name: str
     cell: str
     epoch: int
     sequence: int
     last_seen_s: float
-    down: ServiceDown | None = None
+    down: ServiceDown | None = None  # why it takes no builds now
     down_s: float = 0.0
-    first_sequence: int = 0
-    pages_received: int = 0
-    listing: int = 0
-    unanswered: int = 0
+    first_sequence: int = 0  # the sequence of the first page of its newest full report
+    pages_received: int = 0  # of it
+    listing: int = 0  # the revision of the table then
+    unanswered: int = 0  # how many requests for its hosts it has left unanswered since
+    # of its newest report, by which members of its ring it goes ((0, 0): it shares no hosts)
     ring: tuple[int, int] = NO_RING
-    deleted: bool = False
+    deleted: bool = False  # an operator has stated that it is gone for good, and it has reported nothing since
 
 
 class CellServiceStates(Struct):
-    """The newest digest of one cell. last_seen_s: when it, or an equal one, came (monotonic).
-
-    page: the last page of it that came. up: how many services it counts; -1: no digest has come yet.
-    """
+    """The newest digest of one cell."""
 
     version: tuple[int, int] = (-1, 0)
-    last_seen_s: float = -math.inf
-    page: int = 0
+    last_seen_s: float = -math.inf  # when it, or an equal one, came (monotonic)
+    page: int = 0  # the last page of it that came
     gathered: dict[str, ServiceDown] = {}
     down: dict[str, ServiceDown] = {}
-    up: int = -1
+    up: int = -1  # how many services it counts; -1: no digest has come yet
 
 
 class HostTable:

@@ -102,18 +102,14 @@ Entry = tuple[float, float, int]
 
 
 class RankedHost(Struct, frozen=True):
-    """One host that fits, and what would be claimed there, best first.
+    """One host that fits, and what would be claimed there, best first."""
 
-    uuid: identifies the host for good. row: of the replica, valid at this moment only: after a host has left, its row
-    may be given to another. service: that manages it at this moment.
-    """
-
-    uuid: str
-    row: int
+    uuid: str  # identifies the host for good
+    row: int  # of the replica, valid at this moment only: after a host has left, its row may be given to another
     position: int
     score: float
     options: list[ClaimOption]
-    service: str
+    service: str  # that manages it at this moment
 
 
 Weights = Mapping[str, float]
@@ -123,13 +119,12 @@ Weights = Mapping[str, float]
 class Choice(Struct, frozen=True):
     """The host to claim, and those to try in its cell when the build fails there. `passing_hosts`: hosts to choose
     from.
-
-    weights: of the selected host and of each alternate, at the time of the choice; empty: only one passed.
     """
 
     selected: RankedHost
     alternates: tuple[RankedHost, ...]
     passing_hosts: int
+    # of the selected host and of each alternate, at the time of the choice; empty: only one passed
     weights: tuple[Weights, ...] = ()
 
     @property

@@ -27,10 +27,10 @@ from scheduler_worker.domain.recorded_moves import ActionContext, RecordedAction
 
 
 class UuidRange(Struct, frozen=True):
-    """The uuids that a page is of, in their order. last: the range ends with this one ("": it has no end)."""
+    """The uuids that a page is of, in their order."""
 
     uuids: tuple[str, ...]
-    last: str = ""
+    last: str = ""  # the range ends with this one ("": it has no end)
 
     def upto(self, last: str) -> UuidRange:
         """The part of it up to a uuid ("": all of it)."""
@@ -50,13 +50,11 @@ def joined(one: UuidRange, other: UuidRange) -> UuidRange:
 
 
 class InstanceSources(Struct, frozen=True):
-    """What is on record of one uuid. actions: of the instance, the newest first; consumers: {uuid: what it holds}, of
-    the instance and its moves.
-    """
+    """What is on record of one uuid."""
 
     known: ActionContext
-    actions: Sequence[RecordedAction]
-    consumers: Mapping[str, ConsumerRecord]
+    actions: Sequence[RecordedAction]  # of the instance, the newest first
+    consumers: Mapping[str, ConsumerRecord]  # {uuid: what it holds}, of the instance and its moves
 
 
 def known_record(

@@ -33,17 +33,13 @@ ANTI_AFFINITY_FILTER = "ServerGroupAntiAffinityFilter"
 
 
 class NoValidHost(Struct, frozen=True):
-    """No host can take the request now. `not_reported`: hosts that only lacked a compute service's report.
-
-    claims: how many claims were submitted before that was known. lost: those of them that got nothing, in order.
-    excluded: the hosts of the funnel, by their rows as they were then.
-    """
+    """No host can take the request now. `not_reported`: hosts that only lacked a compute service's report."""
 
     funnel: tuple[FunnelStep, ...]
     not_reported: int = 0
-    claims: int = 0
-    lost: tuple[FailedClaim, ...] = ()
-    excluded: tuple[RejectedRoots, ...] = ()
+    claims: int = 0  # how many claims were submitted before that was known
+    lost: tuple[FailedClaim, ...] = ()  # those of them that got nothing, in order
+    excluded: tuple[RejectedRoots, ...] = ()  # the hosts of the funnel, by their rows as they were then
 
     @property
     def remaining(self) -> int:

@@ -31,16 +31,14 @@ BUILD, DELETE = "build", "delete"
 
 
 class AwaitedRequest(Struct, frozen=True):
-    """A request without an end: a build, the delete of one, or a move. cell: that has to end it ("": none has it yet).
-    sequence: of its newest event; code: of its record.
-    """
+    """A request without an end: a build, the delete of one, or a move."""
 
     request_id: str
     instance_uuid: str
     kind: str
-    cell: str
-    sequence: int
-    code: str
+    cell: str  # that has to end it ("": none has it yet)
+    sequence: int  # of its newest event
+    code: str  # of its record
 
     @property
     def is_action(self) -> bool:
@@ -84,29 +82,22 @@ def open_now(request: AwaitedRequest, known: ActionContext) -> AwaitedRequest | 
 
 
 class Watched(Struct, frozen=True):
-    """One request that has not ended. seen: as it was at its newest event, since since_s.
+    """One request that has not ended."""
 
-    due_s: when it is queried about next. queried: how often it was in all: the pause grows with it until the request
-    ends, whatever is answered. unanswered: how often since its newest event.
-    """
-
-    seen: AwaitedRequest
+    seen: AwaitedRequest  # as it was at its newest event, since since_s
     since_s: float
-    due_s: float
-    queried: int = 0
-    unanswered: int = 0
+    due_s: float  # when it is queried about next
+    queried: int = 0  # how often it was in all: the pause grows with it until the request ends, whatever is answered
+    unanswered: int = 0  # how often since its newest event
 
 
 class Watching(Struct, frozen=True):
-    """The findings of one pass. query: about these. silent: those among them whose records are to state it.
-
-    waiting: how many have been queried without an answer.
-    """
+    """The findings of one pass."""
 
     watched: dict[RequestKey, Watched]
-    query: tuple[AwaitedRequest, ...] = ()
-    silent: tuple[AwaitedRequest, ...] = ()
-    waiting: int = 0
+    query: tuple[AwaitedRequest, ...] = ()  # about these
+    silent: tuple[AwaitedRequest, ...] = ()  # those among them whose records are to state it
+    waiting: int = 0  # how many have been queried without an answer
 
 
 def shared_out(requests: Iterable[AwaitedRequest], limit: int) -> list[AwaitedRequest]:

@@ -210,44 +210,36 @@ def in_use(replica: Replica, rows: Rows) -> Mask:
 
 
 class RelatedInstances(Struct, frozen=True, kw_only=True):
-    """The instances that a request is placed relative to, and the hosts (uuids) that they are on.
+    """The instances that a request is placed relative to, and the hosts (uuids) that they are on."""
 
-    server_group: the group of the request. members: {host: other members of the group there}. different_hosts,
-    same_hosts: the hosts of the instances that the hints `different_host` and `same_host` name; None: no such hint.
-    is_foreign: the group is another control plane's, whose members may be on several hosts despite its affinity.
-    """
-
-    server_group: ServerGroup | None = None
-    members: Mapping[str, int] = {}
+    server_group: ServerGroup | None = None  # the group of the request
+    members: Mapping[str, int] = {}  # {host: other members of the group there}
+    # different_hosts, same_hosts: the hosts of the instances that the hints `different_host` and `same_host` name;
+    # None: no such hint
     different_hosts: tuple[str, ...] | None = None
     same_hosts: tuple[str, ...] | None = None
+    # the group is another control plane's, whose members may be on several hosts despite its affinity
     is_foreign: bool = False
 
 
 class RequestSpec(Struct, frozen=True, kw_only=True):
-    """A request with its flavor and the pre-filters applied. Requests with an equal `key` share one ranking.
-
-    preferred_traits, preferred_classes: what the flavor prefers and does not require; a weigher reads them.
-    related: where the instances are that the request names, if it names any. image_properties: as the image has them.
-    forced: no filter is run; pre-filters and the claim are. cell: only hosts of this one, where an instance moves.
-    leaves: no hosts of this one, which is drained.
-    otherwise: what is asked of hosts that do not satisfy the query.
-    """
+    """A request with its flavor and the pre-filters applied. Requests with an equal `key` share one ranking."""
 
     query: Query
     flavor: str
     project_id: str
     extra_specs: Mapping[str, str] = {}
     availability_zone: str | None = None
+    # preferred_traits, preferred_classes: what the flavor prefers and does not require; a weigher reads them
     preferred_traits: tuple[str, ...] = ()
     preferred_classes: tuple[str, ...] = ()
     key: tuple[str, ...] = ()
-    related: RelatedInstances | None = None
-    image_properties: Mapping[str, str] = {}
-    forced: bool = False
-    cell: str | None = None
-    leaves: str | None = None
-    otherwise: Query | None = None
+    related: RelatedInstances | None = None  # where the instances are that the request names, if it names any
+    image_properties: Mapping[str, str] = {}  # as the image has them
+    forced: bool = False  # no filter is run; pre-filters and the claim are
+    cell: str | None = None  # only hosts of this one, where an instance moves
+    leaves: str | None = None  # no hosts of this one, which is drained
+    otherwise: Query | None = None  # what is asked of hosts that do not satisfy the query
 
     @property
     def queries(self) -> tuple[Query, ...]:

@@ -45,29 +45,25 @@ class CallUnreadable(Fault):
 
 
 class Call(Struct, frozen=True, kw_only=True):
-    """One call (with a reply queue) or cast (without), as its client sent it.
-
-    arguments, context: JSON values, not checked further. unique_id: oslo.messaging's id of this message, the same when
-    it is delivered again; "" when there is none. timeout_s: after so many seconds without a heartbeat the client gives
-    up (`call_monitor_timeout`); 0: it wants none. limit_s: so many seconds it waits altogether; None: it does not say.
-    redelivered: whether it was delivered before; it may have been answered then. body: the envelope as it came.
-    unread: the code of why nothing else is known of it than whom to answer; "": it is.
-    """
+    """One call (with a reply queue) or cast (without), as its client sent it."""
 
     method: str
+    # arguments, context: JSON values, not checked further
     arguments: dict[str, Any] = {}
     version: str = "1.0"
     namespace: str = ""
     context: dict[str, Any] = {}
     reply_queue: str = ""
     message_id: str = ""
+    # oslo.messaging's id of this message, the same when it is delivered again; "" when there is none
     unique_id: str = ""
+    # after so many seconds without a heartbeat the client gives up (`call_monitor_timeout`); 0: it wants none
     timeout_s: int = 0
-    limit_s: float | None = None
+    limit_s: float | None = None  # so many seconds it waits altogether; None: it does not say
     fanout: bool = False
-    redelivered: bool = False
-    body: bytes = b""
-    unread: str = ""
+    redelivered: bool = False  # whether it was delivered before; it may have been answered then
+    body: bytes = b""  # the envelope as it came
+    unread: str = ""  # the code of why nothing else is known of it than whom to answer; "": it is
 
     @property
     def is_answered(self) -> bool:
@@ -150,11 +146,11 @@ def no_such_method(method: str) -> RemoteFault:
 
 
 class RemoteReply(Struct, frozen=True, kw_only=True):
-    """One reply, as far as its bearer reads it. ending: False of a heartbeat. body: as it came."""
+    """One reply, as far as its bearer reads it."""
 
     message_id: str
-    ending: bool
-    body: bytes
+    ending: bool  # False of a heartbeat
+    body: bytes  # as it came
 
 
 class CallOutcome(Struct, frozen=True, kw_only=True):

@@ -43,20 +43,15 @@ DOWN = "service.silent"
 
 
 class ComputeNode(Struct, frozen=True, kw_only=True):
-    """A compute node of Nova.
+    """A compute node of Nova."""
 
-    uuid: its own, which is its root provider's. host: the name of its nova-compute, which aggregates, zones and forced
-    hosts name. nodename: of the hypervisor; with most drivers equal to `host`. Names are as Nova has them.
-    hypervisor_version: 0: unknown. cpu_info: its plain values by path ("arch", "topology:cores").
-    """
-
-    uuid: str
-    host: str
-    nodename: str
+    uuid: str  # its own, which is its root provider's
+    host: str  # the name of its nova-compute, which aggregates, zones and forced hosts name
+    nodename: str  # of the hypervisor; with most drivers equal to `host`. Names are as Nova has them.
     hypervisor_type: str = ""
-    hypervisor_version: int = 0
+    hypervisor_version: int = 0  # 0: unknown
     host_ip: str = ""
-    cpu_info: Mapping[str, str] = {}
+    cpu_info: Mapping[str, str] = {}  # its plain values by path ("arch", "topology:cores")
 
 
 def supported_instances(node: ComputeNode) -> str:
@@ -71,28 +66,25 @@ def supported_instances(node: ComputeNode) -> str:
 
 
 class NovaService(Struct, frozen=True, kw_only=True):
-    """A nova-compute. is_up: by Nova's service group; False also of one that an operator has forced down, and of one
-    whose cell Nova cannot reach. is_read: False: only its host could be read.
-    """
+    """A nova-compute."""
 
     host: str
+    # by Nova's service group; False also of one that an operator has forced down, and of one whose cell Nova cannot
+    # reach
     is_up: bool
     is_disabled: bool = False
     reason: str = ""
-    is_read: bool = True
+    is_read: bool = True  # False: only its host could be read
 
 
 class NovaAggregate(Struct, frozen=True, kw_only=True):
-    """A host aggregate of Nova; hosts: names of nova-computes. A zone is its metadata `availability_zone`.
-
-    is_read: False: its name and metadata could not be read.
-    """
+    """A host aggregate of Nova;"""
 
     uuid: str
     name: str
     metadata: Mapping[str, str] = {}
-    hosts: tuple[str, ...] = ()
-    is_read: bool = True
+    hosts: tuple[str, ...] = ()  # names of nova-computes. A zone is its metadata `availability_zone`.
+    is_read: bool = True  # False: its name and metadata could not be read
 
 
 def host_table() -> HostTable:

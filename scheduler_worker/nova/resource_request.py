@@ -76,14 +76,11 @@ class CloudState(Protocol):
 
 
 class ResourceRequest(Struct, frozen=True, kw_only=True):
-    """The query of one request.
-
-    limit: the most candidates that Nova would ask for; None: all. cpu_pinning_requested: Nova asks a second time with
-    `pinning=False`, as VCPU, and takes the candidates of both.
-    """
+    """The query of one request."""
 
     query: Query
-    limit: int | None
+    limit: int | None  # the most candidates that Nova would ask for; None: all
+    # Nova asks a second time with `pinning=False`, as VCPU, and takes the candidates of both
     cpu_pinning_requested: bool = False
 
 
@@ -298,11 +295,11 @@ class _Draft(Struct):
 
 
 class _Drafted(Struct):
-    """All groups while they are put together. suffixes_of_flavor: how many groups the flavor's extra specs name."""
+    """All groups while they are put together."""
 
     groups: dict[str, _Draft] = {}
     group_policy: Literal["none", "isolate"] | None = None
-    suffixes_of_flavor: int = 0
+    suffixes_of_flavor: int = 0  # how many groups the flavor's extra specs name
     cpu_pinning_requested: bool = False
 
     def group(self, suffix: str = UNNUMBERED) -> _Draft:

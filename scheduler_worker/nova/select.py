@@ -98,21 +98,21 @@ class SelectionContended(Transient):
 
 
 class SelectArguments(Struct, frozen=True, kw_only=True):
-    """The arguments of a call, version 4.5. instance_uuids: None from a conductor older than Nova 16."""
+    """The arguments of a call, version 4.5."""
 
     spec_obj: Any
+    # None from a conductor older than Nova 16
     instance_uuids: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_CLAIMS_TOGETHER)] | None = None
     return_objects: bool = False
     return_alternates: bool = False
 
 
 class Ended(Struct, frozen=True, kw_only=True):
-    """Why a call ends without hosts. reason: for the user of the request, without names of hosts. lost, funnel: with
-    them.
-    """
+    """Why a call ends without hosts."""
 
-    reason: str
+    reason: str  # for the user of the request, without names of hosts
     step: str = ""
+    # lost, funnel: with them
     lost: tuple[str, ...] = ()
     funnel: tuple[DecisionStep, ...] = ()
 

@@ -68,15 +68,12 @@ class Difference(StrEnum):
 
 
 class SchedulerAnswer(Struct, frozen=True, kw_only=True):
-    """One scheduler's answer to a call: the host of each instance, or why there are none.
+    """One scheduler's answer to a call: the host of each instance, or why there are none."""
 
-    took_s: seconds. is_decided: False: it is no answer: berth would forward the call, or the stock scheduler failed.
-    """
-
-    took_s: float = 0.0
+    took_s: float = 0.0  # seconds
     hosts: Hosts = ()
     reason: str = ""
-    is_decided: bool = True
+    is_decided: bool = True  # False: it is no answer: berth would forward the call, or the stock scheduler failed
 
 
 class ShadowedDestinations(Protocol):

@@ -44,11 +44,11 @@ class Purged(Struct, frozen=True):
 
 
 class OpenBuilds(Struct, frozen=True):
-    """Builds that have no end. last: when the last build that was examined was requested, and its instance, where
-    the next page begins (None: there is none after it).
-    """
+    """Builds that have no end."""
 
     builds: Sequence[RecordedBuild]
+    # when the last build that was examined was requested, and its instance, where the next page begins (None: there is
+    # none after it)
     last: tuple[float, str] | None = None
 
 
@@ -62,10 +62,10 @@ class WithoutHost(Struct, frozen=True):
 
 
 class CellInstances(Struct, frozen=True):
-    """A page of a cell's instances, by uuid. last: all up to this uuid were looked at ("": all there are)."""
+    """A page of a cell's instances, by uuid."""
 
     instances: Sequence[str]
-    last: str = ""
+    last: str = ""  # all up to this uuid were looked at ("": all there are)
 
 
 class BuildUnit(Protocol):
@@ -249,12 +249,12 @@ class SchedulerStore(Flushed, Protocol):
 
 
 class BuildWrites(WriteSet, kw_only=True):
-    """The writes of one unit: inserts must be new, decisions must be awaited. at: the time of all writes."""
+    """The writes of one unit: inserts must be new, decisions must be awaited."""
 
     inserts: Sequence[NewBuild] = ()
     decisions: Sequence[BuildUpdate] = ()
     updates: Sequence[BuildUpdate] = ()
-    at: float = 0.0
+    at: float = 0.0  # the time of all writes
 
     def is_empty(self) -> bool:
         """Whether there is nothing to write and nothing to compare."""
