@@ -104,10 +104,8 @@ Allocations = Annotated[dict[Uuid, Resources], Bound(min_length=1, max_length=64
 
 
 class Message(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
-    """Base of every message on the bus.
-
-    A message's type and version are its tag (`build.request.v1`). Fields may be added with a default;
-    a field is never changed or reused, a changed meaning is a new version.
+    """Base of every message on the bus. Its type and version are its tag (`build.request.v1`). A field may be added
+    with a default; none is changed or reused: a changed meaning is a new version.
     """
 
     @property
@@ -149,14 +147,14 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     # reply_to, correlation_id: where and under which id a reply is expected
     reply_to: str | None = None
     correlation_id: str | None = None
-    # how long the publisher has a use for it (None: it does not say), from when a consumer first has it; a redelivery
-    # and a retry count from sent_at, too. A requester waits as long for its answer.
+    # how long the publisher has a use for it (None: not stated), counted from when a consumer first has it; a
+    # redelivery and a retry count from sent_at. A requester waits as long for its answer.
     timeout_s: float | None = None
-    waited_s: float = 0.0  # how much of that passed before the consumers that had it retried
+    waited_s: float = 0.0  # how much of timeout_s passed before the consumers that had it retried
     traceparent: str | None = None  # W3C trace context
     delivery_attempt: int = 0  # how often the consumer has already had this message retried
-    # of the cell's database by which its publisher has decided it (0: it belongs to no cell). What is told to do
-    # something refuses a lower one than the highest that it knows of that cell.
+    # of the cell's database that the publisher decided by (0: it belongs to no cell). The receiver of a command refuses
+    # a lower one than the highest that it knows of that cell.
     database_incarnation: int = 0
     sent_sequences: tuple[int, ...] = ()  # what its publisher knew to be on disk there when this left (DatabaseMark)
 

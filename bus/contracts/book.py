@@ -36,15 +36,13 @@ class TreeConsumer(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class HostTree(Message, frozen=True, kw_only=True, tag="placement.tree.page.v1"):
-    """Reply to a HostTreeQuery, true at one moment: at most MAX_TREE providers by uuid, `limit` consumers by uuid.
-
-    No providers: placement has none of that uuid.
+    """Reply to a HostTreeQuery, true at one moment: at most MAX_TREE providers by uuid, `limit` consumers by uuid. No
+    providers: placement has none of that uuid. The consumers and their allocations are those of the whole tree.
     """
 
     providers: tuple[ProviderState, ...] = ()
     consumers: tuple[TreeConsumer, ...] = ()
-    # there are further providers or consumers. The consumers and their holdings are those of the whole tree.
-    more: bool = False
+    more: bool = False  # there are further providers or consumers
 
 
 class GroupMembersQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.group.v1"):
@@ -122,16 +120,15 @@ class ConsumerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     consumer: Uuid
     project_id: str
-    claim_owner: str = ""  # that owns it ('': unknown)
-    # of the build that holds it (0: no build does: another client of Placement's API, or a migration)
-    attempt: Attempt = 0
+    claim_owner: str = ""  # the claim owner that has it ('': unknown)
+    attempt: Attempt = 0  # of the build that holds it (0: another client of Placement's API, or a migration, holds it)
     consumer_generation: Generation
     allocations: dict[Uuid, dict[str, Amount]]
     hosts: tuple[Uuid, ...]  # the roots of its providers
-    cell: Word | None = None  # theirs (None: no cell has reported them)
+    cell: Word | None = None  # of its hosts (None: no cell has reported them)
 
 
 class AllocationsPage(Message, frozen=True, kw_only=True, tag="placement.allocations.page.v1"):
-    """Reply."""
+    """Reply to an AllocationsQuery."""
 
-    consumers: tuple[ConsumerRecord, ...] = ()  # those that hold something, in the order of their uuids
+    consumers: tuple[ConsumerRecord, ...] = ()  # those that hold something, by uuid

@@ -58,44 +58,45 @@ class MachineSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     user_id: Word = "unknown"
     name: Annotated[str, Bound(max_length=255)] = ""
     image: ImageName = ""
+    # where the image is; without it `image` is a name that the compute service's settings know
     image_source: ImageSource | None = None
+    # config_drive, networks, volumes: the configuration of the machine, for drivers that deploy real machines; others
+    # ignore it
     config_drive: ConfigDrive | None = None
     networks: Networks = ()
     volumes: VolumeRequests = ()
+    # the policy for the instance when its host is fenced (None: as in its flavor, else the setting)
     on_host_failure: EvacuationPolicy | None = None
 
 
 class BuildRequest(Message, MachineSpec, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.request.v1"):
     """Build one machine. `instance_uuid` is chosen by the client and makes the request idempotent."""
 
-    flavor: Label  # a name the scheduler knows
+    flavor: Label  # a name that the scheduler knows
     availability_zone: Zone | None = None
-    host: Annotated[str, Bound(max_length=255)] | None = None  # only this host (through the filters)
-    forced: bool = False  # with `host`, past the filters; the flavor's resources are claimed there all the same
+    host: Annotated[str, Bound(max_length=255)] | None = None  # only this host; filters apply
+    forced: bool = False  # with `host`: filters are skipped; the flavor's resources are claimed there all the same
     ignore_hosts: Annotated[tuple[str, ...], Bound(max_length=256)] = ()  # never these
-    # hosts tried in all, the first included (1 = no alternates); None = the scheduler's setting
+    # hosts tried in all, the first included (1: no alternates; None: the scheduler's setting)
     max_attempts: Annotated[int, Bound(ge=1, le=10)] | None = None
     # how long one attempt may take before the next alternate is tried
     build_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None
-    # whom it wants to be with or apart from; each member is held to the policy that its own request names, also where
-    # another named another, and no instance is moved for it
+    # the instances to be with or apart from. Each member is held to the policy that its own request names, even where
+    # another's differs, and no instance is moved for it.
     server_group: ServerGroup | None = None
     # instead, the name of a server group on record (`objects.change.v1`), of the request's project
     group: Label | None = None
-    # different_host, same_host: not where any of these instances of the project is, or only where one of them is; those
-    # that are nowhere count for nothing
+    # not on a host of any of these instances of the project; instances without a host count for nothing
     different_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
+    # only on a host of one of these instances of the project
     same_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
-    # the image's properties, for filters (hw_architecture, img_hv_type, hw_vm_mode, or any). image_source: where the
-    # image is; without, `image` is a name that the compute service's settings know. config_drive, networks, volumes:
-    # the configuration that a driver which deploys real machines gives the machine; others ignore them.
-    # on_host_failure: the policy for the instance when its host is fenced (None: as in its flavor, else the setting).
+    # of the image, for filters (hw_architecture, img_hv_type, hw_vm_mode, or any)
     image_properties: ImageProperties = {}
     # count, also: a gang: this many machines of `flavor`, and others of other flavors, at most 100 together, that start
-    # together or not at all; each is an instance of its own from then on (`member_uuids`)
+    # together or not at all. Each is an instance of its own from then on (`member_uuids`).
     count: Members = 1
     also: Annotated[tuple[FlavorCount, ...], Bound(max_length=16)] = ()
-    min_count: Members | None = None  # this many are enough (None: all of them); then as many start as find a host
+    min_count: Members | None = None  # this many are enough (None: all); then as many start as find a host
 
     def __post_init__(self) -> None:
         if self.count == 1 and not self.also and self.min_count is None:
@@ -165,22 +166,22 @@ class StatusOfInstance(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     instance_uuid: Uuid
     host: str | None = None
-    code: str = ""
-    funnel: tuple[FunnelStep, ...] = ()
-    history: tuple[AttemptRecord, ...] = ()
+    code: str = ""  # code, reason: why it failed or was refused
+    funnel: tuple[FunnelStep, ...] = ()  # why no host could take the request
+    history: tuple[AttemptRecord, ...] = ()  # the attempts of a build, or the hosts tried for a request
 
 
 class EventOfInstance(StatusOfInstance, frozen=True, kw_only=True, omit_defaults=True):
     """What the events of all requests about an instance state, its build among them."""
 
     project_id: Word
-    terminal: bool = False
+    terminal: bool = False  # no other terminal event follows for the request that caused it
     cell: Word | None = None
-    host_uuid: Uuid | None = None
+    host_uuid: Uuid | None = None  # of `host`; never on the API bus
     attempt: Attempt = 0
     reason: Reason = ""
     at: float = 0.0
-    zone: ShownZone = ""
+    zone: ShownZone = ""  # the availability zone of its host ("": there are none, or it is not known)
 
 
 class RecordOfInstance(StatusOfInstance, frozen=True, kw_only=True, omit_defaults=True):
@@ -197,16 +198,12 @@ class BuildEvent(Message, EventOfInstance, frozen=True, kw_only=True, tag="build
     """A build changed state. Published by a conductor on its cell's bus, and by the scheduler on the API bus."""
 
     state: BuildState
-    # rises with every state of one instance, so a late event is recognised; a state that the next one overtook is not
+    # rises with every state of one instance, so a late event is recognised. A state that the next one overtook is not
     # published, so any but the terminal may be missing. `deleted` is the last state of an instance whatever its number:
-    # a cell whose database has crashed may number its events anew. `terminal`: no other terminal event follows for the
-    # request that caused it. code and reason explain failed and refused; funnel explains a request that no host could
-    # take; history lists the attempts.
+    # a cell whose database has crashed may number its events anew.
     sequence: int
-    # with the end of a build, when each of its stages ended, [requested, queued, decided, claimed, dispatched, built,
-    # announced] in seconds since the epoch, 0 where it never came to that; and then how many claims were lost to
-    # others. zone: the availability zone of its host ("": there are none, or it is not known). host_uuid: of `host`;
-    # never on the API bus.
+    # with the end of a build, when each of its stages ended: [requested, queued, decided, claimed, dispatched, built,
+    # announced] in seconds since the epoch, 0 where it never came to that; then how many claims were lost to others
     stage_times: StageTimes | None = None
 
 
@@ -220,41 +217,38 @@ class EventsMissed(Message, frozen=True, kw_only=True, tag="events.missed.v1"):
 
 
 class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.query.v1"):
-    """Ask the scheduler for one build (with its timeline), or for a page of them, newest first."""
+    """Ask the scheduler for one build (with its timeline), or for a page of them, newest first. By cell, host, flavor
+    and code at most 100,000 builds are looked through.
+    """
 
     instance_uuid: Uuid | None = None
     project_id: Word | None = None
     state: BuildState | None = None
-    # before, after: when the build was requested, in seconds since the epoch; `after` itself included
+    # before, after: when the build was requested, in seconds since the epoch; `after` itself is included
     before: float | None = None
-    # of those requested at `before` itself, the ones of lesser uuids too: the last of a page, for the page after it
+    # with `before`: also builds requested at that very time with lesser uuids. The last build of a page gives both for
+    # the page after it.
     before_instance: Uuid | None = None
     after: float | None = None
     cell: Word | None = None
-    host: Label | None = None  # the name of the host that it has, or last had
+    host: Label | None = None  # the host that it has, or last had
     flavor: Label | None = None
     code: Label | None = None
-    # the members of one request for several. By cell, host, flavor and code at most 100,000 builds are looked through.
-    gang: Uuid | None = None
+    gang: Uuid | None = None  # the members of one request for several
     limit: Annotated[int, Bound(ge=1, le=1000)] = 100
 
 
 class BuildRecord(RecordOfInstance, frozen=True, kw_only=True, omit_defaults=True):
-    """A build as the scheduler has it on record.
-
-    host, flavor: its present ones.
-    """
+    """A build as the scheduler has it on record, with its present host and flavor."""
 
     flavor: str
     state: BuildState
     name: str = ""
     timeline: tuple[TimelineEntry, ...] = ()
-    condition: str = ""  # its state since its build (`instance.event.v1`); "": it is as it was built
+    condition: str = ""  # its state since its build (`instance.event.v1`; "": as it was built)
     under_way: Uuid | None = None  # the request about it that has not ended
-    # the first instance of the request for several that it is of, and gang_min_count: how many of those start together
-    # at least
-    gang: Uuid | None = None
-    gang_min_count: int = 0
+    gang: Uuid | None = None  # the first instance of the request for several that it belongs to
+    gang_min_count: int = 0  # how many of the gang start together at least
 
     @property
     def standing(self) -> str:
@@ -279,13 +273,12 @@ class TimelineEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     at: float
     actor: str
-    what: str
+    what: str  # `waiting` is the last line, and there only while the build waits for the manager of its host
     detail: str = ""
     stage_times: StageTimes | None = None  # with the end of the build, when each of its stages ended
-    # with each choice, the build's or a later request's, of the chosen host and then of its alternates
+    # with each choice (of the build or a later request): of the chosen host, then of its alternates
     scores: tuple[HostScore, ...] = ()
-    # of `not_claimed`, those that hold what was lost, newest first; HTTP shows a project its own. `waiting` is the last
-    # line, and there only while the build waits for what manages its host.
+    # of `not_claimed`: the consumers that hold what was lost, newest first; HTTP shows a project its own
     conflicting_consumers: tuple[ConflictingConsumer, ...] = ()
 
 
@@ -306,8 +299,8 @@ class BuildPage(Message, frozen=True, kw_only=True, tag="build.page.v1"):
     """Reply to a BuildQuery. Empty when the instance is unknown."""
 
     builds: tuple[BuildRecord, ...] = ()
-    # searched_to, searched_to_instance: the search was given up there, at this build, requested at this time; older
-    # ones may match. Ask again with these as `before` and `before_instance`.
+    # searched_to, searched_to_instance: the search ended at this build, requested at this time; older ones may match.
+    # Ask again with these as `before` and `before_instance`.
     searched_to: float | None = None
     searched_to_instance: Uuid | None = None
 
@@ -319,12 +312,11 @@ class HostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
     cell: Word | None = None  # only this cell's
     up: bool | None = None  # only those whose compute service is up, or only those whose is not
-    # in this order. Schedulers may know a host under different names, because one has not received its newest
-    # announcement.
+    # in the order of uuids, not of names. Schedulers may know a host under different names while one has not received
+    # its newest announcement.
     by_uuid: bool = False
-    after_uuid: Uuid | None = None  # only those that follow this one by uuid, the last of the page before
-    # an answer is written and read without a pause, some 20 ms for 20,000 hosts, so berth itself queries 5,000 at a
-    # time
+    after_uuid: Uuid | None = None  # only those after this uuid, the last of the page before
+    # an answer is written and read without a pause, some 20 ms for 20,000 hosts; berth itself asks for 5,000 at a time
     limit: Annotated[int, Bound(ge=1, le=100_000)] = 1000
 
 
@@ -335,19 +327,19 @@ class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str
     cell: str | None = None
     service: str | None = None
-    # a compute service has announced it since this scheduler's start. Of one that has not been, the service is not
-    # known, and the cell only if the host is fenced.
+    # a compute service has announced it since this scheduler's start. Otherwise its service is not known, and its cell
+    # only if the host is fenced.
     reported: bool = True
     up: bool = False
     enabled: bool = True  # whether berth may use it: both its compute service and the operator allow it
     resources: dict[str, tuple[float, float]] = {}
     failed_builds: int = 0
-    admin: HostAdminState | None = None  # the operator's newest decision about it, if there ever was one
-    zone: str | None = None  # the availability zone that one of them makes
+    admin: HostAdminState | None = None  # the operator's newest decision about it, if there is one
+    zone: str | None = None  # the availability zone that one of its aggregates makes
     aggregates: tuple[str, ...] = ()  # names of the host aggregates that it is in
     metrics: dict[str, float] = {}  # the numbers known of it that are not too old
     claimed_also_by: str | None = None  # another compute service that reports a host of this uuid, and was refused it
-    # why the book does not have a host that a service which is up reports ("": it has it, or no such service reports
+    # why placement does not have a host that a service which is up reports ("": it has it, or no such service reports
     # it)
     not_in_placement: str = ""
 

@@ -52,7 +52,7 @@ class ConfigDrive(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     user_data: Annotated[str, Bound(max_length=MAX_USER_DATA)] = ""  # for cloud-init; at most 65,535 characters
     public_keys: Annotated[tuple[PublicKey, ...], Bound(max_length=16)] = ()  # SSH keys, a line each
     network_data: dict[str, Any] = {}  # OpenStack's `network_data.json`, at most 65,535 bytes
-    # empty = the instance's name
+    # "": the instance's name
     hostname: Annotated[str, matching(r"^[A-Za-z0-9.\-]{0,255}$(?!\n)", "at most 255 letters, digits, . and -")] = ""
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class VolumeRequest(Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
 
     volume_id: Annotated[str, Bound(min_length=1, max_length=36)]  # its id where it is kept
     type: Literal["iscsi", "fibre_channel"] = "iscsi"  # as in Ironic's volume targets
-    boot_index: Annotated[int, Bound(ge=0, le=255)] = 0  # 0 = the machine boots from it
+    boot_index: Annotated[int, Bound(ge=0, le=255)] = 0  # 0: the machine boots from it
     # how it is reached (target_portal, target_iqn, target_lun, ...), at most 16,384 bytes of JSON
     properties: dict[str, Any] = {}
 

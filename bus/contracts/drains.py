@@ -61,11 +61,13 @@ class DrainMoveState(StrEnum):
 
 
 class DrainQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.drain.query.v1"):
-    """Ask a scheduler how hosts could be drained now: each active instance on them, and where it would go."""
+    """Ask a scheduler how hosts could be drained now: each active instance on them, and where it would go. Nothing is
+    begun, and nothing is held for the plan.
+    """
 
     host: Label  # the target's name or uuid
     cell: Word | None = None  # where names of hosts and services are looked for
-    kind: ActionKind = ActionKind.LIVE_MIGRATE  # by which move. Nothing is begun, and nothing is held for the plan.
+    kind: ActionKind = ActionKind.LIVE_MIGRATE  # by which move
     limit: Annotated[int, Bound(ge=1, le=MAX_PLANNED)] = MAX_PLANNED
     target: DrainTarget | None = None  # None: the one kind that has something of this name
 
@@ -76,10 +78,10 @@ class PlannedMove(Struct, frozen=True, kw_only=True, omit_defaults=True):
     instance_uuid: Uuid
     project_id: str
     flavor: str
-    hosts: tuple[str, ...] = ()  # where it would go, the first first; without any: why not
+    hosts: tuple[str, ...] = ()  # where it would go, best first; empty: code and reason state why not
     code: str = ""
     reason: Reason = ""
-    source: str = ""  # its host
+    source: str = ""  # its present host
 
 
 class DrainPlan(Message, frozen=True, kw_only=True, tag="hosts.drain.plan.v1"):
@@ -88,17 +90,16 @@ class DrainPlan(Message, frozen=True, kw_only=True, tag="hosts.drain.plan.v1"):
     host: Label  # the target's name
     host_uuid: Uuid | None = None  # of a single host
     target: DrainTarget = DrainTarget.HOST
-    # how many are drained. Each instance is moved once, to a host that is not drained, so that as many moves as there
-    # are instances are the fewest that do it.
+    # how many are drained. Each instance moves once, to a host that is not drained, so the moves are as few as
+    # possible.
     hosts: Count = 1
     moves: tuple[PlannedMove, ...] = ()
-    more: bool = False  # there are others
+    more: bool = False  # there are further instances
 
 
 class DrainStart(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="drain.start.v1"):
-    """Disable hosts and move every instance away from them. Idempotent by `drain`, which the client chooses.
-
-    Refused with `drain.stuck`, and then nothing is begun, when an instance cannot move;
+    """Disable hosts and move every instance away from them. Idempotent by `drain`, which the client chooses. Refused
+    with `drain.stuck`, and nothing is begun, when an instance cannot move.
     """
 
     drain: Uuid
@@ -110,8 +111,8 @@ class DrainStart(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     kind: ActionKind = ActionKind.LIVE_MIGRATE
     at_once: AtOnce = 4  # moves under way at a time
     per_minute: PerMinute | None = None  # at most this many are begun in a minute
-    deadline_s: DeadlineS | None = None  # after this long it begins nothing more, and ends with the moves under way
-    force: bool = False  # what can move is moved
+    deadline_s: DeadlineS | None = None  # seconds after which it begins nothing more, and ends with the moves under way
+    force: bool = False  # begin also when an instance cannot move: what can move is moved
     reason: Reason = "drain"
 
 
@@ -122,7 +123,7 @@ class DrainCommand(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     action: DrainAction
     by: Label
     reason: Reason = ""
-    # of a resumed one, from now on; without it a resumed drain that had one has none
+    # seconds from now on, of a resumed one; without it a resumed drain that had a deadline has none
     deadline_s: DeadlineS | None = None
 
 
@@ -136,18 +137,14 @@ class DrainTerms(Struct, frozen=True, kw_only=True):
     at_once: AtOnce = 4
     per_minute: PerMinute | None = None
     state: DrainState = DrainState.RUNNING
-    code: str = ""
-    started_at: float = 0.0
+    code: str = ""  # why it has ended (`drain.done`, `drain.deadline`, `drain.stopped`)
+    started_at: float = 0.0  # started_at, deadline_at: seconds since the epoch
     deadline_at: float | None = None
-    hosts: Count = 0
+    hosts: Count = 0  # how many it has disabled
 
 
 class DrainRecord(DrainTerms, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A drain as it is on record: the body of an object of kind `drain`, whose name is the drain's id.
-
-    started_at, deadline_at: seconds since the epoch. code: why it has ended (`drain.done`, `drain.deadline`,
-    `drain.stopped`). hosts: how many it has disabled.
-    """
+    """A drain as it is on record: the body of an object of kind `drain`, whose name is the drain's id."""
 
     name: Label
 
@@ -165,15 +162,14 @@ class DrainProgress(DrainTerms, frozen=True, kw_only=True):
 
     id: Uuid
     host: str  # the target's name
-    # their sum. Where one drain was asked for also what waits and what has failed, and which these are: moved, failed,
-    # under_way, not_begun; at most MAX_PLANNED of each.
-    planned: Count
-    counts: dict[str, int]  # {state of an instance: how many}
+    planned: Count  # the sum of `counts`
+    counts: dict[str, int]  # {state of an instance: how many}; of a single drain also those that wait and have failed
+    # moved, failed, under_way, not_begun: the instances, of a single drain only; at most MAX_PLANNED of each
     moved: tuple[Uuid, ...] = ()
     failed: tuple[DrainFailure, ...] = ()
     under_way: tuple[Uuid, ...] = ()
     not_begun: tuple[Uuid, ...] = ()
-    more: bool = False  # there are, or may be, further ones
+    more: bool = False  # there are, or may be, further instances
 
 
 class DrainResult(Message, frozen=True, kw_only=True, tag="drain.result.v1"):

@@ -45,10 +45,8 @@ class HostReading(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class HostMetrics(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="host.metrics.v1"):
-    """Numbers about hosts.
-
-    On a cell's bus it counts for hosts of that cell only. Of two numbers with one name for one host the newer counts,
-    whichever source it has. A field that is not known is refused by its name.
+    """Numbers about hosts. On a cell's bus they count for hosts of that cell only. Of two numbers with one name for one
+    host the newer counts, whichever its source. An unknown field is refused by name.
     """
 
     source: MetricSource  # who measured (`compute-<service>`, `ironic`, a name of the operator's)
@@ -68,7 +66,7 @@ class HostMetric(Struct, frozen=True, kw_only=True):
     value: float
     at: Time  # seconds since the epoch
     source: MetricSource
-    fresh: bool  # it is not too old to count
+    fresh: bool  # it is recent enough to count
 
 
 class HostMetricsRecord(Struct, frozen=True, kw_only=True):

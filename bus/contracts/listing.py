@@ -22,21 +22,20 @@ class ListMachines(Message, frozen=True, kw_only=True, tag="compute.listing.v1")
 
     service: Word
     database_id: Uuid  # whose tag is the cell's own
-    # after_host, after_instance: only what comes behind that, in the order of hosts, and of instances on each ("": from
-    # the first on)
+    # after_host, after_instance: only what follows these, by host, then by instance ("": from the first on)
     after_host: Uuid | Literal[""] = ""
     after_instance: Uuid | Literal[""] = ""
 
 
 class ListedMachine(AttemptOnHost, frozen=True, kw_only=True, omit_defaults=True):
-    """One machine. attempt: as in its tag (0: it is not known)."""
+    """One machine that a host has."""
 
     host: Label
     complete: bool = True  # it is certainly built; one that is being built is not
     runs: bool = True  # it is not stopped
     busy: bool = False  # a change or a destruction of it is under way, or has been given up for now
     foreign: bool = False  # it has no tag of this database
-    # project_id, spec, allocations: as its service was commanded them last; allocations rather as its host has them
+    # project_id, spec, allocations: as its service was last commanded them; allocations rather as its host has them
     # (None: the service does not know)
     project_id: Word | None = None
     spec: InstanceSpec | None = None
@@ -44,14 +43,11 @@ class ListedMachine(AttemptOnHost, frozen=True, kw_only=True, omit_defaults=True
 
 
 class MachinesPage(Message, frozen=True, kw_only=True, tag="compute.listing.page.v1"):
-    """Reply to ListMachines.
-
-    A host of the service that is in no page was not seen, which proves nothing.
-    """
+    """Reply to ListMachines. A host of the service that is in no page was not seen, which proves nothing."""
 
     machines: Annotated[tuple[ListedMachine, ...], Bound(max_length=MAX_LISTED_MACHINES)] = ()
-    # that were read now, and whose machines are all in this page and those before
+    # those that were read now, and whose machines are all in this page and those before
     hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LISTED_HOSTS)] = ()
-    more: bool = False  # there are other pages, behind next_host and next_instance
+    more: bool = False  # there are further pages, after next_host and next_instance
     next_host: Uuid | Literal[""] = ""
     next_instance: Uuid | Literal[""] = ""

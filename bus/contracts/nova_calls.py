@@ -46,12 +46,13 @@ class CallDecision(Struct, frozen=True, kw_only=True):
     reason: Reason = ""  # why it has no host, or was left to the fallback
     step: Phrase = ""
     detail: Reason = ""
-    lost: Annotated[tuple[Reason, ...], Bound(max_length=MAX_LOST)] = ()  # claims that got nothing, "host: outcome"
+    lost: Annotated[tuple[Reason, ...], Bound(max_length=MAX_LOST)] = ()  # claims that got nothing, as "host: outcome"
     funnel: Annotated[tuple[DecisionStep, ...], Bound(max_length=MAX_STEPS)] = ()
     # of each of the first instances, the chosen one and its alternates
     hosts: Annotated[tuple[HostNames, ...], Bound(max_length=MAX_NAMED)] = ()
     project_id: Phrase = ""  # of the user who asked
-    scores: Annotated[tuple[HostScore, ...], Bound(max_length=MAX_HOSTS)] = ()  # what those of the first weighed
+    # the weights of the hosts of the first instance
+    scores: Annotated[tuple[HostScore, ...], Bound(max_length=MAX_HOSTS)] = ()
 
 
 class ComparedAnswer(Struct, frozen=True, kw_only=True):
@@ -59,7 +60,7 @@ class ComparedAnswer(Struct, frozen=True, kw_only=True):
 
     hosts: Annotated[tuple[HostName, ...], Bound(max_length=MAX_NAMED)] = ()
     reason: Reason = ""
-    took_s: float = 0.0  # seconds
+    took_s: float = 0.0
 
 
 class CallCompared(Struct, frozen=True, kw_only=True):

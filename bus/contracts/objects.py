@@ -1,9 +1,6 @@
 """The objects that operators define at run time: flavors, aggregates, quotas, groups, rules, decisions about hosts and
-cells.
-
-They are rows of one table in the schedulers' database, versioned by one revision, and in effect on every scheduler as
-soon as the new revision has been announced to it. The settings file holds the initial objects of an empty system.
-Which cells there are and are in use follows from them: placement connects to those.
+cells. They are rows of one table in the schedulers' database, versioned by one revision, which every scheduler applies
+once it has been announced to it. The settings file holds the initial objects of an empty system.
 """
 
 from __future__ import annotations
@@ -134,7 +131,7 @@ class SchedulingRules(Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
 
 class HostDecision(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """An operator's decision about a host. The object's name is the host's uuid;"""
+    """An operator's decision about a host. The object's name is the host's uuid."""
 
     host: Label  # its name at that time
     state: AdminState
@@ -151,7 +148,7 @@ class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     host: Label
     cell: str | None = None  # where the host is (None: not known yet)
     version: Version  # of the newest decision about it
-    unfencing: bool = False  # the host is to be used again, once it has destroyed its `losses`
+    unfencing: bool = False  # the host is to be used again, once it has destroyed its stale machines
     # an operator has ended the fence without the cell's acknowledgement; the cell is still commanded to lift it
     forced: bool = False
     acknowledged: Version = 0  # of the newest that the cell has on record
@@ -165,9 +162,8 @@ class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 
 
 class AuditRepair(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A repair that an audit has carried out by itself, as the site's policy allows, or an operator's decision that a
-    machine in quarantine is its instance. It is only in the log of changes, under the name of the consumer, as an
-    object that was there before: none is ever on record.
+    """A repair that an audit has made by itself, as the site's policy allows, or an operator's decision that a machine
+    in quarantine is its instance. Only in the log of changes, under the consumer's name, as an object that was deleted.
     """
 
     finding: Label  # its kind
@@ -202,10 +198,9 @@ URL_VARIABLE = "a name of at most 63 capital letters, digits and _ that begins w
 
 
 class CellBus(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Where the bus of a cell is that the settings of running workers do not name.
-
-    Its URL has a password, so it is not here: each worker reads it from a file or a variable of its own. Neither: the
-    broker of the API bus, with the prefix or the cell's name before every exchange and queue name.
+    """Where the bus of a cell is that the settings of running workers do not name. Its URL has a password, so each
+    worker reads it from a file or a variable. Without either it is the API bus's broker, with the prefix or the cell's
+    name before every name.
     """
 
     url_file: Annotated[str, matching(r"^([A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,63})?$(?!\n)", URL_FILE)] = ""
@@ -284,7 +279,7 @@ class StoredObject(Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: ObjectKind
     name: str
     body: dict[str, Any]
-    version: Version  # the revision that it was last changed in
+    version: Version  # the revision that last changed it
     changed_at: float = 0.0  # seconds since the epoch
     changed_by: str = ""
 
@@ -352,8 +347,7 @@ class CellRecord(Struct, frozen=True, kw_only=True):
     bus: CellBus | None = None
     configured: bool  # the settings of this scheduler name it
     in_use: bool  # workers connect to its bus
-    # by, at: who decided it, seconds since the epoch (version 0: no operator did)
-    by: str = ""
+    by: str = ""  # by, at: who decided it and when, in seconds since the epoch (version 0: no operator did)
     at: float = 0.0
     version: Version = 0
     # link, problem: of this scheduler's connection, and why it is not up
@@ -364,5 +358,5 @@ class CellRecord(Struct, frozen=True, kw_only=True):
 class CellsPage(Message, frozen=True, kw_only=True, tag="cells.page.v1"):
     """Reply to a CellsQuery, by name."""
 
-    revision: Version  # of the objects that it is by
+    revision: Version  # of the objects that it follows from
     cells: tuple[CellRecord, ...] = ()

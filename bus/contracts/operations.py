@@ -14,16 +14,13 @@ from .base import Count, Label, Message, Reason, Uuid, Version, Word
 
 
 class AdminState(StrEnum):
-    """An operator's decision about a host. It stands beside the reports of the host's compute service.
+    """An operator's decision about a host. It stands beside the reports of the host's compute service."""
 
-    enabled: berth may use it. disabled: it takes nothing new; its instances stay. maintenance: as disabled, and a
-    request that passes the filters (`forced`) is kept away as well. fenced: as maintenance, and an operator has made
-    sure that it is off and stays off until it has been notified of its losses; its instances may be evacuated.
-    """
-
-    ENABLED = "enabled"
-    DISABLED = "disabled"
-    MAINTENANCE = "maintenance"
+    ENABLED = "enabled"  # berth may use it
+    DISABLED = "disabled"  # it takes nothing new; its instances stay
+    MAINTENANCE = "maintenance"  # as disabled, and requests that skip the filters (`forced`) are kept away as well
+    # as maintenance, and an operator has made sure that it is off and stays off until it has been notified of its
+    # losses; its instances may be evacuated
     FENCED = "fenced"
 
 
@@ -42,7 +39,7 @@ class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     fence: Version = 0
     acknowledged: Version = 0
     pending: AdminState | None = None  # the decision about a fenced host once it has destroyed its losses
-    stale_machines: Count = 0  # this many machines are left, by its cell's last report
+    stale_machines: Count = 0  # machines left, by its cell's last report
     drain: Uuid | None = None  # the drain that the host belongs to
 
     @property
@@ -52,22 +49,22 @@ class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SetAdminState(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.set.v1"):
-    """Decide about a host: `host` is its uuid, or its name when one host has it. Idempotent by the message's id.
-
-    A fenced host stays fenced until its cell reports that it has destroyed its losses; what this names is `pending`
-    until then. The decision is kept as an object of kind `host`, so it is in the log of changes too.
+    """Decide about a host: `host` is its uuid, or its name when one host has it. Idempotent by the message's id. Kept
+    as an object of kind `host`, so also in the log of changes.
     """
 
     host: Label
+    # a fenced host stays fenced until its cell reports that it has destroyed its losses; until then this is its
+    # `pending` state
     state: AdminState
     reason: Reason = ""
     by: Label
-    # where a name is looked for; None: in all cells. It also states where a host is that is to be fenced, if nothing
-    # else shows that: without it the fence is refused (`host.cell_unknown`), `force` aside.
+    # where a name is looked for (None: in all cells). It also states where a host to be fenced is, if nothing else
+    # shows that; without it the fence is then refused (`host.cell_unknown`), unless `force`.
     cell: Word | None = None
     # fence a host although a compute service that is up reports it, or may do so (else refused: `host.service_up`;
-    # `host.cell_silent`, not every service of its cell is known): an instance that is evacuated from a host that runs
-    # would run twice. Or end a fence without its cell's word, because the cell is gone for good; that needs a reason
+    # `host.cell_silent`, not every service of its cell is known): an instance evacuated from a running host would run
+    # twice. Or end a fence without its cell's acknowledgement, because the cell is gone for good; that needs a reason
     # (`host.reason_missing`).
     force: bool = False
 
@@ -87,16 +84,14 @@ class Reasoned(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class DeleteHost(Message, Reasoned, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.delete.v1"):
-    """Forget a host that is gone for good: `host` is its uuid, or its name when one host has it. Idempotent.
-
-    Its provider tree leaves placement, and the decision about it and its place in aggregates leave the schedulers'
-    record. Refused while something shows that it may not be gone: a compute service that is up reports it
-    (`host.service_up`), not every service of a cell is known (`host.cell_silent`), its fence is open
-    (`host.fence_open`), a drain that has not ended has it (`host.draining`), instances are on record there
-    (`host.has_instances`), or consumers hold something of it (`host.in_use`). A host that is reported once more is a
-    new host.
+    """Forget a host that is gone for good: its provider tree leaves placement; its decision and its place in aggregates
+    leave the schedulers' record. Idempotent. A host that is reported once more is a new host.
     """
 
+    # its uuid, or its name when one host has it. Refused while it may not be gone: a compute service that is up reports
+    # it (`host.service_up`), not every service of a cell is known (`host.cell_silent`), its fence is open
+    # (`host.fence_open`), a drain that has not ended has it (`host.draining`), instances are on record there
+    # (`host.has_instances`), or consumers hold something of it (`host.in_use`).
     host: Label
 
 
@@ -110,15 +105,13 @@ class HostDeleted(Message, frozen=True, kw_only=True, tag="hosts.deleted.v1"):
 
 
 class DeleteService(Message, Reasoned, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="services.delete.v1"):
-    """Forget a compute service that is gone for good, with the machines that it may have had. Idempotent.
-
-    Its cell drops its lease, so nothing waits for its answer any more: neither what a recovery could not find out, nor
-    `berth check`. Refused while it is up (`service.up`), while placement has hosts of it
-    (`service.has_hosts`: forget or re-home them first), or while instances are on record there, on hosts that are not
-    fenced (`service.has_instances`). cell: that it is in (None: it is found by its name, which one cell has). A service
-    that sends a heartbeat once more is a new service.
+    """Forget a compute service that is gone for good, with the machines that it may have had: its cell drops its lease,
+    so neither a recovery nor `berth check` waits for it. Idempotent. A service that sends a heartbeat once more is a
+    new service.
     """
 
+    # refused while it is up (`service.up`), while placement has hosts of it (`service.has_hosts`: forget or re-home
+    # them first), or while instances are on record there, on hosts that are not fenced (`service.has_instances`)
     service: Word
 
 
@@ -145,7 +138,8 @@ class ServiceRecord(Struct, frozen=True, kw_only=True):
     cell: str
     up: bool
     epoch: int = 0  # of its present life
-    # code, reason: why it is not up, as its cell's conductor reports it, and `since` when (seconds since the epoch)
+    # code, reason, since: why it is not up, as its cell's conductor reports it, and since when (seconds since the
+    # epoch)
     code: str = ""
     reason: str = ""
     since: float = 0.0
@@ -173,11 +167,9 @@ class EvacuationPolicy(StrEnum):
 
 
 class CellFence(Message, frozen=True, kw_only=True, tag="cell.fence.v1"):
-    """A person, or a fencing plug-in, has made sure that this host is off. It is repeated until the cell has
-    acknowledged it.
-
-    Every step about the host that waits for its answer ends without it: deletes, builds, the remains of a move there. A
-    machine that the host may have kept is a loss, which it is to destroy when it comes back.
+    """A person, or a fencing plug-in, has made sure that this host is off. Repeated until the cell acknowledges it.
+    Every step that waits for the host's answer ends: deletes, builds, the remains of a move. Machines it may have kept
+    are losses.
     """
 
     host_uuid: Uuid
@@ -202,7 +194,7 @@ class HostFence(Message, frozen=True, kw_only=True, tag="host.fence.v1"):
 
     cell: Word
     host_uuid: Uuid
-    version: Version  # the decision that it goes by
+    version: Version  # of the decision that it follows
     state: FenceState
     stale_machines: Count = 0  # the machines that the host may still have to destroy, at most
     at: float = 0.0  # seconds since the epoch

@@ -57,17 +57,15 @@ FRONTEND = "nova"  # a frontend of Nova publishes some of a scheduler's messages
 
 
 class QueueKind(StrEnum):
-    """How long a queue and its messages live.
+    """How long a queue and its messages live."""
 
-    durable: quorum queue, survives the broker; delivery limit; retries and dead letters wait in the bus's own queues.
-    expiring: for requests that their sender repeats: a quorum queue whose messages end after ttl_s; no delivery limit,
-    no retries, no dead letters.
-    private: one consumer process's own, gone with its connection; bounded, the oldest dropped.
-    """
-
+    # a quorum queue that survives the broker, with a delivery limit; retries and dead letters wait in the bus's own
+    # queues
     DURABLE = "durable"
+    # for requests that their sender repeats: a quorum queue whose messages end after ttl_s; no delivery limit, no
+    # retries, no dead letters
     EXPIRING = "expiring"
-    PRIVATE = "private"
+    PRIVATE = "private"  # one consumer process's own, gone with its connection; bounded, the oldest dropped
 
 
 class QueueRow(Struct, frozen=True, kw_only=True, dict=True):
@@ -80,18 +78,18 @@ class QueueRow(Struct, frozen=True, kw_only=True, dict=True):
     # ((exchange, key pattern), ...); on the exchange of dead letters the key is the name of the queue whose dead
     # letters it gets as well
     bindings: tuple[tuple[str, str], ...]
-    # delays of the first, second, ... retry, each one of the bus's; after the last the message is a dead letter.
+    # delays of the first, second, ... retry in seconds, each one of the bus's; after the last the message is a dead
+    # letter
     retry_s: tuple[float, ...] = ()
     delivery_limit: int = 20  # redeliveries (a consumer died or gave no answer) before the broker gives it up
     # messages; past it a publisher is refused (durable, expiring) or the oldest goes (private)
     max_length: int = 1_000_000
-    # the same as max_length of their bodies; 0: not bounded. (One message may carry many requests; bytes go with them.)
-    max_bytes: int = 0
+    max_bytes: int = 0  # of bodies, as max_length (0: not bounded): one message may carry many requests
     max_values: int = 0  # values that one message may have, by an upper bound (`has_more_values`); 0: not bounded
     ttl_s: float | None = None
-    # a worker that declares it besides its reader, so that its messages there are kept from the beginning
+    # workers that declare it besides its consumer, so that its messages are kept from the beginning
     declared_by: tuple[str, ...] = ()
-    # the queue that gets its retries; "": itself. One that publishers keep full refuses them, and then they hold up the
+    # the queue that gets its retries ("": itself). One that publishers keep full refuses them, which then hold up the
     # delays of the whole bus.
     retries_to: str = ""
     # programs that are not berth's publish to it, so that less is read of one message (`bus.wire`)

@@ -40,9 +40,8 @@ Process = Annotated[str, matching(r"^[A-Za-z0-9_\-]{1,128}\Z", "1 to 128 letters
 
 
 class CellRecovering(Message, frozen=True, kw_only=True, tag="cell.recovering.v1"):
-    """A cell's database was set back: its conductor asks for one page of what the schedulers and placement have of it.
-
-    It is repeated until it is answered.
+    """A cell's database was restored: its conductor asks for one page of what the schedulers and placement have of it.
+    Repeated until it is answered.
     """
 
     cell: Word
@@ -50,7 +49,7 @@ class CellRecovering(Message, frozen=True, kw_only=True, tag="cell.recovering.v1
     database_incarnation: Incarnation  # of the cell's database
     query_id: Uuid  # made anew with each page; only its answer is taken
     after: Uuid | Literal[""] = ""  # the uuid behind which the page begins ("": from the first)
-    # instead of a page these instances, wherever they are
+    # instead of a page: these instances, wherever they are
     asked: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_ASKED)] = ()
 
 
@@ -65,37 +64,39 @@ class KnownPlace(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class KnownRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the top has of one instance."""
+    """What the schedulers and placement have of one instance."""
 
     instance_uuid: Uuid
     project_id: Annotated[str, Bound(max_length=255)] = ""  # of its allocations, else of its build
     state: BuildState | None = None  # of its build (None: no build of it is on record)
-    condition: Condition = Condition.ACTIVE  # its state since
-    cell: Word | None = None  # that the map has it in
+    condition: Condition = Condition.ACTIVE  # since its build
+    cell: Word | None = None  # that the schedulers' map has it in
     attempt: Attempt = 0  # the highest of its build and its allocations
     sequence: Sequence = 0  # of its newest event that the schedulers have had
-    spec: InstanceSpec | None = None  # its present one
+    spec: InstanceSpec | None = None  # the present one
     snapshot: ImageName = ""  # the image that is kept of a shelved one
     places: Annotated[tuple[KnownPlace, ...], Bound(max_length=MAX_PLACES)] = ()  # its own before those of its moves
     # request_id, kind: of the move under way
     request_id: Uuid | Literal[""] = ""
     kind: ActionKind | None = None
-    transferred_in: bool = False  # it leads here from another cell, which has given the instance up
+    transferred_in: bool = False  # its move leads here from another cell, which has given the instance up
 
 
 class CellKnown(Message, frozen=True, kw_only=True, tag="cell.known.v1"):
-    """One page, in the order of uuids: everything that was committed above before the question was published."""
+    """Reply to a CellRecovering, by uuid: everything that the schedulers and placement committed before the query was
+    published.
+    """
 
     cell: Word
     process: Process
     database_incarnation: Incarnation
     query_id: Uuid
-    # those with a machine by the map, and consumers of which placement has something in the cell or in none; or those
-    # that were asked for
+    # those with a machine by the schedulers' map, and consumers that hold something in the cell or in none; or those
+    # asked for
     instances: Annotated[tuple[KnownRecord, ...], Bound(max_length=MAX_KNOWN)] = ()
     # of hosts of the cell, and of hosts of which the cell is not known
     fences: Annotated[tuple[CellFence, ...], Bound(max_length=MAX_KNOWN)] = ()
     last: Uuid | Literal[""] = ""  # the page ends with this uuid ("": nothing follows)
-    old: bool = False  # the top was set back itself: what it lacks, it may have lost
+    old: bool = False  # the schedulers' or placement's database was restored, too: what it lacks, it may have lost
     # of the cell's database, as placement and the schedulers have heard them (none: of instances that were asked for)
     marks: Annotated[tuple[DatabaseMark, ...], Bound(max_length=2)] = ()

@@ -19,13 +19,13 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker.heartbeat.
     """A worker's heartbeat: published every `every_s` seconds on its own bus, and lost without harm."""
 
     role: Word
-    worker: Label  # the process's name, no other's at the same time
+    worker: Label  # the process's name, unique at one time
     host: Phrase
     pid: Count
     version: Phrase
     started_at: float  # seconds since the epoch
     phase: Word  # of its life (`ready`, `draining`, ...)
-    not_ready: Annotated[tuple[Phrase, ...], Bound(max_length=16)] = ()  # the server that it waits for
+    not_ready: Annotated[tuple[Phrase, ...], Bound(max_length=16)] = ()  # the servers that it waits for
     # {queue: deliveries that it has taken and not answered}
     in_flight: Annotated[dict[Phrase, Count], Bound(max_length=64)] = {}
     every_s: Annotated[float, Bound(gt=0, le=3600)] = 5.0
@@ -36,7 +36,7 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker.heartbeat.
 class WorkersQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="workers.query.v1"):
     """Query a scheduler for the workers whose heartbeats it has received."""
 
-    role: Word | None = None  # only these
+    role: Word | None = None  # only this one
     limit: Annotated[int, Bound(ge=1, le=100_000)] = 1000
 
 
@@ -46,7 +46,7 @@ class WorkerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     heartbeat: WorkerHeartbeat
     bus: str  # where it was received
     last_seen_s: float  # seconds since then
-    silent: bool = False  # too many
+    silent: bool = False  # too many heartbeats were missed
 
 
 class WorkersPage(Message, frozen=True, kw_only=True, tag="workers.page.v1"):
