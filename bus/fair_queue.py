@@ -1,8 +1,6 @@
-"""Turns of several projects: who may begin next, counted in requests and bytes. A batch counts its items, a gang its
-machines.
-
-Each project that waits has its turn before another has a second one of the same size. What has begun is bounded, in all
-and of one project, because what follows waits behind it.
+"""Turns of several projects, counted in requests (a batch counts its items, a gang its machines) and bytes. Each
+waiting project has its turn before another has a second one of the same size. What has begun is bounded, in all and for
+one project, because what follows waits behind it.
 """
 
 from __future__ import annotations

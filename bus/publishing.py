@@ -1,8 +1,6 @@
-"""Publishes with coalescing: an idle link sends at once, and a busy one sends the gathered messages as one broker
-message.
-
-A link is one exchange and routing key. A broker message costs a hundred microseconds and more, an item in a batch about
-ten; so while one batch waits for its confirm the next one gathers.
+"""Publishes with coalescing: an idle link (one exchange and routing key) sends at once; a busy one gathers messages
+into one broker message while it waits for a confirm. A broker message costs 100 microseconds and more, an item in a
+batch about ten.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ class BusLimits(Struct, frozen=True, kw_only=True):
     full_in_flight: int = 8
     in_flight: int = 256  # unconfirmed broker messages of all links
     waiting: int = 50_000  # messages gathered in all links before publishers must wait
-    refused_s: float = 60.0  # for how long the refusals of an event are its publisher's errors, which tries again
-    calm_s: float = 15.0  # a pause after which that time begins anew
+    refused_s: float = 60.0  # for so long an event's refusals are errors of its publisher, which tries again
+    calm_s: float = 15.0  # after such a pause that time begins anew
     close_s: float = 5.0  # how long close() waits for the gathered messages
 
 
@@ -306,12 +304,10 @@ class Publisher:
                 log.warning("bus.event_lost", bus=self._bus, key=link.key, lost=lost)
 
     def _may_lose(self, link: _Route) -> bool:
-        """Whether what was refused now is lost: an event, after those of its project were refused again and again.
-
-        One queue that is full, or has no leader, has the broker refuse a message, though the other queues have it. A
-        leader comes back within seconds. A queue that stays full is another program's, and what waited for it would
-        hold up the events of all.
-        """
+        """Whether what was refused now is lost: an event, after those of its project were refused again and again."""
+        # One queue that is full, or has no leader, has the broker refuse a message that the other queues have. A leader
+        # comes back within seconds. A queue that stays full is another program's, and what waited for it would hold up
+        # the events of all.
         if not self._others_listen or link.exchange != EVENTS:
             return False
         now, project = self._clock.monotonic(), link.key.rpartition(".")[2]

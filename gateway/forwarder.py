@@ -1,8 +1,6 @@
-"""What a gateway does with the messages of one project: its requests to the API bus, its events to its clients.
-
-A request is acknowledged when the API bus has confirmed it. Until that it stays in the project's virtual host, and
-another gateway sends it again; what it does is told by events, and its answer is passed on beside, while this gateway
-lives. Nothing of a message is passed on but what was parsed.
+"""Forwards one project's messages: its requests to the API bus, its events and answers to its clients. A request is
+acknowledged when the API bus has confirmed it; until then it stays in the project's virtual host, for any gateway. Only
+what was parsed is passed on.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Reasoned(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     reason: Annotated[Reason, Bound(min_length=1)]
     by: Label
-    cell: Word | None = None
+    cell: Word | None = None  # that it is in (None: found by its name, which one cell has)
 
 
 class DeleteHost(Message, Reasoned, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.delete.v1"):

@@ -39,10 +39,8 @@ _NO_STATEMENT = SimpleNamespace(name="known")
 
 
 class TypedConnection(asyncpg.Connection):  # type: ignore[misc]  # asyncpg has no types
-    """A connection that looks up a type of PostgreSQL's own in the catalogue once in a process, not once a connection.
-
-    asyncpg knows the scalars, and looks every array up (`bigint[]`, `uuid[]`) when a connection first meets it: ten
-    milliseconds of the server's time each. A connection of a worker meets six.
+    """A connection that looks up PostgreSQL's own types once in a process, not once a connection: asyncpg looks up each
+    array type (`bigint[]`, `uuid[]`) at first use, at 10 ms of the server's time each, and a worker meets six.
     """
 
     async def _introspect_types(

@@ -1,11 +1,6 @@
-"""The common base of the in-memory stores: transactions with row locks, an outbox, handled messages, and planned
-faults.
-
-It behaves as the stores need PostgreSQL to behave (READ COMMITTED): a row lock is held until the transaction ends, a
-transaction that would wait in a circle gets an error, writes become visible all at once at the commit, and a connection
-that is lost leaves no uncommitted writes behind. A server that crashes takes back commits that did not wait for the
-disk and are not on disk yet, and gives the numbers of those transactions again. One process, one event loop; several
-`MemorySession`s share a `MemoryDatabase`.
+"""The base of the in-memory stores: transactions with row locks, an outbox, handled messages, planned faults. It
+behaves as the stores need PostgreSQL to (READ COMMITTED, deadlock errors, no writes of a lost connection, lost commits
+after a crash). One process, one event loop; several `MemorySession`s share a `MemoryDatabase`.
 """
 
 from __future__ import annotations
@@ -68,6 +63,9 @@ class MemoryDatabase:
 
     ROWS: the attributes that hold rows; who derives adds its own. row_versions: who wrote a row last, as xmin.
     """
+
+    # A server that crashes takes back commits that did not wait for the disk and are not on disk yet, and gives the
+    # numbers of those transactions again.
 
     ROWS: tuple[str, ...] = ("outbox", "handled", "row_versions", "commits")
 

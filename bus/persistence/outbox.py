@@ -1,9 +1,6 @@
-"""The outbox: messages commit with the state that caused them, and leave afterwards, at least once.
-
-`add` writes the messages of a transaction, as one row for each bus. After the commit the process hands the same
-messages to its relay (`bus.persistence.relay`), which publishes them and deletes a row once the broker has confirmed
-it. A process that dies in between leaves its rows behind; the relay of any process of that role finds them when they
-are old enough. Consumers are idempotent, so a message that is sent twice does no harm, and no message is lost.
+"""The outbox: messages commit with the state that caused them, and leave afterwards, at least once. `add` writes a row
+for each bus; the relay (`bus.persistence.relay`) publishes it and deletes it once the broker has confirmed. Rows of a
+process that died are swept by any process of that role. Consumers are idempotent.
 """
 
 from __future__ import annotations
@@ -30,15 +27,13 @@ else:  # a message's type is its tag, so any process of the role can read and pu
 
 
 class OutboxMessage(Struct, frozen=True, omit_defaults=True):
-    """A message, and the bus it is for ("api" or a cell's name). The others as in Meta.
-
-    They are kept with the message, whichever process publishes it, and whenever: so the row of a backup commands by the
-    incarnation that had decided it.
+    """A message for a bus. The metadata is kept with it, whichever process publishes it: the row of a restored backup
+    commands by the incarnation that had decided it.
     """
 
-    bus: str
+    bus: str  # "api" or a cell's name
     message: AnyMessage
-    cause: str = ""
+    cause: str = ""  # this and the following as in Meta
     traceparent: str = ""
     database_incarnation: int = 0
 

@@ -380,12 +380,11 @@ class RabbitTransport:
     async def _retry_until_done(
         self, work: Callable[[Session], Awaitable[T]], *, besides: tuple[type[BusError], ...] = ()
     ) -> T:
-        """Do it on this session; when that is lost meanwhile, on the next, and also after the faults `besides`. Raises
+        """Do it on this session; when that is lost meanwhile, or after the faults `besides`, on the next. Raises
         BusUnavailable, or one of these, in the end.
-
-        When several processes declare one quorum queue for the first time, RabbitMQ ends some of their connections
-        with INTERNAL_ERROR; trying again is all that helps.
         """
+        # When several processes declare one quorum queue for the first time, RabbitMQ ends some of their connections
+        # with INTERNAL_ERROR; trying again is all that helps.
 
         def may_pass(error: BaseException) -> bool:
             # A queue is another process's, perhaps: the caller knows how long to wait.
