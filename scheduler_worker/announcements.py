@@ -70,10 +70,9 @@ class CellEventRecorder:
     async def write(
         self, cell: str, events: Sequence[BuildEvent | ActionEvent], waited: Collection[int] = ()
     ) -> Sequence[AppliedEvent]:
-        """Record a cell's events, in order, and publish them on the API bus. Raises Transient.
-
-        The batch is recorded together with those of other cells; if that fails for a reason of another batch, it is
-        recorded alone. waited: `id` of the events that no longer wait for an earlier one.
+        """Record a cell's events, in order, and publish them on the API bus. Raises Transient. waited: ids of the
+        events that no longer wait for an earlier one. Batches of several cells are recorded together; if that fails
+        because of another, alone.
         """
         mine = _Waiting(cell, events, waited)
         self._waiting.append(mine)

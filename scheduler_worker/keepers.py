@@ -1,10 +1,5 @@
-"""Makes what is outside follow the objects on record: the cells that a scheduler connects to, and the members of
-aggregates in placement. Schedulers do so side by side.
-
-Tells cells of fences until they have acknowledged them. Any number of schedulers do so side by side.
-
-A fence has to reach the cell of its host and no other: the first that acknowledges it may be one that does not have the
-host. A host that no compute service has reported here is in the cell of the dead service that placement has it as.
+"""Side tasks of each scheduler that make the outside follow the objects on record: connections to cells, members of
+provider aggregates, fences. Schedulers do so side by side.
 """
 
 from __future__ import annotations
@@ -50,12 +45,12 @@ CHECK_S = 5.0  # between two looks while a cell is removed
 
 
 class CellConnections:
-    """The keeper of one scheduler. settings: the cells that its settings name. awaited: those that a message in the
-    outbox, or a request without an end, is of.
-
-    A removed cell may be given a build at any time: by a scheduler that has not received the removal, or because the
-    claim of a build that has waited is found there.
+    """Connects one scheduler to the cells in use. settings: the cells that its settings name. awaited: those that a
+    message in the outbox, or a request without an end, is for.
     """
+
+    # A removed cell may be given a build at any time: by a scheduler that has not received the removal, or because the
+    # claim of a waiting build is found there.
 
     def __init__(
         self,
@@ -120,10 +115,8 @@ class CellConnections:
 
 
 def members_due(selector: Selector, aggregate: Aggregate) -> AggregateMembers | None:
-    """The change of one provider aggregate; None when the replica agrees with the aggregate on record, or when that
-    names no hosts at all.
-
-    A host whose name this scheduler has not received yet stays a member until its name is known.
+    """The change of one provider aggregate; None: the replica agrees with the aggregate on record, or that names no
+    hosts. A host whose name this scheduler has not received yet stays a member.
     """
     if aggregate.hosts is None:
         return None
@@ -188,6 +181,10 @@ REPEAT_S = 300.0  # the pause is doubled up to this, and is that of any other fe
 
 class FencePublisher:
     """Publishes the fences of one scheduler's registry. cells: the bus of each."""
+
+    # A fence has to reach the cell of its host and no other: the first that acknowledges it may be one that does not
+    # have the host. A host that no compute service has reported here is in the cell of the dead service that placement
+    # has it as.
 
     def __init__(self, registry: ObjectRegistry, cells: Mapping[str, Bus], *, clock: Clock) -> None:
         self._registry = registry

@@ -82,6 +82,7 @@ class Consumer:
         paced: bool = False,  # it waits between two batches, so that the next one gathers (`bus.consuming.in_flight`)
         **fill: str,
     ) -> None:
+        # fill: the placeholders in the name of the row, as in `Bus.declare`
         self.queue = queue
         self.stall_watch = bus.stall_watch
         self._batch_interval = BatchInterval() if paced else None

@@ -194,6 +194,8 @@ DOUBLES_S = 600.0  # the duration of a batch without items is assumed to double 
 class BatchInterval:
     """The interval between one batch and the next. Times are seconds of one monotonic clock, which the caller reads."""
 
+    # Measurements and the reason why it cannot oscillate: docs/concepts/performance.md, "Batches".
+
     __slots__ = ("_alone_s", "_arrived_at", "_taken_at", "gap_s")
 
     def __init__(self) -> None:

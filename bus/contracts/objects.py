@@ -203,12 +203,11 @@ class CellBus(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
     name before every name.
     """
 
+    # the name of a file in each worker's `cells_dir` that holds the URL alone, as `bus.url` has it
     url_file: Annotated[str, matching(r"^([A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,63})?$(?!\n)", URL_FILE)] = ""
-    """The name of a file in each worker's `cells_dir` that holds the URL alone, as `bus.url` has it."""
+    # the name of an environment variable of each worker that holds the URL; it begins with `CELL_`
     url_variable: Annotated[str, matching(r"^(CELL_[A-Z0-9_]{1,58})?$(?!\n)", URL_VARIABLE)] = ""
-    """The name of an environment variable of each worker that holds the URL. It begins with `CELL_`."""
-    prefix: Annotated[str, Bound(max_length=64)] = ""
-    """As `bus.prefix`, on this cell's bus."""
+    prefix: Annotated[str, Bound(max_length=64)] = ""  # as `bus.prefix`, on this cell's bus
 
 
 class CellDecision(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -53,8 +53,8 @@ class Answered(Struct, frozen=True, kw_only=True):
 
     outcome: Outcome
     label: str = ""  # for the metrics
-    # published with it: its event, if no other of this request will follow, and the releases of what another delivery
-    # may have claimed since its record ended
+    # its event, if no other of this request will follow, and releases of what another delivery may have claimed since
+    # its record ended
     messages: Sequence[OutboxMessage] = ()
     build: RecordedBuild | None = None  # its record, which was there
 
@@ -64,11 +64,11 @@ Admission = Start | Continue | Answered
 
 
 def admit_expired(pending: PendingBuild, *, is_recorded: bool, has_claim: bool) -> PendingBuild | Outcome:
-    """A build that `is_unwanted`, as it is processed; its outcome if it is left by its requester.
-
-    has_claim: an instance of it holds what it may have claimed. Then its record is lost: where that claim is it is
-    built, or runs already, and one that is refused now is left to the cell of it. Another one ends with its event.
+    """A build that `is_unwanted`, as it is processed; its outcome if its requester has left it. has_claim: an instance
+    of it holds what it may have claimed, so its record is lost.
     """
+    # With a claim it is built where the claim is, or runs there already; one that is refused now is left to that cell.
+    # Any other ends with its event.
     delivery = pending.delivery
     if is_recorded or has_claim:
         refusal = delivery.refusal if is_recorded else delivery.refusal or pending.refusal
@@ -86,11 +86,9 @@ def admit(
     new: Collection[str],
     known: Mapping[str, RecordedBuild],
 ) -> Admission:
-    """How to go on with each request of a batch once the batch is on record.
-
-    firsts: {instance: the first request for it}; a second one in the same batch changes nothing, and is answered as
-    the first is. new: instances that
-    this batch has put on record. known: the records of the others.
+    """How to go on with each request of a batch that is on record. new: instances that this batch has put on record.
+    known: the records of the others. firsts: {instance: its first request}; a second one in the batch changes nothing,
+    and is answered as the first.
     """
     uuid, first = pending.instance_uuid, firsts[pending.instance_uuid]
     if pending.is_later_member and conflicts_with_first(pending, firsts, known):
@@ -165,7 +163,7 @@ MAX_NAME = 255  # of an instance
 class PendingBuild(Struct, frozen=True, kw_only=True):
     """A build request that has no outcome yet, or one member of a request for several."""
 
-    batch_index: int  # among those that are processed with it; of a request for several, each member has one
+    batch_index: int  # among those processed with it; each member of a request for several has one
     request: BuildRequest
     digest: bytes
     # requested_at, taken_at: when it was sent, and when this batch was taken (seconds since the epoch)
@@ -175,8 +173,8 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     refusal: Refusal | None = None  # why it is refused at once, if it is new
     gang: Gang | None = None  # the gang that it is a member of
     claim_owner: str = ""  # as in RecordedBuild
-    new_claim_owner: str = ""  # of its message, where the record was there before it
-    attempt: int = 0  # that an earlier delivery may have claimed under its claim owner (0: there was none)
+    new_claim_owner: str = ""  # that of its message, where the record was there before it
+    attempt: int = 0  # that an earlier delivery may have claimed under its claim owner (0: none)
 
     @property
     def is_later_member(self) -> bool:

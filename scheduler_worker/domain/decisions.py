@@ -119,12 +119,11 @@ def group_by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
 
 
 def conclude(members: Sequence[PlacedBuild], actor: Actor) -> list[tuple[PendingBuild, Conclusion]]:
-    """The conclusion about a build, or about all members of a gang: decisions to write, or the outcome of a retry. One
-    member that placement has not answered about leaves the whole gang waiting.
-
-    The cell of a member that has a claim and whose gang is short is queried: the member may have started before. A
-    member that may hold one is tried again alone where its gang is not short.
+    """The conclusion about a build, or all members of a gang: decisions to write, or the outcome of a retry. A member
+    that placement has not answered about leaves the whole gang waiting.
     """
+    # Of a gang that is short, the cell of a member with a claim is queried: it may have started before. A member that
+    # may hold one is tried again alone where its gang is not short.
     missing = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
     if missing is not None:
         return [(one.pending, waits(missing)) for one in members]

@@ -1,8 +1,7 @@
-"""Hosts that shall have no instances: which of these are requested to move next, and why the others wait. Pure.
-
-A level is a drain, or the fences of dead hosts. Nothing of its course is stored: each pass reads what the hosts hold
-and the requests on record. The id of a request follows from the level, the instance and the newest request about it
-that has ended, so schedulers that decide the same make one request, and the next try has another id.
+"""Hosts to be emptied (a drain, or the fences of dead hosts): which instances are requested to move next, and why the
+others wait. Each pass reads what the hosts hold and the requests on record; no progress is stored. A request's id
+follows from the level, the instance and its newest ended request, so schedulers that decide alike make one request.
+Pure.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class EndedRequest(Struct, frozen=True, kw_only=True):
     state: ActionState
     code: str = ""
     reason: str = ""
-    drain: str | None = None  # the level that made it (None: a client)
+    drain: str | None = None  # the drain or fence that made it (None: a client)
     updated_at: float = 0.0  # when it ended
 
 
@@ -397,12 +396,12 @@ def is_migration(holder: TreeConsumer) -> bool:
 def instances_on(
     host: DrainedHost, known: ActionContext, by: RecordedAction | None = None, holder: TreeConsumer | None = None
 ) -> InstanceOnHost | None:
-    """The instance of which a host holds something; None: it is none, on record or claimed.
-
-    by: the request that holds it, by its migration or because it brings the instance there; None: the instance's own
-    allocation. holder: by placement. Of a migration whose records are lost the move is unconfirmed; where its request
-    is not on record either, the migration is named.
+    """The instance of which a host holds something (None: none, on record or claimed). by: the request that holds it,
+    by its migration or because it brings the instance there (None: the instance's own allocation). holder: by
+    placement.
     """
+    # Of a migration whose records are lost the move is unconfirmed; where its request is not on record either, the
+    # migration is named.
     build = known.build
     if build is not None:
         code, reason = _hold_reason(host, known, build, by)

@@ -1,8 +1,6 @@
-"""What is reported besides hosts, and kept in memory: numbers about hosts as columns, with until when each counts; the
-builds that wait for the managers of their hosts; and the workers of the system. Pure: times come in.
-
-Times of the publishers of numbers are wall-clock times. They are turned into ages when they arrive, so that a clock
-that is set here later makes nothing fresh or stale.
+"""What is reported besides hosts, and kept in memory: numbers about hosts as columns, with until when each counts;
+builds that wait for the managers of their hosts; workers. Publishers' wall-clock times become ages on arrival, so
+setting a clock here makes nothing fresh or stale. Pure: times come in.
 """
 
 from __future__ import annotations
@@ -80,10 +78,8 @@ class HostMetricsTable:
         return len(self._columns)
 
     def apply(self, message: HostMetrics, cell: str | None, *, now: float, now_s: float) -> Counter[str]:
-        """Take the numbers over; returns how many had which outcome. cell: on whose bus the message came; None: on the
-        API bus.
-
-        now: wall-clock time. now_s: monotonic time.
+        """Take the numbers over; returns how many had which outcome. cell: on whose bus the message came (None: the API
+        bus). now: wall-clock time in seconds; now_s: monotonic time.
         """
         outcomes: Counter[str] = Counter()
         self._now_s = max(self._now_s, now_s)

@@ -66,7 +66,7 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
     """A claim holds."""
 
     cell: str
-    selections: tuple[Selection, ...]  # the selected host, where the claim is, then the alternates
+    selections: tuple[Selection, ...]  # the host where the claim is, then the alternates
     consumer_generation: int
     passing_hosts: int  # candidates to choose from
     score: float
@@ -76,7 +76,7 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
     lost: tuple[FailedClaim, ...] = ()
     scores: tuple[HostScore, ...] = ()  # of the selections, where the choice weighed them
     attempt: int = FIRST_ATTEMPT  # that holds the claim: the first, or a later one of a cell that has the build already
-    limits: Mapping[str, int] = {}  # what it was held to, as are those of its alternates
+    limits: Mapping[str, int] = {}  # that it was held to, as are those of its alternates
 
 
 class PlacementRefused(Struct, frozen=True):
@@ -98,12 +98,12 @@ class ClaimsContended(Struct, frozen=True):
 
 
 class ClaimUnlocatable(Struct, frozen=True):
-    """A claim is held, by this claim owner or an earlier one, and its request is not placed there: no compute service
+    """A claim is held, by this claim owner or an earlier one, but its request is not placed there: no compute service
     reports the host any more, or the request ends. Its machine may run.
     """
 
     reason: str
-    cell: str | None = None  # that can be queried (None: it is not known)
+    cell: str | None = None  # that can be queried (None: not known)
     # host_uuid, attempt: of the claim
     host_uuid: str | None = None
     attempt: int = FIRST_ATTEMPT
@@ -164,11 +164,11 @@ class PlacementRequest(Struct, frozen=True, kw_only=True):
 
     request: SchedulableRequest
     spec: RequestSpec
-    claim_owner: str = ""  # its claims are by it
-    limits: Mapping[str, int] = {}  # and held to these
+    claim_owner: str = ""  # its claims are made by it
+    limits: Mapping[str, int] = {}  # that its claims are held to
     # it is claimed together with its gang's other members; its min_count leaves out members that were withdrawn
     gang: Gang | None = None
-    external: ExternalClaim | None = None  # None of berth's own instances
+    external: ExternalClaim | None = None  # None: an instance of berth's own
 
 
 class PlacementState(Struct, frozen=True, kw_only=True):
@@ -176,8 +176,7 @@ class PlacementState(Struct, frozen=True, kw_only=True):
 
     request: SchedulableRequest
     spec: RequestSpec
-    # claim_owner, limits, gang, external: as in PlacementRequest
-    claim_owner: str
+    claim_owner: str  # claim_owner, limits, gang, external: as in PlacementRequest
     rejected: Mapping[str, str]  # {host uuid: reason} of hosts that it may not use any more
     max_alternates: int  # hosts to name beside the selected one
     choice: Choice | None = None
@@ -187,9 +186,9 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     decided_at: float = 0.0
     lost: tuple[FailedClaim, ...] = ()
     partly_used_up: tuple[str, ...] = ()  # hosts of which only some children are known to be full
-    # how often nothing fitted, and another choice was made on the newest state of the replica, as each later one is
+    # how often nothing fitted and another choice was made on the newest state of the replica, as each later one is
     retried_searches: int = 0
-    recovered: str | None = None  # the host where a claim of an earlier run was found
+    recovered: str | None = None  # the host where a claim of an earlier claim owner was found
     result: PlacementResult | None = None
     limits: Mapping[str, int] = {}
     gang: Gang | None = None
@@ -271,8 +270,8 @@ def build_claim(state: PlacementState) -> Claim:
 
 
 class ConfirmedClaim(Struct, frozen=True):
-    """The chosen claim holds at these generations ({provider: generation}): the replica assumes it until the feed has
-    reached them.
+    """The chosen claim holds at these generations ({provider: generation}), which the replica assumes until the feed
+    has reached them.
     """
 
     generations: Mapping[str, int]
@@ -430,12 +429,10 @@ def _matching_option(
 def external_part(
     state: PlacementState, allocations: Mapping[str, Mapping[str, int]], selector: Selector
 ) -> Mapping[str, Mapping[str, int]]:
-    """What the instance of a foreign control plane holds for this request: on one host, and of what that shares.
-
-    It may also hold what another call has left: the source of an evacuation, which the request ignores; after two of
-    them its first host, which is down; what was claimed by a call that failed. Of several hosts it is the one that the
-    request may have and whose part is what it asks for. What is held of a host that is not known is never its own.
-    """
+    """What the instance of a foreign control plane holds for this request: on one host, and of what that shares."""
+    # It may also hold what another call has left: the source of an evacuation, which the request ignores; after two of
+    # them its first host, which is down; what a failed call claimed. Of several hosts it is the one that the request
+    # may have and whose part is what it asks for. A part on an unknown host is never its own.
     replica, spec = selector.replica, state.spec
     named = {*spec.query.only_roots, spec.query.in_tree} - {None}
     rows = {provider: row for provider in sorted(allocations) if (row := replica.row_of(provider)) is not None}

@@ -56,7 +56,7 @@ class Weigher(Protocol):
     name: ClassVar[str]  # `ram` is set by `multipliers.ram` and by aggregate metadata `ram_weight_multiplier`
     multiplier: ClassVar[float] = 1.0
     sign: ClassVar[float] = 1.0  # -1 where less is better, so that a multiplier is always written as a positive number
-    # minimum, maximum: raw weights are clamped to these and scaled between them; None = the smallest or largest seen
+    # minimum, maximum: raw weights are clamped to these and scaled between them (None: the smallest or largest seen)
     minimum: ClassVar[float | None] = None
     maximum: ClassVar[float | None] = None
 
@@ -140,9 +140,7 @@ def scale_of(weighing: Weighing, clamped: Floats) -> Scale:
 
 def score(view: HostsView, spec: RequestSpec, weighings: Sequence[Weighing]) -> tuple[Floats, list[Scale]]:
     """Every host's sum of weights, and the scales that make a later score of some of them comparable: of the weighers
-    to which the hosts differ.
-
-    A single host is not weighed.
+    in which the hosts differ. A single host is not weighed.
     """
     total = np.zeros(len(view), dtype=np.float64)
     scales: list[Scale] = []

@@ -53,8 +53,8 @@ class Transfer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     # home, away: the cell that it begins in, and the other one
     home: str
     away: str
-    build: CellAction  # what the other one is commanded for
-    command: CellTransferOut | CellAction  # what the cell of the move is to do now
+    build: CellAction  # what the other cell is commanded for
+    command: CellTransferOut | CellAction  # what the cell of the move does now
     back: tuple[Selection, ...] = ()  # the host that the instance had at home
 
 
@@ -66,9 +66,9 @@ class RecordedAction(RecordedRequest, frozen=True, kw_only=True):
     state: ActionState
     funnel: tuple[FunnelStep, ...] = ()
     created_at: float = 0.0  # seconds since the epoch
-    # of one that leads into another cell; None: of every other one, and once it has ended
+    # of one that leads into another cell (None: of every other one, and once it has ended)
     transfer: Transfer | None = None
-    drain: str | None = None  # of one that a scheduler has made to empty a host (None: a client's)
+    drain: str | None = None  # of one that a scheduler made to empty a host (None: a client's)
 
 
 class PendingAction(Struct, frozen=True, kw_only=True):
@@ -291,11 +291,9 @@ def no_hosts(_about: RequestKey, _cell: str) -> Sequence[Selection]:
 def transferred(
     action: RecordedAction | None, build: RecordedBuild, event: ActionEvent, hosts_of: HostsOf = no_hosts
 ) -> tuple[RecordedAction | None, RecordedBuild, list[Message]]:
-    """The instance has left its cell: the next one is commanded to build it, and to delete it if it is to be. Returns
-    the request, the instance and these commands.
-
-    action: as the event leaves it. Where no request is under way that leads there (the schedulers' database was
-    restored), the next cell is queried, with what the former one has stated: that begins nothing.
+    """The instance has left its cell: the request, the instance, and the commands to the next cell to build it, or to
+    delete it. action: as the event leaves it. With no request under way that leads there (a restored database) the next
+    cell is only queried.
     """
     assert event.transfer is not None
     sequence = max(event.sequence, build.sequence)

@@ -52,10 +52,8 @@ class AwaitedRequest(Struct, frozen=True):
 
 
 def open_build(build: RecordedBuild) -> AwaitedRequest | None:
-    """The build, or its delete, if it has no end. Its id is its instance's.
-
-    A delete waits while a move of its instance is under way, which may be on its way to another cell: that is watched
-    itself, and a cell that has not received the instance yet would take it for deleted.
+    """The build, or its delete, if it has no end. Its id is its instance's. A delete waits while a move of its instance
+    is under way: a cell that has not received the instance yet would take it for deleted.
     """
     is_delete = build.state is BuildState.DELETING
     if build.state not in OPEN or (is_delete and build.now.under_way is not None):
@@ -84,10 +82,10 @@ def open_now(request: AwaitedRequest, known: ActionContext) -> AwaitedRequest | 
 class Watched(Struct, frozen=True):
     """One request that has not ended."""
 
-    seen: AwaitedRequest  # as it was at its newest event, since since_s
-    since_s: float
+    seen: AwaitedRequest  # as it was at its newest event
+    since_s: float  # when that event came, monotonic
     due_s: float  # when it is queried about next
-    queried: int = 0  # how often it was in all: the pause grows with it until the request ends, whatever is answered
+    queried: int = 0  # how often in all: the pause grows with it until the request ends, whatever is answered
     unanswered: int = 0  # how often since its newest event
 
 
@@ -157,10 +155,8 @@ def _pause(queried: int, pause_s: float) -> float:
 def messages_to_cell(
     request: AwaitedRequest, known: ActionContext, config: SchedulerConfig, at: float
 ) -> tuple[Message, ...]:
-    """The messages about a request that has had no event: the command once more if a query would end what it has begun,
-    otherwise a query, which begins nothing. at: seconds since the epoch.
-
-    A delete is its own query: nothing revokes it, and its cell carries it out whatever it has lost.
+    """The messages about a request that has had no event: the command again if a query would end what it has begun,
+    otherwise a query, which begins nothing. A delete is its own query: nothing revokes it. at: seconds since the epoch.
     """
     build, requested = known.build, known.build_request
     if request.is_action:

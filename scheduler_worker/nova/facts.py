@@ -1,9 +1,6 @@
-"""What the scheduler knows of a Nova cloud beside placement: hosts, services, aggregates and cells.
-
-Everything here is Nova's state as it was read last; nothing is kept. It is put into the scheduler's own host table in
-the terms of that table, so that filters and weighers run on Nova's hosts unchanged: a nova-compute is a compute
-service, a compute node is a host (its uuid is that of the root provider), a Nova cell is a cell (by its uuid).
-Pure: what is read and when comes in.
+"""What the scheduler knows of a Nova cloud beside placement, as read last: a nova-compute is a compute service, a
+compute node a host (by its root provider's uuid), a Nova cell a cell (by its uuid) of the scheduler's own host table,
+so filters and weighers run unchanged. Pure: what is read and when comes in.
 """
 
 from __future__ import annotations
@@ -43,11 +40,11 @@ DOWN = "service.silent"
 
 
 class ComputeNode(Struct, frozen=True, kw_only=True):
-    """A compute node of Nova."""
+    """A compute node of Nova. Names are as Nova has them."""
 
-    uuid: str  # its own, which is its root provider's
-    host: str  # the name of its nova-compute, which aggregates, zones and forced hosts name
-    nodename: str  # of the hypervisor; with most drivers equal to `host`. Names are as Nova has them.
+    uuid: str  # its root provider's
+    host: str  # its nova-compute's name, which aggregates, zones and forced hosts name
+    nodename: str  # of the hypervisor; with most drivers equal to `host`
     hypervisor_type: str = ""
     hypervisor_version: int = 0  # 0: unknown
     host_ip: str = ""
@@ -69,8 +66,7 @@ class NovaService(Struct, frozen=True, kw_only=True):
     """A nova-compute."""
 
     host: str
-    # by Nova's service group; False also of one that an operator has forced down, and of one whose cell Nova cannot
-    # reach
+    # by Nova's service group; also False when an operator has forced it down, or Nova cannot reach its cell
     is_up: bool
     is_disabled: bool = False
     reason: str = ""
@@ -78,12 +74,12 @@ class NovaService(Struct, frozen=True, kw_only=True):
 
 
 class NovaAggregate(Struct, frozen=True, kw_only=True):
-    """A host aggregate of Nova;"""
+    """A host aggregate of Nova. A zone is its metadata `availability_zone`."""
 
     uuid: str
     name: str
     metadata: Mapping[str, str] = {}
-    hosts: tuple[str, ...] = ()  # names of nova-computes. A zone is its metadata `availability_zone`.
+    hosts: tuple[str, ...] = ()  # names of nova-computes
     is_read: bool = True  # False: its name and metadata could not be read
 
 

@@ -1,8 +1,6 @@
-"""Nova's RequestSpec as it comes in a call, parsed.
-
-A versioned object on the wire is a mapping of `nova_object.name`, `.namespace`, `.version` and `.data`
-(oslo.versionedobjects). Everything is hostile until `parse_request_spec` has returned: of each object the name and the
-major version are checked, fields that placing does not read are ignored, and a field that is not set is its default.
+"""Nova's RequestSpec as it comes in a call, parsed: objects of oslo.versionedobjects (`nova_object.name`, `.namespace`,
+`.version`, `.data`). Hostile until `parse_request_spec` has returned: name and major version of each object are
+checked, fields that placing does not read are ignored, absent ones have their default.
 """
 
 from __future__ import annotations
