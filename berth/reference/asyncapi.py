@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import metadata
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -178,7 +179,9 @@ def add_field_notes(components: dict[str, Any]) -> None:
 
 
 def field_notes(kind: type[Struct]) -> dict[str, str]:
-    """{field: meaning} of a message or what it is made of: the comment at the end of the field's line or above it."""
+    """{field: meaning} of a message or what it is made of: the comment at the end of the field's line or above it, or
+    the text below it.
+    """
     found: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
         if owner.__module__.startswith("bus.contracts."):
@@ -195,9 +198,12 @@ def _notes_of(module: str) -> Mapping[str, Mapping[str, str]]:
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef):
             notes = found[node.name] = {}
-            for field in node.body:
+            for field, below in zip_longest(node.body, node.body[1:]):
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                     text = _comment_at(lines, field.lineno, field.end_lineno or field.lineno)
+                    match below:
+                        case ast.Expr(value=ast.Constant(value=str(under))):
+                            text = " ".join(under.split())
                     group = re.match(r"((?:[a-z_]+, )+[a-z_]+): ", text)
                     names = group[1].split(", ") if group else [field.target.id]
                     notes |= dict.fromkeys(names, text[group.end() if group else 0 :]) if text else {}

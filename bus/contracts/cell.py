@@ -50,8 +50,8 @@ class InstanceSpec(MachineSpec, frozen=True, kw_only=True, omit_defaults=True):
     """The part of a build that a cell needs."""
 
     flavor: str = ""
-    # root_gb, traits (required ones), capabilities (`capabilities:NAME` of its extra specs): of the flavor, for drivers
-    # that deploy by them
+    # root_gb, traits, capabilities: of the flavor (its required traits, and `capabilities:NAME` of its extra specs),
+    # for drivers that deploy by them
     root_gb: Count = 0
     traits: Annotated[tuple[TraitName, ...], Bound(max_length=256)] = ()
     capabilities: Annotated[dict[Label, Annotated[str, Bound(max_length=255)]], Bound(max_length=64)] = {}
@@ -159,7 +159,8 @@ class LookUpMachines(Message, frozen=True, kw_only=True, tag="compute.machines.q
     service: Word
     database_id: Uuid  # as in MachineCommand; machines with another tag are left out
     instance_uuids: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_LOOKUP)]
-    thorough: bool = False  # they are not left out, and the answer names the hosts that the service has looked at
+    # machines with another tag are not left out, and the answer names the hosts that the service has looked at
+    thorough: bool = False
     # only the page of these hosts after so many. The machines are those of all hosts with every page: each page is true
     # by itself.
     hosts_after: Count = 0
