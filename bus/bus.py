@@ -293,17 +293,15 @@ REPLY_PREFETCH = 1_000
 
 
 class _PendingRequests:
-    """The requests of one call, and the reply to each. spans: the spans of sampled traces, by the index of the
-    request. mark: of when they were decided, however often they are published.
-    """
+    """The requests of one call, and the reply to each."""
 
     def __init__(self, count: int, spans: Mapping[int, Span], mark: DatabaseMark) -> None:
-        self.spans = spans
+        self.spans = spans  # the spans of sampled traces, by the index of the request
         self.answers: list[Message | None] = [None] * count
         self.missing = count
         self.confirms = Waiter()  # those that the broker has not answered yet
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.mark = mark
+        self.mark = mark  # of when they were decided, however often they are published
 
     def answer(self, index: int, reply: Message) -> None:
         if self.answers[index] is None:

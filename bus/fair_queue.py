@@ -40,11 +40,10 @@ class _Line(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """What waits, by project, and which of it is next. most, most_of_one: what may have begun; a larger one begins all
-    the same, where nothing else has.
-    """
+    """What waits, by project, and which of it is next."""
 
     def __init__(self, most: int = MAX_STARTED, most_of_one: int = MAX_STARTED_BY_ONE) -> None:
+        # most, most_of_one: what may have begun; a larger one begins all the same, where nothing else has
         self._most = most
         self._most_of_one = most_of_one
         self._lines: dict[str, _Line[T]] = {}

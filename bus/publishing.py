@@ -132,7 +132,7 @@ class _Entry(Struct):
 
 
 class _Route:
-    """The messages for one exchange and key. flights: those on their way, in batches."""
+    """The messages for one exchange and key."""
 
     __slots__ = ("entries", "exchange", "flights", "key", "mode")
 
@@ -142,6 +142,7 @@ class _Route:
         self.mode = mode
         self.entries: deque[_Entry] = deque()
         full = mode.at_most(limits) if mode.batches else 1
+        # those on their way, in batches
         self.flights: Batcher[_Entry] = Batcher(
             partial(publisher.take, self),
             partial(publisher.fly, self),
@@ -184,7 +185,7 @@ class _Route:
 
 
 class Publisher:
-    """All links of one bus. others_listen: programs that are not berth's may bind queues to its events."""
+    """All links of one bus."""
 
     def __init__(self, bus: str, transport: Transport, limits: BusLimits, clock: Clock, *, others_listen: bool) -> None:
         self._transport = transport
@@ -197,7 +198,7 @@ class Publisher:
         self._closing = False
         self._clock = clock
         self._lost_log = LogInterval(clock)
-        self._others_listen = others_listen
+        self._others_listen = others_listen  # programs that are not berth's may bind queues to its events
         self._refused: dict[str, tuple[float, float]] = {}  # {project: since when, when last}, the last at the end
         self._bus = bus
         self._published = metrics.PUBLISHED.labels(bus)

@@ -219,15 +219,12 @@ def _is_uuid(host: str) -> bool:
 
 
 class ControlListener:
-    """Handles queue `scheduler.control.{process}`: new revisions of the objects, and heartbeats of workers.
-
-    bus: the name of the bus that the queue is on.
-    """
+    """Handles queue `scheduler.control.{process}`: new revisions of the objects, and heartbeats of workers."""
 
     def __init__(self, registry: ObjectRegistry, workers: WorkerTable, bus: str, *, clock: Clock) -> None:
         self._registry = registry
         self._workers = workers
-        self._bus = bus
+        self._bus = bus  # the name of the bus that the queue is on
         self._clock = clock
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:

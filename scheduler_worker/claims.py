@@ -64,11 +64,11 @@ class ClaimPort(Protocol):
 
 
 class BusClaims:
-    """Requests to placement over the API bus. timeout_s: how long an answer is waited for."""
+    """Requests to placement over the API bus."""
 
     def __init__(self, bus: Bus, *, timeout_s: float) -> None:
         self._bus = bus
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s  # how long an answer is waited for
 
     async def submit(self, claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
         """All in one round trip."""

@@ -59,7 +59,7 @@ PAGE = 1000  # requests under way, or instances, that are read at a time
 
 
 class DrainInventory:
-    """What hosts hold, as one scheduler finds it. api: the bus to placement."""
+    """What hosts hold, as one scheduler finds it."""
 
     # What hosts hold is read from placement, and, before a drain ends, also from the record of requests under way and
     # of all builds. The replica shows which hosts have anything in use; only those are queried.
@@ -69,7 +69,7 @@ class DrainInventory:
         store: SchedulerStore,
         selector: Selector,
         follower: ReplicaFollower,
-        api: Bus,
+        api: Bus,  # the bus to placement
         *,
         warmup: Warmup,
         clock: Clock,

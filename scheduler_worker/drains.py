@@ -1,4 +1,4 @@
-"""Drains: begun and commanded by operators, and carried out by any scheduler (`emptying.py`)."""
+"""Drains: begun and commanded by operators, and carried out by any scheduler (`HostEmptier`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a scheduler is told about hosts: their reports and numbers, taken into its tables; and which hosts compute
-services have.
-"""
+"""What a scheduler is told about hosts: their reports and numbers, taken into its tables."""
 
 from __future__ import annotations
 

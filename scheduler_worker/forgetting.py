@@ -96,15 +96,15 @@ NO_CELL = "cell.unknown"
 
 
 class HostRemoval:
-    """Of one scheduler. api: the bus to placement. cells: the buses of the cells, by name."""
+    """Deletes hosts and compute services on an operator's command. One per scheduler."""
 
     def __init__(
         self,
         store: SchedulerStore,
         registry: ObjectRegistry,
         selector: Selector,
-        api: Bus,
-        cells: Callable[[], Mapping[str, Bus]],
+        api: Bus,  # the bus to placement
+        cells: Callable[[], Mapping[str, Bus]],  # the buses of the cells, by name
         *,
         clock: Clock,
     ) -> None:

@@ -148,19 +148,16 @@ def check_objects(
 
 
 class ObjectRegistry:
-    """Keeps a scheduler's configuration and its host table up to date with the objects on record.
-
-    settings: the scheduler's own, without objects. cells: those that it serves.
-    """
+    """Keeps a scheduler's configuration and its host table up to date with the objects on record."""
 
     def __init__(
         self,
         store: SchedulerStore,
         selector: Selector,
-        settings: SchedulerConfig,
+        settings: SchedulerConfig,  # the scheduler's own, without objects
         *,
         clock: Clock,
-        cells: Sequence[str] = (),
+        cells: Sequence[str] = (),  # the cells that it serves
     ) -> None:
         self._store = store
         self._selector = selector

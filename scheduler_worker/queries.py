@@ -1,6 +1,5 @@
-"""Queue `scheduler.records`: builds with their timeline, moves, drains, and operators' objects.
-
-Queue `scheduler.status`: hosts, host metrics, compute services and workers, from this scheduler's memory.
+"""Answers queries: on queue `scheduler.records` from the database (builds with their timeline, moves, drains, objects),
+on `scheduler.status` from this scheduler's memory (hosts, host metrics, compute services, workers).
 """
 
 from __future__ import annotations

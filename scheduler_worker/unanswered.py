@@ -42,9 +42,7 @@ FROM_THE_FIRST = (0.0, FIRST_UUID)
 
 
 class SilentRequests:
-    """The task of one scheduler. cells: the bus of each; after_s: seconds without an event after which a cell is
-    queried.
-    """
+    """Asks cells about requests that have had no event for long. One per scheduler."""
 
     # A request that no cell has is scheduled again: a restored database may have it as accepted after its message was
     # acknowledged. A cell that has lost it, or its end, answers with an end, or carries out the delete that it is
@@ -56,12 +54,12 @@ class SilentRequests:
     def __init__(
         self,
         store: SchedulerStore,
-        cells: Mapping[str, Bus],
+        cells: Mapping[str, Bus],  # the bus of each cell
         config: Callable[[], SchedulerConfig],
         *,
         clock: Clock,
         rng: random.Random,
-        after_s: float,
+        after_s: float,  # seconds without an event after which a cell is queried
         resume: Callable[[Mapping[str, int]], Awaitable[set[str]]],
         process: str = "",
     ) -> None:

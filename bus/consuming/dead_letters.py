@@ -60,7 +60,7 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     # writes it by that queue's own settings, and permissions bind a consumer that parks a dead letter to its own
     # queues. Headers are not used, because a publisher may have written any.
 
-    position: int  # counted from the oldest letter of the bus
+    position: int  # counted from the oldest dead letter of the bus
     queue: str  # the queue that gave the message up; UNKNOWN: nothing trustworthy names it
     id: str
     code: str

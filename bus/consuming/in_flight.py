@@ -36,14 +36,14 @@ class ArrivedDelivery(NamedTuple):
 
 class BufferedBytes:
     """The bytes of the bodies of all deliveries that are not settled (`buffered`); it pauses their subscription while
-    they are too many. pauses: False where another consumer would go on meanwhile, out of order.
+    they are too many.
     """
 
     __slots__ = ("_paused", "_pauses", "buffered", "subscription")
 
     def __init__(self, *, pauses: bool) -> None:
         self.subscription: Subscription | None = None
-        self._pauses = pauses
+        self._pauses = pauses  # False where another consumer would go on meanwhile, out of order
         self.buffered = 0
         self._paused = False
 
@@ -158,8 +158,8 @@ class InFlightDelivery:
 
 
 class InFlightMessage:
-    """One message that was taken. until: the time, on this process's clock, after which it is dropped, because its
-    requester has stopped waiting for the answer; None: there is no such time.
+    """One message that was taken. After `until` (seconds of this process's clock; None: never) it is dropped, because
+    its requester has stopped waiting for the answer.
     """
 
     __slots__ = ("in_flight", "received", "until")

@@ -80,7 +80,7 @@ MAX_ATTEMPT = 2_000_000_000
 Attempt = Annotated[int, Bound(ge=0, le=MAX_ATTEMPT)]
 GivenAttempt = Annotated[int, Bound(ge=1, le=MAX_ATTEMPT)]
 
-# The number of the history of a cell's database, from 1 (0: it is not known). It rises when the database was set back.
+# The number of the history of a cell's database, from 1 (0: it is not known). It rises when the database was restored.
 # Attempts are numbered by thousands of it (`reconcile`), so it is bounded as they are.
 MAX_INCARNATION = MAX_ATTEMPT // 1000
 Incarnation = Annotated[int, Bound(ge=0, le=MAX_INCARNATION)]
@@ -116,7 +116,7 @@ class Message(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults
 
 class DatabaseMark(Struct, frozen=True, omit_defaults=True):
     """What a cell's database has had on disk, in this incarnation of it (0: nothing is known): so much in each counter
-    of its commits. One that has less was set back.
+    of its commits. One that has less was restored.
     """
 
     database_incarnation: Incarnation = 0

@@ -1,6 +1,4 @@
-"""The configuration of a machine beside its host: an image, a config drive, networks. For drivers that deploy real
-ones.
-"""
+"""The configuration of a machine, for drivers that deploy real ones: an image, a config drive, networks, volumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbered change feed of placement, and the snapshots of its book."""
+"""The numbered change feed of placement, and its snapshots."""
 
 from __future__ import annotations
 

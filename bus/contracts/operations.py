@@ -1,5 +1,5 @@
-"""An operator's decisions about hosts at run time, and the state that schedulers derive from them. By message, command
-or HTTP. A fence goes down to its cell, and what became of it is announced.
+"""An operator's decisions about hosts at run time, by message, command or HTTP, the state that schedulers derive from
+them, and fences, which are commanded to cells and announced by them.
 """
 
 from __future__ import annotations

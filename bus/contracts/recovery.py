@@ -1,7 +1,6 @@
-"""What the top has of a cell whose database was set back: the cell asks down its own bus, and schedulers answer there.
-
-The cell asks for one page at a time. Uuids are one order for instances and hosts: a page has all of them up to its
-last one, so neither side ever holds more than a page.
+"""What the schedulers and placement have of a cell whose database was restored. The cell asks on its own bus for one
+page at a time, and schedulers answer there. Uuids are one order for instances and hosts: a page has all of them up to
+its last one, so neither side holds more than a page.
 """
 
 from __future__ import annotations

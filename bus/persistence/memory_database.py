@@ -59,9 +59,8 @@ class _Lock:
 
 
 class MemoryDatabase:
-    """The server's side of one schema: committed rows and locks. It outlives the processes that use it.
-
-    ROWS: the attributes that hold rows; who derives adds its own. row_versions: who wrote a row last, as xmin.
+    """The server's side of one schema: committed rows and locks. It outlives the processes that use it. ROWS: the
+    attributes that hold rows; who derives adds its own.
     """
 
     # A server that crashes takes back commits that did not wait for the disk and are not on disk yet, and gives the
@@ -74,7 +73,7 @@ class MemoryDatabase:
         self.database_id = str(uuid4()) if database_id is None else database_id  # its identity
         self.outbox: dict[int, Row] = {}
         self.handled: dict[tuple[str, str], float] = {}
-        self.row_versions: dict[Hashable, int] = {}
+        self.row_versions: dict[Hashable, int] = {}  # who wrote a row last, as xmin
         self.deadlocks = 0
         self.commits = 0  # the number of the last transaction that wrote
         self.taken_back = 0  # commits that crashes have undone

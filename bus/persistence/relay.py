@@ -82,7 +82,7 @@ class _Reports(Struct, Generic[Item]):
 
 
 class LingeringItems(Generic[Item]):
-    """The lingering items of one bus, each with its message. at_once: the process is ending, and nothing lingers."""
+    """The lingering items of one bus, each with its message."""
 
     def __init__(self, policy: Lingering, dropped: Callable[[Item], None]) -> None:
         self._policy = policy
@@ -91,7 +91,7 @@ class LingeringItems(Generic[Item]):
         self._reports: dict[Hashable, _Reports[Item]] = {}
         self._numbers = itertools.count()
         self._halves = 0  # the number of half linger times that have passed
-        self.at_once = policy.linger_s <= 0
+        self.at_once = policy.linger_s <= 0  # the process is ending, and nothing lingers
 
     def __len__(self) -> int:
         return len(self._reports)
@@ -142,7 +142,7 @@ class LingeringItems(Generic[Item]):
 
 
 class _Ticket(Waiter):
-    """One row whose messages are under way. count: how many of them were given to the publisher."""
+    """One row whose messages are under way."""
 
     __slots__ = ("_ended", "count", "row_id", "slot")
 
@@ -150,7 +150,7 @@ class _Ticket(Waiter):
         super().__init__()
         self.row_id = row_id
         self.slot = slot
-        self.count = 0
+        self.count = 0  # how many of them were given to the publisher
         self._ended = ended
 
     def _end(self) -> None:

@@ -185,11 +185,10 @@ async def published(relay: Relay | None, unit: AbstractAsyncContextManager[Emitt
 
 
 class OptimisticFirst(Generic[Unit]):
-    """The units of one piece of work: an optimistic one and, after a conflict, one more that locks. begin: makes a
-    unit, optimistic or not. The caller loops `while units.has_next_try(): async with units as unit: ...`.
-    """
+    """The units of one piece of work: an optimistic one and, after a conflict, one more that locks."""
 
     def __init__(self, begin: Callable[[bool], AbstractAsyncContextManager[Unit]]) -> None:
+        # makes a unit, optimistic or not. The caller loops `while units.has_next_try(): async with units as unit: ...`.
         self._begin = begin
         self._unit: AbstractAsyncContextManager[Unit] | None = None
         self._left = [False, True]  # the last is the next

@@ -41,10 +41,7 @@ T = TypeVar("T")
 
 
 class RabbitSubscription:
-    """A consumption on a channel of its own, taken up again after a loss.
-
-    gathers: whether acknowledgements wait for others. arguments: those of the consumption, each time it begins.
-    """
+    """A consumption on a channel of its own, taken up again after a loss."""
 
     def __init__(
         self,
@@ -53,8 +50,8 @@ class RabbitSubscription:
         on: Callable[[RabbitDelivery], None],
         prefetch: int,
         *,
-        gathers: bool = True,
-        arguments: Callable[[], Mapping[str, str | int]] = dict,
+        gathers: bool = True,  # whether acknowledgements wait for others
+        arguments: Callable[[], Mapping[str, str | int]] = dict,  # those of the consumption, each time it begins
     ) -> None:
         self.queue = queue
         self._gathers = gathers

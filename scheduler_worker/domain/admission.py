@@ -1,6 +1,5 @@
-"""How a build request is admitted: from what is on record, a new one, a redelivery, a repetition or a clash. Pure.
-
-One build request of a batch: the request as received, and its first record. Pure.
+"""Whether a build request is new, a redelivery, a repetition or a clash, by what is on record; and its first record.
+Pure.
 """
 
 from __future__ import annotations

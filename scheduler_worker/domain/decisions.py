@@ -1,7 +1,5 @@
-"""The conclusion about a build from its placement: the retry of its request, or a decision, which is the record
-afterwards. Pure.
-
-The command to the cell that a build is dispatched to, and the query of it. Pure.
+"""The conclusion about a build from its placement: the retry of its request, or a decision with the command to its
+cell. Pure.
 """
 
 from __future__ import annotations

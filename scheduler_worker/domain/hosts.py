@@ -78,13 +78,10 @@ class CellServiceStates(Struct):
 
 
 class HostTable:
-    """All reported hosts as columns. A host keeps its index; the service that manages it may change.
-
-    down_hold_s: so long (seconds) a service that is down has its hosts.
-    """
+    """All reported hosts as columns. A host keeps its index; the service that manages it may change."""
 
     def __init__(self, *, down_hold_s: float = DOWN_HOLD_S) -> None:
-        self._down_hold_s = down_hold_s
+        self._down_hold_s = down_hold_s  # so long (seconds) a service that is down has its hosts
         self.services: list[ServiceState] = []
         self.cells: list[str] = []
         self._digests: dict[str, CellServiceStates] = {}

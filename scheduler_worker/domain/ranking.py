@@ -125,15 +125,13 @@ class Choice(Struct, frozen=True):
 
 
 class GroupExclusions:
-    """The hosts that are full with members of one anti-affinity group, for all of its members in one round.
-
-    placed: {host uuid: members that this round has added, not claimed yet}. A full host stays full for the round.
-    """
+    """The hosts that are full with members of one anti-affinity group, for all of its members in one round."""
 
     __slots__ = ("_known", "_max_per_host", "_members", "_placed", "_replica", "full_hosts")
 
     def __init__(self, replica: Replica, placed: Mapping[str, int], max_per_host: int) -> None:
         self._replica = replica
+        # {host uuid: members that this round has added, not claimed yet}. A full host stays full for the round.
         self._placed = placed
         self._max_per_host = max_per_host
         self._members: dict[str, int] = {}
@@ -157,10 +155,7 @@ class GroupExclusions:
 
 
 class Ranking:
-    """Hosts in order of weight; equal ones in random order with `shuffle`, else in the order of the replica.
-
-    batching: with `shuffle`, equal hosts of several cells come from one cell at a time.
-    """
+    """Hosts in order of weight; equal ones in random order with `shuffle`, else in the order of the replica."""
 
     def __init__(
         self,
@@ -171,6 +166,7 @@ class Ranking:
         *,
         shuffle: bool,
         rng: Random,
+        # with `shuffle`, equal hosts of several cells come from one cell at a time
         batching: CellBatching | None = None,
     ) -> None:
         self.view = view

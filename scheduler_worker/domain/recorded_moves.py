@@ -414,10 +414,7 @@ class AppliedEvent(Struct, frozen=True):
 
 
 class CellEventBatch:
-    """The records of a batch as its events leave them, one after the other; and what is published of it.
-
-    timelines: the instances to write, with their new entries; changed: the moves to write.
-    """
+    """The records of a batch as its events leave them, one after the other; and what is published of it."""
 
     def __init__(
         self,
@@ -430,8 +427,8 @@ class CellEventBatch:
         self.builds = builds
         self.actions = actions
         self._now = now
-        self.timelines: dict[str, list[TimelineEntry]] = {}
-        self.changed: dict[str, RecordedAction] = {}
+        self.timelines: dict[str, list[TimelineEntry]] = {}  # the instances to write, with their new entries
+        self.changed: dict[str, RecordedAction] = {}  # the moves to write
         self.messages: list[OutboxMessage] = []
 
     def apply(self, event: BuildEvent | ActionEvent, cell: str, *, waited: bool = False) -> AppliedEvent:

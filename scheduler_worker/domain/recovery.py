@@ -1,4 +1,4 @@
-"""What a cell whose database was restored is told of its instances, by the map and by placement. Pure."""
+"""What a cell whose database was restored is told of its instances, by the schedulers' map and by placement. Pure."""
 
 from __future__ import annotations
 

@@ -407,7 +407,7 @@ def _rejected(view: HostsView, filters: Sequence[Filter], spec: RequestSpec) -> 
 
 
 class HostFiltering:
-    """Hosts while step after step leaves some of them out. names: whether to say which."""
+    """Hosts while step after step leaves some of them out."""
 
     def __init__(
         self,
@@ -415,7 +415,7 @@ class HostFiltering:
         funnel: Sequence[FunnelStep] = (),
         excluded: Sequence[RejectedRoots] = (),
         *,
-        names: bool = False,
+        names: bool = False,  # whether to say which
     ) -> None:
         self.view = view
         self.funnel = list(funnel)

@@ -1,6 +1,5 @@
-"""Which requests have had no event for too long, and what their cells are sent. Pure.
-
-Times are one process's own (monotonic): clocks of different hosts do not decide how old an event is.
+"""Which requests have had no event for too long, and what their cells are sent. Times are one process's own
+(monotonic): clocks of different hosts do not decide how old an event is. Pure.
 """
 
 from __future__ import annotations

@@ -25,14 +25,11 @@ from scheduler_worker.domain.hosts import ADMIN_STATES, OPEN, Floats, HostTable,
 
 
 class Membership:
-    """Which roots are in which configured aggregate, by row of the replica.
-
-    named: {aggregate: uuids of its hosts} where these will soon differ from the replica.
-    """
+    """Which roots are in which configured aggregate, by row of the replica."""
 
     def __init__(self, aggregates: Sequence[Aggregate], named: Mapping[str, Collection[str]] | None = None) -> None:
         self.aggregates = tuple(aggregates)
-        self.named = named or {}
+        self.named = named or {}  # {aggregate: uuids of its hosts} where these will soon differ from the replica
         self._keys = tuple(sorted({key for aggregate in aggregates for key in aggregate.metadata}))
 
     def with_key(self, key: str) -> list[Aggregate]:

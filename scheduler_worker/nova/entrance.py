@@ -30,9 +30,7 @@ async def unblocked(transport: RabbitTransport, clock: Clock) -> None:
 
 
 class TopicIntake:
-    """Of one frontend. frontends: the queue. refused: takes a call that the queue does not; nobody else has it.
-    changed: called when a call is over.
-    """
+    """Takes calls from the topic and publishes them to the frontends' queue. One per frontend."""
 
     # The other way round, a copy that the topic delivers again could go to a stock nova-scheduler while a frontend
     # carries the published one out, and both would claim. A frontend killed between the two steps loses the one call
@@ -42,11 +40,11 @@ class TopicIntake:
     def __init__(
         self,
         transport: RabbitTransport,
-        frontends: str,
+        frontends: str,  # the queue of the frontends
         *,
         clock: Clock,
-        refused: Callable[[Call], None],
-        changed: Callable[[], None],
+        refused: Callable[[Call], None],  # takes a call that the queue does not take, and that nobody else has
+        changed: Callable[[], None],  # called when a call is over
     ) -> None:
         self._transport = transport
         self._frontends = frontends

@@ -183,7 +183,7 @@ class NovaState:
         """The hosts whose nova-compute is up and of which no compute node is known."""
         return frozenset(one.host for one in self._services.values() if one.is_up and one.host not in self._by_host)
 
-    # --- written by the keeper
+    # --- written by the facts keeper
 
     def put_services(self, services: Iterable[NovaService], *, complete: bool) -> None:
         """Take the states of nova-computes over. complete: those are all, and others are gone. Otherwise they come with

@@ -60,19 +60,16 @@ class Fallback(Protocol):
 
 
 class _Awaited:
-    """A call under way. sign: set by each reply, heartbeats among them."""
+    """A call under way."""
 
     def __init__(self) -> None:
-        self.sign = asyncio.Event()
+        self.sign = asyncio.Event()  # set by each reply, heartbeats among them
         self.answer: bytes | None = None
         self.abandoned = False
 
 
 class StockForwarder:
-    """Calls on their way to a stock nova-scheduler. transport: of its virtual host; it is opened and closed here.
-
-    unique: what tells the reply queue from those of other processes. in_flight: calls at a time; a further one fails.
-    """
+    """Calls on their way to a stock nova-scheduler."""
 
     # The stock scheduler claims by itself, so a call must not reach it twice: it leaves once Nova's broker has
     # confirmed that it is acknowledged, so a call that is delivered again has never left. A process killed in between
@@ -80,12 +77,12 @@ class StockForwarder:
 
     def __init__(
         self,
-        transport: RabbitTransport,
+        transport: RabbitTransport,  # of its virtual host; it is opened and closed here
         *,
         control_exchange: str,
-        unique: str,
+        unique: str,  # what tells the reply queue from those of other processes
         clock: Clock,
-        in_flight: int = IN_FLIGHT,
+        in_flight: int = IN_FLIGHT,  # calls at a time; a further one fails
     ) -> None:
         self._transport = transport
         self._exchange = control_exchange

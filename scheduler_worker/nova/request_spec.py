@@ -36,15 +36,12 @@ class SpecRefused(Fault):
 
 
 class NotDecided(Exception):
-    """Berth does not decide this request; a stock nova-scheduler does.
-
-    reason: a stable word by which such calls are counted. detail: for a person.
-    """
+    """Berth does not decide this request; a stock nova-scheduler does."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
-        self.detail = detail
+        self.reason = reason  # a stable word by which such calls are counted
+        self.detail = detail  # for a person
 
 
 class NovaFlavor(Struct, frozen=True, kw_only=True):

@@ -98,10 +98,7 @@ class _DeliveredCall:
 
 
 class RpcServer:
-    """One server of the topic. transport: of Nova's virtual host; it is opened and closed here. host: this server's
-    name (`scheduler.HOST`). unique: what tells the fanout queue from those of other processes. fallback: None: what
-    berth does not decide fails. prefetch: calls in flight of one queue.
-    """
+    """One server of the topic."""
 
     # A call taken from the topic is put into a queue of the frontends (`TopicIntake`), and carried out when it comes
     # from there. It is acknowledged once its reply is confirmed, so one whose server is killed is delivered again, to
@@ -111,18 +108,18 @@ class RpcServer:
 
     def __init__(
         self,
-        transport: RabbitTransport,
+        transport: RabbitTransport,  # of Nova's virtual host; it is opened and closed here
         dispatcher: CallDispatcher,
         *,
-        host: str,
-        unique: str,
+        host: str,  # this server's name (`scheduler.HOST`)
+        unique: str,  # what tells the fanout queue from those of other processes
         options: RabbitOptions,
         control_exchange: str,
         clock: Clock,
         rng: random.Random,
-        fallback: Fallback | None = None,
+        fallback: Fallback | None = None,  # None: what berth does not decide fails
         recorder: CallRecorder | None = None,
-        prefetch: int = PREFETCH,
+        prefetch: int = PREFETCH,  # calls in flight of one queue
     ) -> None:
         self._transport = transport
         self._dispatcher = dispatcher

@@ -130,7 +130,7 @@ class UpstreamDecides:
 
 
 class ShadowingForwarder:
-    """The fallback of such a server: berth decides beside each call. recorder: takes differences."""
+    """The fallback of such a server: berth decides beside each call."""
 
     # A call goes to the stock scheduler as those of the fallback do. berth's decision begins when it has left, so that
     # it sees placement as it is before the stock scheduler claims; its choices count as taken until that has answered.
@@ -141,7 +141,7 @@ class ShadowingForwarder:
         fallback: Fallback,
         replica: Replica,
         clock: Clock,
-        recorder: CallRecorder | None = None,
+        recorder: CallRecorder | None = None,  # takes differences
     ) -> None:
         self._destinations = destinations
         self._recorder = recorder or CallRecorder()
