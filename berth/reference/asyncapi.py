@@ -166,12 +166,12 @@ def _schemas(kinds: Sequence[type[Message]]) -> dict[str, Any]:
 
 
 def add_field_notes(components: dict[str, Any]) -> None:
-    """Give the fields of messages, and of what they are made of, the meanings that stand beside them as descriptions."""
+    """Describe the fields of messages and of what they are made of by the meanings that stand beside them."""
     contracts = {kind.__name__: kind for kind in _structs(Struct) if kind.__module__.startswith("bus.contracts.")}
     for name in components.keys() & contracts.keys():
         schema = components[name]
-        fields = [field.encode_name for field in msgspec.structs.fields(contracts[name])]
-        specs = schema["properties"] if "properties" in schema else dict(zip(fields, schema["prefixItems"], strict=False))
+        items = zip(contracts[name].__struct_fields__, schema.get("prefixItems", ()), strict=False)
+        specs = schema.get("properties") or dict(items)
         for field, text in field_notes(contracts[name]).items():
             if "$ref" in specs[field]:  # beside which other words do not count
                 specs[field]["allOf"] = [{"$ref": specs[field].pop("$ref")}]

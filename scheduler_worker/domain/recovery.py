@@ -60,8 +60,8 @@ class InstanceSources(Struct, frozen=True):
 def known_record(
     uuid: str, facts: InstanceSources, host_of: Callable[[str], KnownPlace | None], config: SchedulerConfig
 ) -> KnownRecord:
-    """What the top has of one instance, or of a consumer that is none. host_of(uuid): a host with its name and service;
-    None: it is no host, but a provider that shares with hosts.
+    """What the schedulers and placement have of one instance, or of a consumer that is none. host_of(uuid): a host with
+    its name and service; None: it is a provider that shares with hosts.
     """
     build, own = facts.known.build, facts.consumers.get(uuid)
     others = (facts.consumers.get(one.request_id) for one in facts.actions)
