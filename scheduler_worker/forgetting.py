@@ -168,15 +168,15 @@ class HostRemoval:
 
     # --- a service
 
+    # The cell has the heartbeats and the instances; only which hosts the service has is checked here: placement knows
+    # also those of a service that died before this scheduler started, the host table those whose inventory has another
+    # source (bare-metal nodes). Each command done is in the log of changes once, by its message's id, whether or not
+    # the cell still had the service: a repeat after a late answer finds nothing.
     async def delete_service(self, command: DeleteService, message_id: str) -> ServiceDeleted | Refusal:
         """Delete one service, unless something shows that it may not be gone. Raises Transient, or RequestRefused.
 
         message_id: of the command.
         """
-        # The cell has the heartbeats and the instances; only which hosts the service has is checked here: placement
-        # knows also those of a service that died before this scheduler started, the host table those whose inventory
-        # has another source (bare-metal nodes). Each command done is in the log of changes once, by its message's id,
-        # whether or not the cell still had the service: a repeat after a late answer finds nothing.
         name = command.service
         found = self._selector.table.cells_of_service(name) if command.cell is None else [command.cell]
         if not found:

@@ -282,8 +282,7 @@ class Consumer:
         return taken
 
     def _drop_lost(self) -> None:
-        """Drop the first messages of a lost connection: they are delivered again, and acknowledgements would be lost.
-        """
+        """Drop the first messages of a lost connection: they are delivered again, and their acknowledgements lost."""
         # If they were handled, each would be processed once for each loss, while their replacements are lost in turn,
         # until the broker gives up all of them. No handler had them, so the delivery does not count as a try. A queue
         # that was deleted with its connection does not deliver again.

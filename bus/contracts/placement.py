@@ -114,8 +114,7 @@ class InventoryStale(Message, frozen=True, kw_only=True, tag="inventory.stale.v1
 
 
 class InventoryConflict(Message, frozen=True, kw_only=True, tag="inventory.conflict.v1"):
-    """To a compute service: its report about this root was refused, because placement has what it names as another's.
-    """
+    """To a compute service: its report about this root was refused, placement has what it names as another's."""
 
     reporter: Word
     root_uuid: Uuid

@@ -1,5 +1,4 @@
-"""The memory broker: exchanges, bindings, connections, and queues with their ready and returned messages and consumers.
-"""
+"""The memory broker: exchanges, bindings, connections, and queues with their messages and consumers."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ AGGREGATE_SCOPE = "aggregate_instance_extra_specs"
 
 
 class AggregateInstanceExtraSpecsFilter:
-    """Compares un-scoped and `aggregate_instance_extra_specs:` extra specs with the metadata of the host's aggregates.
-    """
+    """Compares un-scoped and `aggregate_instance_extra_specs:` extra specs with metadata of the host's aggregates."""
 
     # As in Nova: a key that none of the host's aggregates has rejects it; of several values (aggregates, or a comma
     # list) one must match. ComputeCapabilitiesFilter reads un-scoped keys too: use scopes when both are enabled.

@@ -155,6 +155,8 @@ class CallOutcome(Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
+# A JSON object of `oslo.version` and `oslo.message`, a text that is the JSON of the call: `method`, `args`, `version`,
+# `namespace`; `_msg_id`, `_reply_q` and `_timeout` of a call that is answered; `_unique_id`; and `_context_*`.
 def parse_call(
     body: bytes,
     *,
@@ -166,9 +168,6 @@ def parse_call(
     """Parse the body of a delivery. compression: kombu's header of this name. limit_s: how long (seconds) its client
     waits. Raises CallUnreadable: nobody can be answered.
     """
-    # A JSON object of `oslo.version` and `oslo.message`, a text that is the JSON of the call: `method`, `args`,
-    # `version`, `namespace`; `_msg_id`, `_reply_q` and `_timeout` of a call that is answered; `_unique_id`; and
-    # `_context_*`.
     plain = _inflated(body, compression)
     try:
         message = _decoded(_payload(plain), dict[str, Any])
