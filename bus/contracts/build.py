@@ -81,8 +81,8 @@ class BuildRequest(Message, MachineSpec, frozen=True, kw_only=True, forbid_unkno
     max_attempts: Annotated[int, Bound(ge=1, le=10)] | None = None
     # how long one attempt may take before the next alternate is tried
     build_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None
-    # the instances to be with or apart from. Each member is held to the policy that its own request names, even where
-    # another's differs, and no instance is moved for it.
+    # whom it wants to be with or apart from; each member is held to the policy that its own request names, also where
+    # another named another, and no instance is moved for it
     server_group: ServerGroup | None = None
     # instead, the name of a server group on record (`objects.change.v1`), of the request's project
     group: Label | None = None
@@ -198,7 +198,7 @@ class BuildEvent(Message, EventOfInstance, frozen=True, kw_only=True, tag="build
     """A build changed state. Published by a conductor on its cell's bus, and by the scheduler on the API bus."""
 
     state: BuildState
-    # rises with every state of one instance, so a late event is recognised. A state that the next one overtook is not
+    # rises with every state of one instance, so a late event is recognised; a state that the next one overtook is not
     # published, so any but the terminal may be missing. `deleted` is the last state of an instance whatever its number:
     # a cell whose database has crashed may number its events anew.
     sequence: int
