@@ -85,10 +85,9 @@ class Bus:
         return f"the broker takes no messages: {blocked}" if blocked else ""
 
     def belongs_to(self, role: str, database_id: Callable[[], str], place: Callable[[], str] = lambda: "") -> None:
-        """Have `open` enter the bus only if the bus belongs to this deployment or to none yet.
-
-        database_id: a function that returns the identity of the role's database. place: one that returns that of the
-        database that all roles above cells share ("": none). Both are called when the bus is opened.
+        """Have `open` enter the bus only if it belongs to this deployment or to none yet. Called on opening:
+        database_id returns the identity of the role's database, place that of the database that all roles above cells
+        share ("": none).
         """
         self._owner = role, database_id, place
 
@@ -132,10 +131,8 @@ class Bus:
         await waiter.wait()
 
     async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
-        """Publish many messages, each with its cause. Raises the first error, after all are settled.
-
-        traceparents: the trace of each message, where the caller knows it ("": none). By default it is the trace of the
-        message that is being handled.
+        """Publish many messages, each with its cause. Raises the first error, after all are settled. traceparents: the
+        trace of each ("": none); by default that of the message that is being handled.
         """
         waiter = Waiter()
         await self._post_each(messages, lambda: waiter, traceparents)
@@ -208,11 +205,9 @@ class Bus:
         on_confirmed: Callable[[], None] | None = None,
         remaining_s: Sequence[float] = (),
     ) -> list[R | Fault]:
-        """Send many requests in one round trip. Returns the reply or the fault of each, in order.
-
-        to: (exchange, routing key) of a message, instead of its own. The broker is then asked once: what it refuses or
-        cannot take raises as `publish` does. on_confirmed: called when it has all of them. remaining_s: for how long
-        each is of use; by default until the time-out.
+        """Send many requests in one round trip; the reply or the fault of each, in order. With `to` (exchange, routing
+        key; not the messages' own) the broker is asked once: what it refuses raises as `publish` does. on_confirmed:
+        called when it has all. remaining_s: how long each is of use; by default until the time-out.
         """
         return await self._requester.ask(
             messages,
@@ -298,17 +293,15 @@ REPLY_PREFETCH = 1_000
 
 
 class _PendingRequests:
-    """The requests of one call, and the reply to each. spans: the spans of sampled traces, by the index of the
-    request. mark: of when they were decided, however often they are published.
-    """
+    """The requests of one call, and the reply to each."""
 
     def __init__(self, count: int, spans: Mapping[int, Span], mark: DatabaseMark) -> None:
-        self.spans = spans
+        self.spans = spans  # the spans of sampled traces, by the index of the request
         self.answers: list[Message | None] = [None] * count
         self.missing = count
         self.confirms = Waiter()  # those that the broker has not answered yet
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.mark = mark
+        self.mark = mark  # of when they were decided, however often they are published
 
     def answer(self, index: int, reply: Message) -> None:
         if self.answers[index] is None:

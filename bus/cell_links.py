@@ -29,15 +29,13 @@ Reach = Callable[[str, CellBus | None], Bus]
 
 
 class CellLink:
-    """Opens the bus of one cell and consumes there, as a side task of the service. tasks: further tasks, which run
-    while the link is up.
-    """
+    """Opens the bus of one cell and consumes there, as a side task of the service."""
 
     def __init__(
         self,
         bus: Bus,
         consumers: Sequence[Consumer],
-        tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
+        tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),  # further tasks, which run while the link is up
     ) -> None:
         self.name = bus.name
         self._bus = bus
@@ -76,35 +74,33 @@ class CellLink:
 
 
 class _CellSlot:
-    """One cell. configured: the settings name it. problem: why it could not be entered; "": it is, or is tried."""
+    """One cell."""
 
     def __init__(self, name: str, where: CellBus | None, link: CellLink | None) -> None:
         self.name = name
         self.where = where
-        self.configured = link is not None
+        self.configured = link is not None  # the settings name it
         self.link = link
         self.served = False  # by a task of `run`
         self.desired = True
-        self.problem = ""
+        self.problem = ""  # why it could not be entered; "": it is, or is tried
         self.changed = asyncio.Event()
 
 
 class CellLinks:
-    """The links of one worker. make: a function that makes the link of a bus, with its consumers. reach: opens buses
-    while the worker runs. opened, closed: called with a bus when the worker connects to it or disconnects. buses: the
-    buses of the cells that are in use, by name.
-    """
+    """The links of one worker."""
 
     def __init__(
         self,
-        make: Callable[[Bus], CellLink],
+        make: Callable[[Bus], CellLink],  # a function that makes the link of a bus, with its consumers
         *,
         clock: Clock,
-        reach: Reach,
+        reach: Reach,  # opens buses while the worker runs
+        # opened, closed: called with a bus when the worker connects to it or disconnects
         opened: Callable[[Bus], None] = lambda _: None,
         closed: Callable[[Bus], object] = lambda _: None,
     ) -> None:
-        self.buses: dict[str, Bus] = {}
+        self.buses: dict[str, Bus] = {}  # the buses of the cells that are in use, by name
         self._make = make
         self._clock = clock
         self._reach = reach

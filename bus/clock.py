@@ -60,12 +60,9 @@ async def event_or_time(event: asyncio.Event, clock: Clock, seconds: float | Non
 
 
 def shared_delay_s(now: float, every_s: float) -> float:
-    """Return the seconds until the next multiple of `every_s` on the machine's clock that is at least `every_s / 2`
-    away, so between 0.5 and 1.5 times `every_s`. now: the time of the running loop, whose clock all processes of a
-    machine share.
-
-    All processes of a machine do work that no task waits for at these times, so that one wake-up of the broker and of
-    the database, and one flush, serve all of them.
+    """Seconds until the next multiple of `every_s` that is at least `every_s / 2` away, on the clock that all processes
+    of a machine share; so one wake-up of the broker and the database, and one flush, serve all of them. now: the time
+    of the running loop.
     """
     remaining_s = every_s - now % every_s
     return remaining_s if remaining_s >= every_s / 2 else remaining_s + every_s

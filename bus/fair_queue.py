@@ -1,8 +1,6 @@
-"""Turns of several projects: who may begin next, counted in requests and bytes. A batch counts its items, a gang its
-machines.
-
-Each project that waits has its turn before another has a second one of the same size. What has begun is bounded, in all
-and of one project, because what follows waits behind it.
+"""Turns of several projects, counted in requests (a batch counts its items, a gang its machines) and bytes. Each
+waiting project has its turn before another has a second one of the same size. What has begun is bounded, in all and for
+one project, because what follows waits behind it.
 """
 
 from __future__ import annotations
@@ -42,11 +40,10 @@ class _Line(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """What waits, by project, and which of it is next. most, most_of_one: what may have begun; a larger one begins all
-    the same, where nothing else has.
-    """
+    """What waits, by project, and which of it is next."""
 
     def __init__(self, most: int = MAX_STARTED, most_of_one: int = MAX_STARTED_BY_ONE) -> None:
+        # most, most_of_one: what may have begun; a larger one begins all the same, where nothing else has
         self._most = most
         self._most_of_one = most_of_one
         self._lines: dict[str, _Line[T]] = {}

@@ -18,34 +18,29 @@ SLOW_S = 0.05
 
 
 class Batcher(Generic[T]):
-    """Begins the next batch when fewer than `at_once` are under way that are not slow, or when what waits fills a
-    batch, so that a wait would not make it larger; but never more than `most` at once.
-
-    So however many batches come and go beside one that hangs, that one holds up none of them. Batches are tasks in the
-    context in which the `Batcher` was made.
-
-    waiting: how many items may be taken now. take: the next batch of them; empty: nothing is left. handle: handles one
-    batch, and ends the entries of its batch when it is cancelled. is_full: whether what waits fills a batch. slow_s:
-    after so many seconds a batch is slow; 0: SLOW_S then. pause_s: how long (seconds) to wait before a batch is taken;
-    what arrives meanwhile is part of it. enough: whether there is no pause, or it ends, which each `wake` asks. sleep:
-    waits for a pause. on_idle: called when nothing is under way any more. on_error: called with what take, pause_s or
-    handle raised, because nobody awaits the tasks of the batches; what was taken before is handled.
+    """Begins the next batch when fewer than `at_once` that are not slow are under way, or when what waits fills a
+    batch; never more than `most` at once. A batch that hangs therefore holds up no other.
     """
+
+    # Batches are tasks in the context in which the Batcher was made.
 
     def __init__(
         self,
-        take: Callable[[], Sequence[T]],
+        take: Callable[[], Sequence[T]],  # the next batch of the items; empty: nothing is left
+        # handles one batch; ends the entries of its batch when cancelled
         handle: Callable[[Sequence[T]], Awaitable[None]],
         *,
-        waiting: Callable[[], int],
+        waiting: Callable[[], int],  # how many items may be taken now
         most: int,
         at_once: int = 1,
-        is_full: Callable[[], bool] = lambda: False,
-        slow_s: float = 0.0,
+        is_full: Callable[[], bool] = lambda: False,  # whether what waits fills a batch
+        slow_s: float = 0.0,  # after so many seconds a batch is slow (0: SLOW_S)
+        # seconds to wait before a batch is taken; what arrives then joins it
         pause_s: Callable[[], float] = lambda: 0.0,
-        enough: Callable[[], bool] = lambda: False,
-        sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
-        on_idle: Callable[[], None] = lambda: None,
+        enough: Callable[[], bool] = lambda: False,  # whether there is no pause, or it ends, which each `wake` asks
+        sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,  # waits for a pause
+        on_idle: Callable[[], None] = lambda: None,  # called when nothing is under way any more
+        # called with what take, pause_s or handle raised: nobody awaits the batches. What was taken before is handled.
         on_error: Callable[[Exception], None],
     ) -> None:
         self.in_progress = 0  # batches

@@ -1,12 +1,5 @@
-"""A memory broker shared with other processes of this machine, over a Unix socket.
-
-`berth up` serves the brokers it holds in its memory, so that `berth boot` in another terminal reaches them without
-RabbitMQ. See docs/decisions/0006-local-bus.md.
-
-A frame is a 4-byte length and a msgpack array. A client's first one is (bus, prefix); the others are calls of the
-port's methods: (number, object, method, arguments...). Object 0 is the transport; a subscription has the number of the
-call that began it, a delivery a negative one. Number 0: no answer is awaited. The server's are (number, "result",
-value), (number, a fault's code, its text) and (subscription, "delivery", a delivery).
+"""A memory broker shared with other processes of this machine, over a Unix socket: `berth up` serves the brokers of its
+memory, so that `berth boot` in another terminal reaches them without RabbitMQ. See docs/decisions/0006-local-bus.md.
 """
 
 from __future__ import annotations
@@ -66,6 +59,10 @@ _unpack = msgspec.msgpack.Decoder(list[Any]).decode
 
 
 def _frame(*parts: object) -> bytes:
+    # A frame is a 4-byte length and a msgpack array. A client's first one is (bus, prefix), the others are calls of the
+    # port's methods: (number, object, method, arguments...). Object 0 is the transport; a subscription has the number
+    # of the call that began it, a delivery a negative one. Number 0: no answer is awaited. The server's are (number,
+    # "result", value), (number, a fault's code, its text) and (subscription, "delivery", a delivery).
     body = _pack(parts)
     return len(body).to_bytes(4, "big") + body
 

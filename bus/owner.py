@@ -1,11 +1,6 @@
-"""The owner of a bus: each role sets the identity of its database as its owner there, and a worker with another
-database does not enter the bus.
-
-Two deployments on one bus would take each other's messages. The first worker of a role that enters the bus sets a
-durable owner, which only an operator takes away (`berth bus disown`). Two deployments may start at the same time on an
-empty bus. So before a role enters a bus for the first time, it claims the bus for the database that the deployment's
-roles share: one deployment gets the bus, and no role of the other one enters. A conductor with a database of its own
-(`conductor.own_database`) claims only its role.
+"""The owner of a bus: the identity of each role's database, set durably by the first worker that enters. A worker with
+another database does not enter, because two deployments would take each other's messages. Only an operator removes an
+owner (`berth bus disown`).
 """
 
 from __future__ import annotations
@@ -28,11 +23,11 @@ class BusOwnedByAnother(BusForbidden):
 
 
 async def enter(transport: Transport, bus: str, role: str, database_id: str, place: str = "") -> None:
-    """Set this role's database as its owner on a bus, unless it is. Raises BusOwnedByAnother.
-
-    database_id: the identity of this process's database. place: the identity of the database that the roles of this
-    deployment share ("": they share none), for which the bus is claimed before a role enters it for the first time.
+    """Set this role's database (database_id) as its owner on a bus, unless it is. place: the database that the
+    deployment's roles share ("": none), for which the bus is claimed first. Raises BusOwnedByAnother.
     """
+    # Two deployments may start at the same time on an empty bus: one of them claims the place, and no role of the other
+    # enters. A conductor with a database of its own (`conductor.own_database`) claims only its role.
     if place and not await transport.owner_of(role):
         await _set_owner(transport, bus, SHARED_DATABASE, place)
     await _set_owner(transport, bus, role, database_id)

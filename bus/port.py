@@ -105,11 +105,7 @@ UNREAD = "berth-unread"
 
 
 class Outgoing(Struct, frozen=True, kw_only=True):
-    """One broker message to publish. `exchange` "" is the default exchange: routing_key names a queue.
-
-    expiration_s: seconds
-    in a queue after which the broker drops it (None: never).
-    """
+    """One broker message to publish. `exchange` "" is the default exchange: routing_key names a queue."""
 
     exchange: str
     routing_key: str
@@ -122,7 +118,7 @@ class Outgoing(Struct, frozen=True, kw_only=True):
     headers: Mapping[str, str | int | float] = {}
     persistent: bool = True
     mandatory: bool = False
-    expiration_s: float | None = None
+    expiration_s: float | None = None  # seconds in a queue after which the broker drops it (None: never)
 
 
 class Delivery(Protocol):
@@ -197,17 +193,13 @@ class Transport(Protocol):
 
     @property
     def blocked(self) -> str:
-        """The reason why the broker accepts no messages now, in its own words (short of memory or disk); "" when it
-        accepts them.
-
-        A broker reports this after the next publish. Published messages then wait, and none of them is lost.
+        """Why the broker accepts no messages now, in its own words (short of memory or disk); "" when it accepts them.
+        A broker reports it after the next publish. Published messages then wait, and none is lost.
         """
 
     async def declare_shared(self) -> None:
-        """Declare the shared topology of the bus: exchanges, the queues of delayed messages, the queue of dead letters.
-
-        Existing exchanges and queues are left as they are. Raises BusRightsMissing when something is missing that these
-        credentials may not declare.
+        """Declare the shared topology of the bus (exchanges, queues of delayed messages, queue of dead letters),
+        leaving what exists as it is. Raises BusRightsMissing when these credentials may not declare what is missing.
         """
 
     async def check_publishes(self, keys: Sequence[tuple[str, str]]) -> None:
@@ -228,9 +220,7 @@ class Transport(Protocol):
         """Take the owner of a name away, whichever it is."""
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
-        """Declare a queue as its row describes it, bound; placeholders filled in. The shared topology of the bus exists
-        already.
-
+        """Declare a queue as its row describes it, bound, placeholders filled in; the shared topology exists already.
         Raises QueueLocked, at once, while another connection has a private queue of this name.
         """
 

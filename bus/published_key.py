@@ -18,11 +18,10 @@ DEATHS = "x-death"  # the broker's record of how a message died, the last death 
 
 
 def published_key(delivery: Delivery) -> str | None:
-    """Return the routing key that a message was first published with; "": none that binds its body, as of a reply, and
-    of what a worker has read before and delayed; None: the broker has checked no key of it.
-
-    It checks none where a queue dead-letters to, nor where an exchange that is bound to berth's passes on.
+    """The routing key that a message was first published with. "": none that binds its body, as of a reply, or of what
+    a worker has read before and delayed. None: the broker has checked no key of it.
     """
+    # It checks none where a queue dead-letters to, nor where an exchange that is bound to berth's passes on.
     exchange, headers = delivery.exchange, delivery.headers
     if UNREAD in headers:  # the record of its deaths may be among what was left out
         return None

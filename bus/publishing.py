@@ -1,8 +1,6 @@
-"""Publishes with coalescing: an idle link sends at once, and a busy one sends the gathered messages as one broker
-message.
-
-A link is one exchange and routing key. A broker message costs a hundred microseconds and more, an item in a batch about
-ten; so while one batch waits for its confirm the next one gathers.
+"""Publishes with coalescing: an idle link (one exchange and routing key) sends at once; a busy one gathers messages
+into one broker message while it waits for a confirm. A broker message costs 100 microseconds and more, an item in a
+batch about ten.
 """
 
 from __future__ import annotations
@@ -34,36 +32,29 @@ SLOW_CONFIRM_S = 0.5
 
 
 class BusLimits(Struct, frozen=True, kw_only=True):
-    """The bounds of one bus. batch_items, batch_bytes: the bounds of one broker message. link_in_flight: unconfirmed
-    broker messages of one batching link; full_in_flight: the same while each is full, because a wait would not make
-    them larger (a slow disk confirms late), or slow (`Batcher`). in_flight: unconfirmed broker messages of all links.
-    waiting: messages gathered in all links before publishers must wait. refused_s: for how long the refusals of an
-    event are its publisher's errors, which tries again; calm_s: a pause after which that time begins anew. close_s: how
-    long close() waits for the gathered messages.
-    """
+    """The bounds of one bus."""
 
+    # batch_items, batch_bytes: the bounds of one broker message
     batch_items: int = 128
     batch_bytes: int = 512 * 1024
-    link_in_flight: int = 1
+    link_in_flight: int = 1  # unconfirmed broker messages of one batching link
+    # the same while each is full, because a wait would not make them larger (a slow disk confirms late), or slow
+    # (`Batcher`)
     full_in_flight: int = 8
-    in_flight: int = 256
-    waiting: int = 50_000
-    refused_s: float = 60.0
-    calm_s: float = 15.0
-    close_s: float = 5.0
+    in_flight: int = 256  # unconfirmed broker messages of all links
+    waiting: int = 50_000  # messages gathered in all links before publishers must wait
+    refused_s: float = 60.0  # for so long an event's refusals are errors of its publisher, which tries again
+    calm_s: float = 15.0  # after such a pause that time begins anew
+    close_s: float = 5.0  # how long close() waits for the gathered messages
 
 
 class Mode(Struct, frozen=True):
-    """The form in which a link sends messages. batches: False when each message leaves alone, so that any client can
-    read it.
+    """The form in which a link sends messages."""
 
-    max_batch: messages in one broker message; 0: as many as the bus's limits allow.
-    """
-
-    batches: bool
+    batches: bool  # False when each message leaves alone, so that any client can read it
     persistent: bool = True
     mandatory: bool = False
-    max_batch: int = 0
+    max_batch: int = 0  # messages in one broker message; 0: as many as the bus's limits allow
 
     def at_most(self, limits: BusLimits) -> int:
         """Return the number of messages that one broker message may carry."""
@@ -141,7 +132,7 @@ class _Entry(Struct):
 
 
 class _Route:
-    """The messages for one exchange and key. flights: those on their way, in batches."""
+    """The messages for one exchange and key."""
 
     __slots__ = ("entries", "exchange", "flights", "key", "mode")
 
@@ -151,6 +142,7 @@ class _Route:
         self.mode = mode
         self.entries: deque[_Entry] = deque()
         full = mode.at_most(limits) if mode.batches else 1
+        # those on their way, in batches
         self.flights: Batcher[_Entry] = Batcher(
             partial(publisher.take, self),
             partial(publisher.fly, self),
@@ -193,7 +185,7 @@ class _Route:
 
 
 class Publisher:
-    """All links of one bus. others_listen: programs that are not berth's may bind queues to its events."""
+    """All links of one bus."""
 
     def __init__(self, bus: str, transport: Transport, limits: BusLimits, clock: Clock, *, others_listen: bool) -> None:
         self._transport = transport
@@ -206,7 +198,7 @@ class Publisher:
         self._closing = False
         self._clock = clock
         self._lost_log = LogInterval(clock)
-        self._others_listen = others_listen
+        self._others_listen = others_listen  # programs that are not berth's may bind queues to its events
         self._refused: dict[str, tuple[float, float]] = {}  # {project: since when, when last}, the last at the end
         self._bus = bus
         self._published = metrics.PUBLISHED.labels(bus)
@@ -313,12 +305,10 @@ class Publisher:
                 log.warning("bus.event_lost", bus=self._bus, key=link.key, lost=lost)
 
     def _may_lose(self, link: _Route) -> bool:
-        """Whether what was refused now is lost: an event, after those of its project were refused again and again.
-
-        One queue that is full, or has no leader, has the broker refuse a message, though the other queues have it. A
-        leader comes back within seconds. A queue that stays full is another program's, and what waited for it would
-        hold up the events of all.
-        """
+        """Whether what was refused now is lost: an event, after those of its project were refused again and again."""
+        # One queue that is full, or has no leader, has the broker refuse a message that the other queues have. A leader
+        # comes back within seconds. A queue that stays full is another program's, and what waited for it would hold up
+        # the events of all.
         if not self._others_listen or link.exchange != EVENTS:
             return False
         now, project = self._clock.monotonic(), link.key.rpartition(".")[2]

@@ -25,18 +25,15 @@ MAX_DOUBLINGS = 30
 
 
 class RetryPolicy(Struct, frozen=True, kw_only=True):
-    """How long to wait between calls, and when to stop calling.
-
-    The wait after failure n is drawn evenly from `least` times to 1 times first_s * 2**(n - 1), at most longest_s; with
-    least 1 it is not random. attempts: the number of calls. lasts_s: no call begins later than this after the first
-    one. Both None: there is no bound.
+    """How long to wait between calls, and when to stop. The wait after failure n is drawn evenly from `least` to 1
+    times first_s * 2**(n - 1), at most longest_s. Without attempts and lasts_s there is no bound.
     """
 
     first_s: float
     longest_s: float
-    least: float = 0.5
-    attempts: int | None = None
-    lasts_s: float | None = None
+    least: float = 0.5  # 1: the waits are not random
+    attempts: int | None = None  # the number of calls
+    lasts_s: float | None = None  # no call begins later than this after the first one
 
     def wait_s(self, failures: int, rng: random.Random | None) -> float:
         """Return the wait after this many failures in a row, 1 or more. rng: None for a policy without randomness."""

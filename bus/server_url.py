@@ -31,10 +31,10 @@ class BadUrl(ValueError):
 
 
 class Endpoint(Struct, frozen=True):
-    """One server: a name, an address, or the directory of a Unix socket. port: None for the default port."""
+    """One server: a name, an address, or the directory of a Unix socket."""
 
     name: str
-    port: int | None = None
+    port: int | None = None  # None for the default port
 
     def __str__(self) -> str:
         name = f"[{self.name}]" if ":" in self.name else self.name
@@ -42,9 +42,10 @@ class Endpoint(Struct, frozen=True):
 
 
 class ServerUrl(Struct, frozen=True, kw_only=True):
-    """The parts of a URL, percent-decoded. user, password, name: None when not given."""
+    """The parts of a URL, percent-decoded."""
 
     scheme: str
+    # user, password, name: None when not given
     user: str | None
     password: str | None
     hosts: tuple[Endpoint, ...]

@@ -52,19 +52,14 @@ EXTERNAL = "="
 
 
 class ExchangePlan(Struct, frozen=True):
-    """One topic exchange of the broker. alternate: the exchange for messages that it cannot route ("": none)."""
+    """One topic exchange of the broker."""
 
     name: str
-    alternate: str = ""
+    alternate: str = ""  # the exchange for messages that it cannot route ("": none)
 
 
 class QueuePlan(Struct, frozen=True, kw_only=True):
-    """One queue of the broker. dead_exchange: the exchange for messages that the queue gives up; None: they are
-    dropped. dead_key: their routing key there; "": the message's own. disposable: an existing queue of this name with
-    other properties, as an older berth declared, is deleted. delivery_limit: how often a message may be given back
-    before the queue gives it up; None: not stated, because the queue has no consumer. single_active: one consumer at a
-    time gets the deliveries.
-    """
+    """One queue of the broker."""
 
     name: str
     durable: bool
@@ -72,12 +67,14 @@ class QueuePlan(Struct, frozen=True, kw_only=True):
     max_length: int
     max_bytes: int = 0
     drop_head: bool = False
+    # how often a message may be given back before the queue gives it up (None: not stated, because it has no consumer)
     delivery_limit: int | None = None
     ttl_s: float | None = None
+    # an existing queue of this name with other properties, declared by an older berth, is deleted
     disposable: bool = False
-    single_active: bool = False
-    dead_exchange: str | None = None
-    dead_key: str = ""
+    single_active: bool = False  # one consumer at a time gets the deliveries
+    dead_exchange: str | None = None  # the exchange for messages that the queue gives up; None: they are dropped
+    dead_key: str = ""  # their routing key there; "": the message's own
     bindings: tuple[tuple[str, str], ...] = ()
 
 
@@ -175,12 +172,10 @@ def delayed_queue(delay_s: float) -> str:
 
 
 def shared_exchanges(bus: str = "") -> tuple[ExchangePlan, ...]:
-    """Return the exchanges of a bus, in the order in which they can be declared. A project's has those of clients.
-
-    A delayed message whose queue no longer exists becomes a dead letter. Otherwise the broker would try to route it
-    again and again, and a few such messages would block all delayed ones
-    (docs/decisions/0016-one-set-of-delays-a-bus.md).
-    """
+    """The exchanges of a bus, in the order in which they can be declared. A project's bus has those of clients."""
+    # A delayed message whose queue no longer exists becomes a dead letter: the broker would otherwise try to route it
+    # again and again, and a few such messages would block all delayed ones
+    # (docs/decisions/0016-one-set-of-delays-a-bus.md).
     if is_project_bus(bus):
         return (ExchangePlan(COMMANDS), ExchangePlan(EVENTS), ExchangePlan(DEAD), ExchangePlan(REPLY))
     delays = (ExchangePlan(delay_exchange(delay_s)) for delay_s in DELAYS_S)

@@ -17,12 +17,13 @@ ROWS_AT_ONCE = 500
 
 
 class _Yields:
-    """One event loop's turns for long work: one task goes on in each, and the one that waited longest is the first.
-
-    Several parts in one turn would add up: those of two batches and a list of hosts to 30 ms. A task that waits alone
-    goes on in the next turn, as after `asyncio.sleep(0)`. A turn is passed on by the loop, in a context of no task: a
-    task that never goes on (in the simulation its process may be killed or paused) holds up no other.
+    """One event loop's turns for long work: one task goes on in each, the one that waited longest first. Several parts
+    in one turn would add up, those of two batches and a list of hosts to 30 ms. A task that waits alone goes on in the
+    next turn.
     """
+
+    # A turn is passed on by the loop, in a context of no task: a task that never goes on (in the simulation its process
+    # may be killed or paused) holds up no other.
 
     def __init__(self) -> None:
         self._context = Context()

@@ -1,8 +1,6 @@
-"""Messages as bytes: one to a broker message, or several. An unreadable message is a value, never an exception.
-
-One message: content-type `application/json`, the body is the message, its metadata are AMQP properties and the
-headers named here. Several: content-type `application/vnd.berth.batch+json`, the body is a JSON array of
-`{"meta": ..., "body": ...}`; only berth's own processes send it, and only to each other.
+"""Messages as bytes. One to a broker message: content-type `application/json`, metadata as AMQP properties and the
+headers named here. Several: `application/vnd.berth.batch+json`, a JSON array of `{"meta": ..., "body": ...}`, only
+between berth's own processes. An unreadable message is a value, never an exception.
 """
 
 from __future__ import annotations
@@ -112,12 +110,12 @@ _decode_meta = msgspec.json.Decoder(Meta).decode
 
 
 class Packed(Struct, frozen=True):
-    """One message ready to be sent, alone or with others. headers: further ones, of a message that is sent alone."""
+    """One message ready to be sent, alone or with others."""
 
     body: bytes
     meta: Meta
     type: str
-    headers: Mapping[str, str | int | float] = {}
+    headers: Mapping[str, str | int | float] = {}  # further ones, of a message that is sent alone
 
 
 class Read(Struct, frozen=True):
@@ -128,19 +126,15 @@ class Read(Struct, frozen=True):
 
 
 class Malformed(Struct, frozen=True):
-    """One that could not: its bytes, a stable code, and why. The body may hold secrets; never log it.
-
-    key: the routing key that it was published with (`published_key`). size: the bytes of its body where only the first
-    are kept; 0: all are.
-    """
+    """A message that could not be read: its bytes, a stable code, and why. The body may hold secrets; never log it."""
 
     body: bytes
     code: str
     reason: str
     meta: Meta
     queue: str = ""
-    key: str = ""
-    size: int = 0
+    key: str = ""  # the routing key that it was published with (`published_key`)
+    size: int = 0  # the bytes of its body where only the first are kept; 0: all are
 
 
 class _RawItem(Struct):
@@ -237,10 +231,9 @@ class Codec:
         self._batch = _batch_decoder(tuple(kinds))
 
     def read(self, delivery: Delivery, new_id: str) -> list[Read | Malformed]:
-        """All messages of a delivery, in order. `new_id` stands in where a foreign client gave no message id.
-
-        A message under a routing key that is not its own is malformed, whatever its body is (`may_come_under`). One
-        whose key the broker has not checked is no message: it may be an answer to one.
+        """All messages of a delivery, in order. `new_id` stands in for a missing message id. A message under a routing
+        key that is not its own is malformed (`may_come_under`). One whose key the broker has not checked is no message:
+        it may be an answer to one.
         """
         key = published_key(delivery)
         if key is None:

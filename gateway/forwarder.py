@@ -1,8 +1,6 @@
-"""What a gateway does with the messages of one project: its requests to the API bus, its events to its clients.
-
-A request is acknowledged when the API bus has confirmed it. Until that it stays in the project's virtual host, and
-another gateway sends it again; what it does is told by events, and its answer is passed on beside, while this gateway
-lives. Nothing of a message is passed on but what was parsed.
+"""Forwards one project's messages: its requests to the API bus, its events and answers to its clients. A request is
+acknowledged when the API bus has confirmed it; until then it stays in the project's virtual host, for any gateway. Only
+what was parsed is passed on.
 """
 
 from __future__ import annotations
@@ -54,9 +52,7 @@ class _Part(Struct, frozen=True):
 
 
 class RequestForwarder:
-    """Sends the requests of one project on, in their order, when the project has its turn. to: (exchange, routing key)
-    of one on the API bus.
-    """
+    """Sends the requests of one project on, in their order, when the project has its turn."""
 
     def __init__(
         self, project: str, api: Bus, clients: Bus, to: Callable[[Message], tuple[str, str]], turns: Turns
@@ -64,7 +60,7 @@ class RequestForwarder:
         self._project = project
         self._api = api
         self._clients = clients
-        self._to = to
+        self._to = to  # (exchange, routing key) of one on the API bus
         self._turns = turns
         self._numbers = count()
         self._since: dict[int, float] = {}  # of each batch that is not sent
@@ -166,11 +162,11 @@ class RequestForwarder:
 
 
 class EventForwarder:
-    """Publishes events of one project in its virtual host. event_of: that of a message."""
+    """Publishes events of one project in its virtual host."""
 
     def __init__(self, clients: Bus, event_of: Callable[[Received], Message] = lambda event: event.message) -> None:
         self._clients = clients
-        self._event_of = event_of
+        self._event_of = event_of  # the event to publish for a message
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Publish a batch; an event that the broker does not take waits."""

@@ -47,14 +47,12 @@ NOT_YET = Retry("cell_event.early", "the event that ended the request is not on 
 
 
 class _Waiting(Struct, eq=False):
-    """A batch of one cell's events that is to be recorded. waited: ids of events that no longer wait for an earlier
-    one. applied: what became of each, once the batch is recorded.
-    """
+    """A batch of one cell's events that is to be recorded."""
 
     cell: str
     events: Sequence[BuildEvent | ActionEvent]
-    waited: Collection[int]
-    applied: Sequence[AppliedEvent] | None = None
+    waited: Collection[int]  # ids of events that no longer wait for an earlier one
+    applied: Sequence[AppliedEvent] | None = None  # what became of each, once the batch is recorded
 
 
 class CellEventRecorder:
@@ -72,10 +70,9 @@ class CellEventRecorder:
     async def write(
         self, cell: str, events: Sequence[BuildEvent | ActionEvent], waited: Collection[int] = ()
     ) -> Sequence[AppliedEvent]:
-        """Record a cell's events, in order, and publish them on the API bus. Raises Transient.
-
-        The batch is recorded together with those of other cells; if that fails for a reason of another batch, it is
-        recorded alone. waited: `id` of the events that no longer wait for an earlier one.
+        """Record a cell's events, in order, and publish them on the API bus. Raises Transient. waited: ids of the
+        events that no longer wait for an earlier one. Batches of several cells are recorded together; if that fails
+        because of another, alone.
         """
         mine = _Waiting(cell, events, waited)
         self._waiting.append(mine)

@@ -69,10 +69,8 @@ def build(
     replica: Replica | None = None,
     table: HostTable | None = None,
 ) -> WorkerRuntime:
-    """One scheduler over these cells, and those that operators add. Any number may run side by side.
-
-    store: instead of the schema `scheduler` in the environment's database. replica, table: the replica and the host
-    table to fill, for callers that read them (simulation, tests).
+    """One scheduler over these cells, and those that operators add; any number may run side by side. store: instead of
+    the environment's schema `scheduler`. replica, table: the ones to fill, for callers that read them.
     """
     service = WorkerRuntime("scheduler", clock=env.clock)
     parts = _parts(service, env, config, cells, store=store, replica=replica, table=table)
@@ -114,23 +112,19 @@ def build(
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerParts:
-    """The resources that all parts of one scheduler share.
-
-    buses: by name, the API bus and one of each cell of the settings. claim: has a bus claimed for the database when it
-    is entered.
-    """
+    """The resources that all parts of one scheduler share."""
 
     service: WorkerRuntime
     env: Environment
     config: SchedulerConfig
-    buses: Mapping[str, Bus]
+    buses: Mapping[str, Bus]  # by name, the API bus and one of each cell of the settings
     store: SchedulerStore
     claims: BusClaims
     selector: Selector
     workers: WorkerTable
     waiting: WaitingTable
     warmup: Warmup
-    claim: Callable[[Bus], None]
+    claim: Callable[[Bus], None]  # has a bus claimed for the database on entering it
 
     @property
     def api(self) -> Bus:

@@ -203,10 +203,8 @@ class OperatorHandler:
         return managed or [uuid for uuid in found if self._may_be_in(command.cell, uuid, command.host)]
 
     def _may_be_in(self, cell: str, uuid: str, named: str) -> bool:
-        """Whether a host that no service manages was last in this cell.
-
-        Where it was is not known of a host that is not reported. Its uuid, or a decision about it, is enough then; its
-        name is not, because a host of another cell may have it.
+        """Whether a host that no service manages was last in this cell. Where an unreported host was is not known: its
+        uuid, or a decision about it, is enough then; its name is not, because a host of another cell may have it.
         """
         fence = self._registry.fences.get(uuid)
         last = self._selector.table.last_cell_of(uuid) or (None if fence is None else fence.cell)
@@ -221,15 +219,12 @@ def _is_uuid(host: str) -> bool:
 
 
 class ControlListener:
-    """Handles queue `scheduler.control.{process}`: new revisions of the objects, and heartbeats of workers.
-
-    bus: the name of the bus that the queue is on.
-    """
+    """Handles queue `scheduler.control.{process}`: new revisions of the objects, and heartbeats of workers."""
 
     def __init__(self, registry: ObjectRegistry, workers: WorkerTable, bus: str, *, clock: Clock) -> None:
         self._registry = registry
         self._workers = workers
-        self._bus = bus
+        self._bus = bus  # the name of the bus that the queue is on
         self._clock = clock
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:

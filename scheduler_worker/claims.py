@@ -64,11 +64,11 @@ class ClaimPort(Protocol):
 
 
 class BusClaims:
-    """Requests to placement over the API bus. timeout_s: how long an answer is waited for."""
+    """Requests to placement over the API bus."""
 
     def __init__(self, bus: Bus, *, timeout_s: float) -> None:
         self._bus = bus
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s  # how long an answer is waited for
 
     async def submit(self, claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
         """All in one round trip."""
@@ -115,10 +115,8 @@ class BusClaims:
 
 
 class ClaimOwnership:
-    """What instances hold already: the one proof that a build may end without its cell. One per scheduler process.
-
-    The record alone does not prove it: a database that was restored to before the dispatch has the build as not
-    dispatched, and its machine owners.
+    """What instances hold already: the one proof that a build may end without its cell. One per scheduler process. The
+    record alone does not prove it: in a database restored to before the dispatch the build is not dispatched.
     """
 
     def __init__(
@@ -171,11 +169,10 @@ class ClaimOwnership:
     async def transfer_claims(self, consumers: Sequence[ConsumerRecord], owners: Mapping[str, str]) -> dict[str, Fault]:
         """Give these owners ({instance: owner}) what another owner has claimed, before a cell gets the build: a Release
         of the other, whose record is lost, may still be on its way. What a cell has claimed no owner releases. Returns
-        why not, of each instance of which that is not known to have happened.
-
-        Only the owner on record takes over. The record is read after what is held: one that has been made anew since
-        was there before its owner has claimed anything, so no earlier owner takes a claim back from it.
+        why not, of each instance of which it is not known to have happened.
         """
+        # Only the owner on record takes over. The record is read after what is held: one made anew since was there
+        # before its owner claimed anything, so no earlier owner takes a claim back from it.
         others = [
             one
             for one in consumers

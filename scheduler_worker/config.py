@@ -84,10 +84,8 @@ class MetricsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one scheduler process.
-
-    Flavors, aggregates and quotas are the initial objects of an empty system. Afterwards they are objects that
-    operators change at run time (docs/use/objects.md).
+    """Settings of one scheduler process. Flavors, aggregates and quotas are the initial objects of an empty system;
+    afterwards they are objects that operators change at run time (docs/use/objects.md).
     """
 
     default_flavors: tuple[str, ...] = tuple(DEFAULT_FLAVORS)

@@ -1,12 +1,6 @@
-"""What hosts hold; and plans of drains: the destination of each of their instances, one after the other.
-
-The choices are those of moves: the same search, filters, weighers and group rules, on the replica as it is. Each choice
-counts the resources that the earlier ones take, and the hosts to which they move the members of a group. No instance
-goes to a host of the drain, so resources and rules depend on no later action: a move that fits in this order fits at
-every step of it.
-
-What hosts hold is read from placement, and, before a drain ends, also from the record of requests under way and of all
-builds. The replica shows which hosts have anything in use; only of these placement is queried for the holders.
+"""What hosts hold, and plans of drains: the destination of each instance, one after the other, chosen as for a move and
+counting the earlier choices. No instance goes to a host of the drain, so a plan that fits in this order fits at every
+step.
 """
 
 from __future__ import annotations
@@ -65,14 +59,17 @@ PAGE = 1000  # requests under way, or instances, that are read at a time
 
 
 class DrainInventory:
-    """What hosts hold, as one scheduler finds it. api: the bus to placement."""
+    """What hosts hold, as one scheduler finds it."""
+
+    # What hosts hold is read from placement, and, before a drain ends, also from the record of requests under way and
+    # of all builds. The replica shows which hosts have anything in use; only those are queried.
 
     def __init__(
         self,
         store: SchedulerStore,
         selector: Selector,
         follower: ReplicaFollower,
-        api: Bus,
+        api: Bus,  # the bus to placement
         *,
         warmup: Warmup,
         clock: Clock,
@@ -156,10 +153,8 @@ class DrainInventory:
         return DrainedHost(uuid, self._selector.name_of(uuid), code)
 
     def of_drain(self, drain: str) -> dict[str, DrainedHost]:
-        """The hosts of a drain, by uuid.
-
-        One whose fence is not lifted yet has left the drain. The decision on record may still be the drain's: it took
-        over the one to lift the fence, or the cell has reported a fence that the restored record does not have.
+        """The hosts of a drain, by uuid. One whose fence is not lifted yet has left it, even if the decision on record
+        is still the drain's (taken over to lift the fence, or a fence that the restored record lacks).
         """
         hosts = {uuid: replace(self.host(uuid), drain=drain) for uuid in self._selector.table.hosts_of_drain(drain)}
         return {uuid: host for uuid, host in hosts.items() if host.code != HOST_FENCED}
@@ -179,11 +174,10 @@ class DrainInventory:
 
     async def instances_on(self, hosts: Sequence[DrainedHost], *, everything: bool = False) -> list[InstanceOnHost]:
         """The instances of which these hosts hold something by placement. Raises Transient, or RequestRefused.
-
-        everything: by the newest state of placement, and also what is about to come, or is on record there: a build has
-        its allocation before it is on record as scheduled. The requests are read before placement, so that one that
-        ends in between is seen in one of the two.
+        everything: by placement's newest state, and with what is about to come, or is on record there.
         """
+        # A build has its allocation before it is on record as scheduled. The requests are read before placement, so
+        # that one that ends in between is seen in one of the two.
         there = {host.uuid: host for host in hosts}
         found: list[tuple[DrainedHost | None, str, RecordedAction | None, TreeConsumer | None]] = []
         if everything and hosts:

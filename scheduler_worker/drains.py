@@ -1,4 +1,4 @@
-"""Drains: begun and commanded by operators, and carried out by any scheduler (`emptying.py`)."""
+"""Drains: begun and commanded by operators, and carried out by any scheduler (`HostEmptier`)."""
 
 from __future__ import annotations
 
@@ -99,10 +99,8 @@ class DrainController:
         return made if isinstance(made, Refusal) else made.plan
 
     async def start(self, command: DrainStart, is_late: Callable[[], bool] = never) -> DrainResult | Refusal:
-        """Put a drain on record and disable its hosts, unless an instance cannot move. Raises Transient, or
-        RequestRefused.
-
-        is_late: as for `ObjectRegistry.change`.
+        """Put a drain on record and disable its hosts, unless an instance cannot move. is_late: as for
+        `ObjectRegistry.change`. Raises Transient, or RequestRefused.
         """
         known = self._registry.drains.get(command.drain)
         if known is None:

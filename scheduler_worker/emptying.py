@@ -1,9 +1,6 @@
-"""Requests the next moves of hosts that shall have no instances; and evacuates the instances of fenced hosts whose
-policy is `restart`.
-
-Any number of schedulers do so side by side. A pass reads what the hosts hold and which requests are on record, and puts
-the next ones on record under the lock of the drain's row. It keeps nothing that the next one needs, so a scheduler may
-end between any two steps, and another goes on.
+"""Requests the next moves of hosts to be emptied, and evacuates the instances of fenced hosts whose policy is
+`restart`. Any number of schedulers do so side by side: a pass keeps nothing, reads what hosts hold and the requests on
+record, and records the next ones under the lock of the drain's row.
 """
 
 from __future__ import annotations
@@ -59,15 +56,13 @@ LockedLevel: TypeAlias = Callable[[OperationUnit], Awaitable[Level | None]]
 
 
 class Emptied(Struct, kw_only=True):
-    """The hosts of one level. drain: None: of all fences. hosts: as they are now, by uuid. lock: the level, once its
-    row is locked. includes: which of what they hold is moved.
-    """
+    """The hosts of one level."""
 
     level: Level
-    drain: str | None
-    hosts: Callable[[], Mapping[str, DrainedHost]]
-    lock: LockedLevel
-    includes: Callable[[InstanceOnHost], bool] = lambda _: True
+    drain: str | None  # None: all fences
+    hosts: Callable[[], Mapping[str, DrainedHost]]  # as they are now, by uuid
+    lock: LockedLevel  # locks the level's row and returns the level
+    includes: Callable[[InstanceOnHost], bool] = lambda _: True  # which of what they hold is moved
 
 
 class HostEmptier:
@@ -106,9 +101,7 @@ class HostEmptier:
 
     async def step(self, of: Emptied, begun: BegunMoves, *, everything: bool = False) -> NextMoves:
         """Request the next moves of a part of the hosts; the look ends with the page that fills the free slots with
-        what was not refused yet.
-
-        everything: look at all that they hold. Raises Transient, or RequestRefused.
+        what was not refused yet. everything: look at all that they hold. Raises Transient, or RequestRefused.
         """
         now, hosts = self._clock.time(), of.hosts()
         instances: list[InstanceOnHost] = []

@@ -1,9 +1,5 @@
-"""How build requests are scheduled, a whole batch at once. Each step is safe to repeat.
-
-1. Record: the request goes on record, and a repeated one is recognised there.
-   Delete: the records of the batch's deletes are locked, what builds without a cell hold is asked of placement, and the
-   records change.
-2. Decide, claim and write (`placing`).
+"""How build requests are scheduled, a batch at once; each step is safe to repeat: record (repeated requests are
+recognised, deletes carried out), then decide, claim and write (`Dispatcher`).
 """
 
 from __future__ import annotations
@@ -205,10 +201,8 @@ class SchedulingEngine:
     # --- deletes
 
     async def _delete(self, deletes: Sequence[PendingDelete]) -> tuple[dict[int, Outcome], set[str]]:
-        """Carry out deletes: outcomes by batch index, and the instances that are to be deleted.
-
-        One transaction; one more for those of builds that no cell has, after placement is queried: they wait while it
-        does not answer. Safe to repeat.
+        """Carry out deletes: outcomes by batch index, and the instances to be deleted. One transaction, and one more
+        for those of builds that no cell has, which wait until placement has answered. Safe to repeat.
         """
         plan = await self._carry_out(deletes)
         if not plan.without_cell:

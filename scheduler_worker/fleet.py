@@ -1,6 +1,4 @@
-"""What a scheduler is told about hosts: their reports and numbers, taken into its tables; and which hosts compute
-services have.
-"""
+"""What a scheduler is told about hosts: their reports and numbers, taken into its tables."""
 
 from __future__ import annotations
 
@@ -88,10 +86,8 @@ class HostsListener:
         self._requested = False
 
     async def run(self) -> None:
-        """Request reports at start, soon after each reconnect, and periodically, with a jitter of its own in each
-        scheduler.
-
-        Sooner when the cell's digest counts fewer services than count as up here.
+        """Request reports at start, after each reconnect, and periodically with a jitter; sooner when the cell's digest
+        counts fewer services than count as up here.
         """
         while True:
             self._requested = await self.request_reports()
@@ -124,12 +120,12 @@ SERVICES_AT_ONCE = 50
 async def hosts_of_services(
     selector: Selector, api: Bus, cell: str, services: Sequence[str], *, timeout_s: float
 ) -> dict[str, str]:
-    """The hosts ({uuid: name}) of placement that these compute services of a cell have, or may have had when they died.
-
-    They are those that a service reported last. Of one that is not up here those which placement has of it count, too:
-    this scheduler may have been started after it died. The cell of those that are not reported is known from then on.
-    api: the bus to placement. Raises PlacementUnavailable, or RequestRefused.
+    """The hosts ({uuid: name}) that these compute services of a cell have, or may have had when they died: as reported,
+    and of a service that is not up also those placement has of it. api: the bus to placement. Raises
+    PlacementUnavailable, or RequestRefused.
     """
+    # This scheduler may have been started after the service died. The cell of hosts that are not reported is known from
+    # then on.
     table, indexes = selector.table, {name: selector.table.service_of(cell, name) for name in services}
     rows = selector.reported_in_placement()
     last = np.isin(table.last_service[rows], [index for index in indexes.values() if index != NO_SERVICE])

@@ -1,16 +1,5 @@
-"""Deletes what is gone for good: hosts, whose providers leave placement and whose decisions the record; and compute
-services, which their cells drop from their records.
-
-Of a host placement is first: it alone can prove, in the transaction that deletes the tree, that no consumer holds
-anything there. A scheduler that ends between the two leaves a host without providers, which takes nothing; the message
-is delivered again, or the operator repeats the command.
-
-Of a service its cell decides: its conductors have the heartbeats, and its record has the instances. A scheduler checks
-only which hosts placement has of the service, because the cell does not know them. Placement decides: a scheduler that
-was started after the service died has received no report of its hosts. The scheduler's table adds those whose
-inventory comes from another source (bare-metal nodes). Each command that the cell has done is in the log of changes
-once, by its message's id. Whether the cell still had the service does not count: when its first answer was late, it has
-nothing of it any more at the second.
+"""Deletes hosts and compute services that are gone for good. Placement decides for a host, because it alone can prove,
+in the transaction that deletes the tree, that nothing holds anything there; the cell decides for a service.
 """
 
 from __future__ import annotations
@@ -44,11 +33,10 @@ DRAINING = "host.draining"
 
 def removal_blocker(present: Objects, uuid: str, cells: Collection[str]) -> Refusal | None:
     """Why the objects on record keep a host: a fence that its cell may still act on, or a drain that has not ended.
-
-    cells: those that workers connect to. A fence that was ended by force counts until its cell has acknowledged that it
-    is to be lifted; before that, the cell would put the fence on record again. A cell that is gone
-    acknowledges nothing.
+    cells: those that workers connect to; a cell that is gone acknowledges nothing.
     """
+    # A fence ended by force counts until its cell has acknowledged that it is lifted; before that, the cell would put
+    # it on record again.
     stored = present.get((ObjectKind.FENCE, uuid))
     fence = None if stored is None else fence_of(stored)
     if fence is not None and not fence.forced:
@@ -108,15 +96,15 @@ NO_CELL = "cell.unknown"
 
 
 class HostRemoval:
-    """Of one scheduler. api: the bus to placement. cells: the buses of the cells, by name."""
+    """Deletes hosts and compute services on an operator's command. One per scheduler."""
 
     def __init__(
         self,
         store: SchedulerStore,
         registry: ObjectRegistry,
         selector: Selector,
-        api: Bus,
-        cells: Callable[[], Mapping[str, Bus]],
+        api: Bus,  # the bus to placement
+        cells: Callable[[], Mapping[str, Bus]],  # the buses of the cells, by name
         *,
         clock: Clock,
     ) -> None:
@@ -134,6 +122,8 @@ class HostRemoval:
 
         message_id: of the command.
         """
+        # Placement is first. A scheduler that ends between the two leaves a host without providers, which takes
+        # nothing; the message is delivered again, or the operator repeats the command.
         now_s, cells = self._clock.monotonic(), self._registry.cells_in_use()  # it may have come to any of them
         kept = self._selector.table.reported(uuid, cells, now_s) or await self._kept_by_instances(uuid)
         if kept is not None:
@@ -178,6 +168,10 @@ class HostRemoval:
 
     # --- a service
 
+    # The cell has the heartbeats and the instances; only which hosts the service has is checked here: placement knows
+    # also those of a service that died before this scheduler started, the host table those whose inventory has another
+    # source (bare-metal nodes). Each command done is in the log of changes once, by its message's id, whether or not
+    # the cell still had the service: a repeat after a late answer finds nothing.
     async def delete_service(self, command: DeleteService, message_id: str) -> ServiceDeleted | Refusal:
         """Delete one service, unless something shows that it may not be gone. Raises Transient, or RequestRefused.
 

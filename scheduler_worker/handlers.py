@@ -58,10 +58,8 @@ class RequestHandler:
         self._keep_up = wait_for_backlog
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Process a batch; one outcome for each message, in order. What placement does not answer about waits. Raises
-        Transient when the database does not answer.
-
-        What is on record goes on; anything else that a dead letter leads to is its end.
+        """Process a batch; one outcome for each message, in order. What placement does not answer about waits. What is
+        on record goes on; a dead letter otherwise ends its request. Raises Transient when the database does not answer.
         """
         await self._keep_up()
         is_warming_up = self._warmup.is_on()
@@ -75,12 +73,12 @@ class RequestHandler:
         return await self._or_end(lambda one: self._process(batch, [one]), deliveries[0], batch[0].meta.cause)
 
     async def resume(self, instances: Mapping[str, int]) -> set[str]:
-        """Schedule builds that are on record as accepted and that no message carries on: it may have been acknowledged
-        by a record that the database has lost. A gang with all its members.
-
-        instances: {instance: how often this was done before}. Returns those that wait for a database or for placement:
-        that was no try, and holds up none of the others. One whose end crashes as well is tried again later.
+        """Schedule accepted builds on record that no message carries on, a gang with all its members. instances:
+        {instance: how often this was done before}. Returns those that wait for a database or placement, which was no
+        try.
         """
+        # Such a build's message was acknowledged by a record that the database has lost. One whose end crashes as well
+        # is tried again later.
 
         async def process(members: Sequence[PendingBuild], delivery: RequestDelivery) -> bool:
             outcomes, _ = await self._engine.process([replace(one, delivery=delivery) for one in members], ())

@@ -1,10 +1,5 @@
-"""Makes what is outside follow the objects on record: the cells that a scheduler connects to, and the members of
-aggregates in placement. Schedulers do so side by side.
-
-Tells cells of fences until they have acknowledged them. Any number of schedulers do so side by side.
-
-A fence has to reach the cell of its host and no other: the first that acknowledges it may be one that does not have the
-host. A host that no compute service has reported here is in the cell of the dead service that placement has it as.
+"""Side tasks of each scheduler that make the outside follow the objects on record: connections to cells, members of
+provider aggregates, fences. Schedulers do so side by side.
 """
 
 from __future__ import annotations
@@ -50,20 +45,19 @@ CHECK_S = 5.0  # between two looks while a cell is removed
 
 
 class CellConnections:
-    """The keeper of one scheduler. settings: the cells that its settings name. awaited: those that a message in the
-    outbox, or a request without an end, is of.
+    """Connects one scheduler to the cells in use."""
 
-    A removed cell may be given a build at any time: by a scheduler that has not received the removal, or because the
-    claim of a build that has waited is found there.
-    """
+    # A removed cell may be given a build at any time: by a scheduler that has not received the removal, or because the
+    # claim of a waiting build is found there.
 
     def __init__(
         self,
         registry: ObjectRegistry,
         store: SchedulerStore,
         links: CellLinks,
-        settings: Sequence[str],
+        settings: Sequence[str],  # the cells that its settings name
         *,
+        # the cells that a message in the outbox, or a request without an end, is for
         awaited: Callable[[], Collection[str]],
     ) -> None:
         self._registry = registry
@@ -120,10 +114,8 @@ class CellConnections:
 
 
 def members_due(selector: Selector, aggregate: Aggregate) -> AggregateMembers | None:
-    """The change of one provider aggregate; None when the replica agrees with the aggregate on record, or when that
-    names no hosts at all.
-
-    A host whose name this scheduler has not received yet stays a member until its name is known.
+    """The change of one provider aggregate; None: the replica agrees with the aggregate on record, or that names no
+    hosts. A host whose name this scheduler has not received yet stays a member.
     """
     if aggregate.hosts is None:
         return None
@@ -150,12 +142,12 @@ ANSWER_S = 10.0
 
 
 class AggregateSync:
-    """The keeper of one scheduler. api: the bus to placement."""
+    """Keeps the provider aggregates of placement equal to the host aggregates on record. One per scheduler."""
 
     def __init__(self, registry: ObjectRegistry, selector: Selector, api: Bus, *, clock: Clock) -> None:
         self._registry = registry
         self._selector = selector
-        self._api = api
+        self._api = api  # the bus to placement
         self._clock = clock
 
     async def run(self) -> None:
@@ -187,11 +179,15 @@ REPEAT_S = 300.0  # the pause is doubled up to this, and is that of any other fe
 
 
 class FencePublisher:
-    """Publishes the fences of one scheduler's registry. cells: the bus of each."""
+    """Publishes the fences of one scheduler's registry."""
+
+    # A fence has to reach the cell of its host and no other: the first that acknowledges it may be one that does not
+    # have the host. A host that no compute service has reported here is in the cell of the dead service that placement
+    # has it as.
 
     def __init__(self, registry: ObjectRegistry, cells: Mapping[str, Bus], *, clock: Clock) -> None:
         self._registry = registry
-        self._cells = cells
+        self._cells = cells  # the bus of each
         self._clock = clock
         # {(host, cell): what was published, how often, and when the last time (monotonic)}
         self._published: dict[tuple[str, str], tuple[CellFence, int, float]] = {}

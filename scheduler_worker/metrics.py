@@ -137,13 +137,13 @@ Figure: TypeAlias = tuple[tuple[str, ...], int]  # the labels of one metric, and
 
 class FleetSummary(NamedTuple):
     """All hosts and all classes, in order of their labels; those of no service have cell "". Groups without a host are
-    left out. usable: the part of the capacity that is on hosts which take builds. used: with claims in flight.
+    left out.
     """
 
     hosts: list[Figure]
     capacity: list[Figure]
-    usable: list[Figure]
-    used: list[Figure]
+    usable: list[Figure]  # the part of the capacity that is on hosts which take builds
+    used: list[Figure]  # with claims in flight
 
 
 def summarize(view: HostsView, default_zone: str) -> FleetSummary:

@@ -1,12 +1,6 @@
-"""How moves are scheduled: check, choose hosts, write. Nothing is claimed here: the cell's conductor claims, in order.
-
-1. Read what is on record of the instances, without locks, and check each request against it.
-2. Choose: placement answers where the instances are now; the search, the filters and the weighers of a build choose
-   hosts of the same cell. A choice counts as used for a few seconds, so that the next choices see it.
-3. Write, in one transaction: hold the instances' builds, check again, and put the request, its event and the command to
-   the cell on record. If an instance has changed since it was read, its request is tried again.
-
-Before the commit nothing has changed, so a request that is delivered again is processed again.
+"""How moves are scheduled: check against the record, without locks; choose hosts of the same cell as for a build; write
+the request, its event and the command in one transaction, after a check that nothing has changed. Nothing is claimed
+here: the cell's conductor claims, in order.
 """
 
 from __future__ import annotations
@@ -101,12 +95,10 @@ Admit: TypeAlias = Callable[[OperationUnit, Sequence[PendingAction]], Awaitable[
 
 
 class Chosen(Struct, frozen=True, kw_only=True):
-    """The hosts for one request, in `cell` (None: the instance's own), or why there are none, with the funnel. limits:
-    that its claims are held to.
-    """
+    """The hosts for one request, in `cell` (None: the instance's own), or why there are none, with the funnel."""
 
     selections: tuple[Selection, ...] = ()
-    limits: dict[str, int] = {}
+    limits: dict[str, int] = {}  # that its claims are held to
     failure: Refusal | None = None
     funnel: tuple[FunnelStep, ...] = ()
     passing_hosts: int = 0
@@ -117,6 +109,9 @@ class Chosen(Struct, frozen=True, kw_only=True):
 
 class ActionEngine:
     """Schedules batches of moves. One per scheduler process."""
+
+    # Before the commit nothing has changed, so a request that is delivered again is processed again. A choice counts as
+    # used for a few seconds, so that the next ones see it.
 
     def __init__(
         self,
@@ -213,10 +208,8 @@ class ActionEngine:
         *,
         planned: Mapping[str, str] | None = None,
     ) -> Chosen | Retry:
-        """Hosts in order for one request, or why there are none; tried again if a failure would be premature.
-
-        planned: it is part of a plan, for which this call holds nothing and does not wait; {host: why it may not be
-        chosen}.
+        """Hosts in order for one request, or why there are none; tried again if a failure would be premature. planned:
+        {host: why it may not be chosen} of a plan, for which this call holds nothing and does not wait.
         """
         request, page, source = pending.request, located.page, located.source
         if source is None and known.now.condition is not Condition.OFFLOADED:

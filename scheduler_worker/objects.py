@@ -1,8 +1,5 @@
-"""Operators' objects in a scheduler: loaded at start and whenever they change, and changed on request.
-
-A change is one transaction with its notification; then every scheduler loads the new revision. Every scheduler reads
-the revision every RELOAD_S as well, in case a notification was lost. Flavors, aggregates, quotas and scheduling rules
-make the scheduler's configuration; decisions about hosts are columns of its host table.
+"""Operators' objects in a scheduler: loaded at start and on each change, and changed on request. A change is one
+transaction with its notification; every scheduler also reads the revision each RELOAD_S, in case that was lost.
 """
 
 from __future__ import annotations
@@ -127,10 +124,8 @@ def configured(config: SchedulerConfig) -> Configured:
 def check_objects(
     settings: SchedulerConfig, changes: ObjectsChange | None = None, cells: Sequence[str] = ()
 ) -> Configured:
-    """The configuration that the settings' own objects make, with these changes to them, as a scheduler would use it.
-
-    cells: of the settings; with them names are looked up, too. Raises SettingsError: no scheduler could use it, or a
-    name is of nothing; its reason names the object.
+    """The configuration that the settings' own objects make with these changes, as a scheduler would use it. cells: of
+    the settings; with them names are looked up, too. Raises SettingsError, whose reason names the object.
     """
     try:
         seeded = seeds(settings)
@@ -153,19 +148,16 @@ def check_objects(
 
 
 class ObjectRegistry:
-    """Keeps a scheduler's configuration and its host table up to date with the objects on record.
-
-    settings: the scheduler's own, without objects. cells: those that it serves.
-    """
+    """Keeps a scheduler's configuration and its host table up to date with the objects on record."""
 
     def __init__(
         self,
         store: SchedulerStore,
         selector: Selector,
-        settings: SchedulerConfig,
+        settings: SchedulerConfig,  # the scheduler's own, without objects
         *,
         clock: Clock,
-        cells: Sequence[str] = (),
+        cells: Sequence[str] = (),  # the cells that it serves
     ) -> None:
         self._store = store
         self._selector = selector
@@ -209,10 +201,8 @@ class ObjectRegistry:
         self._is_fresh = False
 
     async def reload(self) -> None:
-        """Load the objects on record unless they are in force, by their token: a record that misses commits (a restore,
-        a promoted standby) may have others under the same number. One round trip if they are.
-
-        Raises Transient; SettingsError when none was loaded before and those on record cannot be used here.
+        """Load the objects on record unless they are in force, by their token: after a restore others may have the same
+        number. Raises Transient; SettingsError when none was loaded before and those on record cannot be used here.
         """
         async with self._loading:
             found = await self._store.objects(unless=self._token)
@@ -256,11 +246,9 @@ class ObjectRegistry:
         decided: SetAdminState | None = None,
         is_late: Callable[[], bool] = never,
     ) -> ObjectsChanged | Refusal:
-        """Change objects, all of them or none; in force here when this returns. Raises Transient.
-
-        message_id: of the message that requests it; a repeat of one that was carried out changes nothing again.
-        decided: the command about one host that is carried out by this change: it states a fence anew, ends one by
-        force, and names the cell where nothing shows it. is_late: as for `write`.
+        """Change objects, all or none; in force here on return. message_id: a repeat changes nothing again. decided:
+        the command about one host that this carries out (states a fence anew, ends one by force, names its cell).
+        is_late: as for `write`. Raises Transient.
         """
         changed: tuple[ChangedObject, ...] = ()
         cell, is_forced = (None, False) if decided is None else (decided.cell, decided.force)
@@ -304,14 +292,12 @@ class ObjectRegistry:
     async def write(
         self, make: MakeChange, is_late: Callable[[], bool] = never, *, message_id: str = ""
     ) -> RecordedObjects | Refusal:
-        """Change objects in one transaction with the other rows that `make` writes, and publish it; in force here when
-        this returns. Returns the objects as they are on record then. A refusal rolls back all that `make` has written.
-        Raises Transient.
-
-        is_late: whether its requester waits no longer; then what has been decided since would be undone. Asked once the
-        objects are locked. message_id: of the operator's command that is carried out by this ("": of none); a copy
-        of it changes nothing again, and a later change that has come since stays.
+        """Change objects in one transaction with the rows that `make` writes, and publish it; in force here on return.
+        A refusal rolls all back. Returns the objects on record then. is_late: whether its requester waits no longer.
+        message_id: of the operator's command ("": none). Raises Transient.
         """
+        # is_late is asked once the objects are locked: a late command would undo what has been decided since. A copy of
+        # a command changes nothing again, and a later change stays.
         async with self._loading:
             try:
                 async with self._store.operation() as unit:

@@ -1,13 +1,6 @@
-"""DECIDE, CLAIM and WRITE: a round chooses a host for each request that has none, and claims all of them together.
-
-Decide: one pass over the replica, without a message. Each choice is assumed there, so that the next one sees it. A long
-pass is made in parts, with a turn of the event loop after each.
-Claim: the claims of all requests travel together. The answers step each placement; a placement without a result is
-decided and claimed again, within the bounds of one delivery. A claim is idempotent by (instance, attempt 1, claim
-owner). Held: of each request that ends without a host placement is asked what its instance holds; the record of an
-earlier one may be lost, and not its claim. What another claim owner has claimed is taken over before a cell gets the
-build. Write: one transaction writes the decisions, maps the instances to their cells and keeps the messages to publish.
-It is guarded by the record's state: of all schedulers that process a request, one writes and the others do not.
+"""Decide, claim and write, for all requests of a batch together: choose hosts on the replica, claim, apply the answers
+until each placement has a result, and write the decisions in one transaction, guarded by the state of the record: of
+all schedulers one writes.
 """
 
 from __future__ import annotations
@@ -91,6 +84,9 @@ class ReplicaFollower(Protocol):
 
 class Placer:
     """Decides and claims for many requests at once. One per scheduler process; it may place several batches at once."""
+
+    # Each choice is assumed in the replica, so that the next sees it. A claim is idempotent by (instance, attempt 1,
+    # claim owner).
 
     def __init__(
         self,
@@ -273,6 +269,9 @@ class Placer:
 class Dispatcher:
     """Decides about builds that are on record, and writes the decisions. One per scheduler process."""
 
+    # Of each request that ends without a host placement is asked what its instance holds: the record of an earlier one
+    # may be lost, and not its claim. What another claim owner has claimed is taken over before a cell gets the build.
+
     def __init__(
         self,
         store: SchedulerStore,
@@ -374,13 +373,12 @@ class Dispatcher:
         return [(one, queried.get(one.instance_uuid, end)) for one, end in concluded]
 
     async def _withdraw(self, builds: Mapping[str, PendingBuild]) -> set[str]:
-        """Release the claims for builds, by instance, that another scheduler, or a delete, has ended meanwhile. By the
-        run of this decision: where the record has another, nothing was ever dispatched for this one. Returns those
-        whose record is gone, or waits.
-
-        A record of another claim owner that is not decided yet has the claim first: it may have read that its instance
-        holds nothing before this claim owner claimed, and its end releases what it has.
+        """Release the claims for builds, by instance, that another scheduler or a delete has ended meanwhile, by this
+        decision's claim owner: where the record has another, nothing was dispatched for this one. Returns those whose
+        record is gone, or waits.
         """
+        # A record of another claim owner that is not decided yet takes the claim first: it may have read that its
+        # instance holds nothing before this owner claimed, and its end releases what it has.
         async with self._store.unit() as unit:
             records = list((await unit.read(list(builds))).values())
         open_owners = {

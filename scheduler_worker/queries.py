@@ -1,6 +1,5 @@
-"""Queue `scheduler.records`: builds with their timeline, moves, drains, and operators' objects.
-
-Queue `scheduler.status`: hosts, host metrics, compute services and workers, from this scheduler's memory.
+"""Answers queries: on queue `scheduler.records` from the database (builds with their timeline, moves, drains, objects),
+on `scheduler.status` from this scheduler's memory (hosts, host metrics, compute services, workers).
 """
 
 from __future__ import annotations
@@ -61,11 +60,8 @@ class QueryHandler:
         self._clock = clock
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Builds that are queried by name take one statement; the other queries, which are rare, are answered one after
-        another.
-
-        After a long silence a client queries each of its builds: many at once, and at a time when the scheduler is slow
-        anyway.
+        """Builds queried by name take one statement: after a long silence a client queries each of its builds, at a
+        time when the scheduler is slow anyway. The other queries, which are rare, are answered one after another.
         """
         named = {uuid for received in batch if (uuid := _named_by(received.message)) is not None}
         by_name = await _or_refused(self._store.builds_named(sorted(named))) if named else {}
@@ -160,10 +156,8 @@ class _Host(Struct, frozen=True):
 
 
 async def hosts_page(query: HostsQuery, selector: Selector, fences: Mapping[str, FenceRecord]) -> HostsPage:
-    """The hosts by name and uuid, or by uuid, with what their compute services report. fences: of hosts, by uuid.
-
-    The page is of no single moment, because other tasks run after each part of it: `feed_sequence` is of the beginning,
-    and a host that leaves meanwhile is left out.
+    """The hosts by name and uuid, or by uuid, with what their compute services report. fences: of hosts, by uuid. Made
+    in parts, so of no single moment: `feed_sequence` is of the beginning, and a host that leaves meanwhile is left out.
     """
     replica, sequence = selector.replica, selector.replica.sequence
     parts = [

@@ -1,7 +1,6 @@
-"""Queue `scheduler.recoveries` of a cell's bus: a cell whose database was restored is told what the top has of it.
-
-A question is answered with one page by the scheduler that the broker gives it to; the database that all share makes
-every scheduler's answer the same. What cannot be answered now is dropped: the cell asks again.
+"""Queue `scheduler.recoveries` of a cell's bus: a cell whose database was restored asks for what the schedulers and
+placement have of it, and one scheduler answers with a page; all share a database, so any does. What cannot be answered
+now is dropped: the cell asks again.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ ACTIONS = 8  # of one instance, the newest: one is under way at the most, and on
 
 
 class RecoveryAnswers:
-    """The answers of one scheduler to one cell. bus: the cell's; api: that to placement. is_old(): whether the top was
-    restored itself.
-    """
+    """The answers of one scheduler to one cell."""
 
     def __init__(
         self,
@@ -48,9 +45,9 @@ class RecoveryAnswers:
         registry: ObjectRegistry,
         selector: Selector,
         *,
-        bus: Bus,
-        api: Bus,
-        is_old: Callable[[], bool] = lambda: False,
+        bus: Bus,  # the cell's
+        api: Bus,  # the bus to placement
+        is_old: Callable[[], bool] = lambda: False,  # whether the schedulers' or placement's database was restored, too
     ) -> None:
         self._store = store
         self._claims = claims

@@ -1,18 +1,5 @@
-"""Looks after requests that have had no event for a long time. Any number of schedulers do so side by side.
-
-A request is a build, the delete of one, or a move. One that no cell has is scheduled again, as if its message came once
-more: a database that was restored may have it as accepted after the message was acknowledged.
-
-A cell that has lost it, or its end, answers with an end
-(`cell.build.query.v1`, `cell.action.query.v1`), or carries the delete out that it is commanded once more. One that does
-not answer is queried again, less and less often; the record of the request states it, and a metric counts them.
-
-The messages are committed with a look at the records that they are about, and sent after that through the outbox, as
-every command is. The only state kept is how long each request has been silent; a scheduler that starts again begins to
-count anew. Moves under way have an index. Builds have none that changes: each pass examines a page of all builds. Both
-are read on from where the pass before ended.
-
-Purges the records of builds that ended long ago, so that the tables stay bounded.
+"""Asks cells about builds, deletes and moves that have had no event for long, and resends what was lost; and purges
+records of builds that ended long ago. Any number of schedulers do so side by side.
 """
 
 from __future__ import annotations
@@ -55,19 +42,24 @@ FROM_THE_FIRST = (0.0, FIRST_UUID)
 
 
 class SilentRequests:
-    """The task of one scheduler. cells: the bus of each; after_s: seconds without an event after which a cell is
-    queried.
-    """
+    """Asks cells about requests that have had no event for long. One per scheduler."""
+
+    # A request that no cell has is scheduled again: a restored database may have it as accepted after its message was
+    # acknowledged. A cell that has lost it, or its end, answers with an end, or carries out the delete that it is
+    # commanded once more. One that does not answer is queried less and less often; the record states it, and a metric
+    # counts them. Messages commit with a look at the records that they are about. Only how long each request has been
+    # silent is kept, in memory. Moves under way have an index; builds have none that changes, so each pass examines a
+    # page of all.
 
     def __init__(
         self,
         store: SchedulerStore,
-        cells: Mapping[str, Bus],
+        cells: Mapping[str, Bus],  # the bus of each cell
         config: Callable[[], SchedulerConfig],
         *,
         clock: Clock,
         rng: random.Random,
-        after_s: float,
+        after_s: float,  # seconds without an event after which a cell is queried
         resume: Callable[[Mapping[str, int]], Awaitable[set[str]]],
         process: str = "",
     ) -> None:

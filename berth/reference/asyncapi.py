@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib import metadata
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from bus.contracts.base import Message, Refusal, tag_of
 from bus.contracts.catalogue import MESSAGES, REPLIES, MessageRow
@@ -153,8 +160,68 @@ def _message(kind: type[Message]) -> dict[str, Any]:
 
 def _schemas(kinds: Sequence[type[Message]]) -> dict[str, Any]:
     _, components = msgspec.json.schema_components(kinds, ref_template=_SCHEMA)
+    add_field_notes(components)
     plain: dict[str, Any] = _as_draft_7(components)
     return plain
+
+
+def add_field_notes(components: dict[str, Any]) -> None:
+    """Describe the fields of messages and of what they are made of by the meanings that stand beside them."""
+    contracts = {kind.__name__: kind for kind in _structs(Struct) if kind.__module__.startswith("bus.contracts.")}
+    for name in components.keys() & contracts.keys():
+        schema = components[name]
+        items = zip(contracts[name].__struct_fields__, schema.get("prefixItems", ()), strict=False)
+        specs = schema.get("properties") or dict(items)
+        for field, text in field_notes(contracts[name]).items():
+            if "$ref" in specs[field]:  # beside which other words do not count
+                specs[field]["allOf"] = [{"$ref": specs[field].pop("$ref")}]
+            specs[field]["description"] = text
+
+
+def field_notes(kind: type[Struct]) -> dict[str, str]:
+    """{field: meaning} of a message or what it is made of: the comment at the end of the field's line or above it, or
+    the text below it.
+    """
+    found: dict[str, str] = {}
+    for owner in reversed(kind.__mro__):
+        if owner.__module__.startswith("bus.contracts."):
+            found |= _notes_of(owner.__module__).get(owner.__name__, {})
+    return {field: found[field] for field in kind.__struct_fields__ if field in found}
+
+
+@cache
+def _notes_of(module: str) -> Mapping[str, Mapping[str, str]]:
+    """{class: {field: meaning}}. A comment that begins with "a, b: " is about each of these fields."""
+    source = inspect.getsource(sys.modules[module])
+    lines = source.splitlines()
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            notes = found[node.name] = {}
+            for field, below in zip_longest(node.body, node.body[1:]):
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    text = _comment_at(lines, field.lineno, field.end_lineno or field.lineno)
+                    match below:
+                        case ast.Expr(value=ast.Constant(value=str(under))):
+                            text = " ".join(under.split())
+                    group = re.match(r"((?:[a-z_]+, )+[a-z_]+): ", text)
+                    names = group[1].split(", ") if group else [field.target.id]
+                    notes |= dict.fromkeys(names, text[group.end() if group else 0 :]) if text else {}
+    return found
+
+
+def _comment_at(lines: Sequence[str], first: int, last: int) -> str:
+    above = first - 1
+    while lines[above - 1].lstrip().startswith("#"):
+        above -= 1
+    texts = [line.strip().removeprefix("# ") for line in lines[above : first - 1]]
+    return " ".join([*texts, *re.findall(r"  # (?!noqa)(.*)$", lines[last - 1])])
+
+
+def _structs(kind: type[Struct]) -> Iterator[type[Struct]]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _structs(one)
 
 
 def _as_draft_7(schema: Any) -> Any:

@@ -12,6 +12,7 @@ from msgspec import Struct
 from starlette.routing import Route
 
 from berth.client.object_edits import QuotaUse
+from berth.reference.asyncapi import add_field_notes
 from berth.web.problems import PROBLEM_JSON, ProblemBody
 from bus.contracts.base import Label, Reason, Uuid, Version, Word
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState, HostRecord
@@ -202,6 +203,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     kinds = [one for op in operations.values() for one in (op.answer, op.body) if one is not None]
     schemas, components = msgspec.json.schema_components([*kinds, ProblemBody], ref_template=_REF)
     of_kind = dict(zip(map(repr, [*kinds, ProblemBody]), schemas, strict=True))
+    add_field_notes(components)
     _as_body(components["BuildRequest"], "instance_uuid", "project_id")
     _as_body(components["ActionRequest"], "request_id", "instance_uuid", "project_id")
     _as_body(components["Aggregate"], "name")

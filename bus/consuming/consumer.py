@@ -1,13 +1,5 @@
-"""The consumer gathers deliveries into batches, calls the handler, and acknowledges the messages. No other part does.
-
-The handling of one message, by its outcome. Done: it is acknowledged. Retry: it is delivered again after the queue's
-next delay, and given up after the last one. Refuse: its requester gets a Refusal; a message without a requester is a
-dead letter. DeadLetterNow: the same, but a request that another queue ends by its dead letter is one in either case.
-
-After a transient fault the consumer waits and calls the handler again with the same batch, and after an outcome Wait
-with the messages that have it: an outage uses up no retries. A handler that crashes is called again with each message
-alone, so that only the message that crashes it is a dead letter. The same happens when an invariant breaks; then the
-consumer finishes its batch under way, takes no further messages and ends (docs/decisions/0010-broken-invariants.md).
+"""The consumer gathers deliveries into batches, calls the handler, and alone acknowledges the messages, by the
+handler's outcomes (`bus.consuming.outcome`).
 """
 
 from __future__ import annotations
@@ -70,12 +62,12 @@ FLUSHED_TIMEOUT_S = 2.0
 
 
 class Consumer:
-    """Consumes a queue of the catalogue, which it declares. start(), then run() as a side task, then
-    drain().
+    """Consumes a queue of the catalogue, which it declares. start(), then run() as a side task, then drain()."""
 
-    paced: it waits between two batches, so that the next one gathers (`bus.consuming.in_flight`). fill: the
-    placeholders in the name of the row, as in `Bus.declare`.
-    """
+    # After a transient fault the handler is called again with the same batch, after Wait with the messages that have
+    # it: an outage uses up no retries. After a crash it is called with each message alone, so that only the one that
+    # crashes it is a dead letter; also after a broken invariant, and then the consumer ends
+    # (docs/decisions/0010-broken-invariants.md).
 
     def __init__(
         self,
@@ -87,9 +79,10 @@ class Consumer:
         concurrency: int = 2,
         prefetch: int = 256,
         on_malformed: Callable[[Malformed], Sequence[Message]] | None = None,
-        paced: bool = False,
+        paced: bool = False,  # it waits between two batches, so that the next one gathers (`bus.consuming.in_flight`)
         **fill: str,
     ) -> None:
+        # fill: the placeholders in the name of the row, as in `Bus.declare`
         self.queue = queue
         self.stall_watch = bus.stall_watch
         self._batch_interval = BatchInterval() if paced else None
@@ -242,12 +235,10 @@ class Consumer:
         return len(self._arrived) + len(self._suspected_poison)
 
     def _take(self) -> list[InFlightMessage]:
-        """Take as many as count as `max_batch` requests. Suspects are taken separately, and later than others.
-
-        When a message ends its process, the messages that were delivered beside it are delivered again, too. In the
-        order of the queue these would be the same each time, until the broker gives up all of them. Taken one by one in
-        a random order, each process settles half of the remaining ones, until the message is the only one left.
-        """
+        """Take as many as count as `max_batch` requests. Suspects are taken separately, and later than others."""
+        # When a message ends its process, those delivered with it are delivered again, too, in the same order each
+        # time, until the broker gives up all of them. Taken one by one in a random order, each process settles half of
+        # the rest, until that message is the only one left.
         self._drop_lost()
         taken = [] if self._suspected_poison and self._skipped >= MAX_SKIPPED else self._take_first()
         if self._suspected_poison:
@@ -291,14 +282,10 @@ class Consumer:
         return taken
 
     def _drop_lost(self) -> None:
-        """Drop the first messages of a lost connection: they are delivered again, and acknowledgements of these
-        deliveries would be lost.
-
-        If they were handled all the same, each would be processed once for each loss, while the messages that are
-        delivered in their place are lost in turn, until the broker gives up all of them. No handler had these messages,
-        so the delivery does not count as a try. Messages of a queue that was deleted with its connection are not
-        delivered again.
-        """
+        """Drop the first messages of a lost connection: they are delivered again, and their acknowledgements lost."""
+        # If they were handled, each would be processed once for each loss, while their replacements are lost in turn,
+        # until the broker gives up all of them. No handler had them, so the delivery does not count as a try. A queue
+        # that was deleted with its connection does not deliver again.
         if self._row.kind is not QueueKind.DURABLE and not self._row.single_active:
             return
         lost: dict[InFlightDelivery, None] = {}
@@ -383,11 +370,9 @@ class Consumer:
         return None if self._row.takes_dead_letters else useful_until(delivery, meta, since, self._bus.clock)
 
     def _requeue(self, arrival: ArrivedDelivery, reads: Sequence[Read | Malformed]) -> bool:
-        """Requeue a delivery whose requester may have given it up while this process stood still.
-
-        The broker has counted the whole time (but of retried copies): it drops the delivery or delivers it again, which
-        has waited then since it was given back, not longer; so it is given back once a stall.
-        """
+        """Requeue a delivery whose requester may have given it up while this process stood still."""
+        # The broker has counted the whole time (except of retried copies): it drops the delivery, or delivers it again.
+        # The wait counts from the return then, so a delivery is given back once for each stall.
         now, delivery = self._bus.clock.monotonic(), arrival.delivery
         ends = [
             self._until(delivery, read.meta, arrival.since)
@@ -422,11 +407,9 @@ class Consumer:
         return [item for item in items if item not in late]
 
     async def _handle(self, waiting: list[InFlightMessage]) -> None:
-        """Call the handler and carry out its outcomes. Raises Transient for messages that wait; only these are left.
-
-        What was asked before goes on without its requester where its record ends it: one that has expired since, and
-        whose record commits only now, nothing else would end, not even when its connection is lost.
-        """
+        """Call the handler and carry out its outcomes. Raises Transient for messages that wait; only these are left."""
+        # A request already sent on goes on without its requester where its record ends it: if it has expired since and
+        # its record commits only now, nothing else would end it, not even the loss of its connection.
         if self._row.name not in ON_RECORD:
             waiting[:] = self._awaited(waiting)
         if not waiting:
@@ -526,10 +509,8 @@ class Consumer:
         return [(await self._call_handler([item]))[0] for item in items]
 
     async def _end_with(self, broken: BrokenInvariant) -> None:
-        """Take no further messages, and end with this fault when no delivery is left in progress.
-
-        Batches in progress are settled first; if they were requeued, another message's fault would use up their
-        deliveries.
+        """Take no further messages, and end with this fault once no delivery is in progress: if batches in progress
+        were requeued, another message's fault would use up their deliveries.
         """
         if self._broken is None:
             self._broken = broken

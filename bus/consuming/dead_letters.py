@@ -1,9 +1,4 @@
-"""Lists dead letters and sends them back. None is lost: a dead letter is removed from its queue as the last step.
-
-A bus has one queue of dead letters. The routing key of a dead letter is the name of the queue that gave it up: the
-broker writes it there by that queue's own settings, and permissions bind a consumer that parks a dead letter to its own
-queues. No header is used for it, because a publisher may have written any header.
-"""
+"""Lists dead letters and sends them back. None is lost: a dead letter is removed from its queue as the last step."""
 
 from __future__ import annotations
 
@@ -59,15 +54,14 @@ _KEPT = (CAUSE, TRACEPARENT, INCARNATION)
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True):
-    """One message that a queue gave up, and the reason. The body may hold secrets. position: counted from the oldest
-    letter of the bus. queue: the queue that gave the message up; UNKNOWN: nothing trustworthy names it. sent_at: the
-    latest time at which it may have been sent; None when unknown. batch: the body holds several messages.
-    truncated_from: the bytes of the message's body where the dead letter has only the first of them; 0: it has all.
-    blocks_replay: the code for which it is not sent back; "": it may be.
-    """
+    """One message that a queue gave up, and the reason. The body may hold secrets."""
 
-    position: int
-    queue: str
+    # A bus has one queue of dead letters. The routing key of a dead letter names the queue that gave it up: the broker
+    # writes it by that queue's own settings, and permissions bind a consumer that parks a dead letter to its own
+    # queues. Headers are not used, because a publisher may have written any.
+
+    position: int  # counted from the oldest dead letter of the bus
+    queue: str  # the queue that gave the message up; UNKNOWN: nothing trustworthy names it
     id: str
     code: str
     reason: str
@@ -76,21 +70,20 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     routing_key: str
     cause: str
     died_at: float | None
-    sent_at: float | None
-    batch: bool
+    sent_at: float | None  # the latest time at which it may have been sent; None when unknown
+    batch: bool  # the body holds several messages
     body: bytes
     headers: Mapping[str, object]
+    # the bytes of the message's body where the dead letter has only the first of them; 0: it has all
     truncated_from: int = 0
-    blocks_replay: str = ""
+    blocks_replay: str = ""  # the code for which it is not sent back; "": it may be
 
 
 class Counts(Struct, frozen=True):
-    """The numbers of dead letters of a bus by the queue that gave them up. more: the dead letters that were not
-    read.
-    """
+    """The numbers of dead letters of a bus by the queue that gave them up."""
 
     by_queue: Mapping[str, int]
-    more: int
+    more: int  # the dead letters that were not read
 
 
 async def list_dead(transport: Transport, queue: str | None = None, limit: int = 100) -> list[DeadLetter]:
@@ -148,10 +141,8 @@ async def replay(
 async def send_each(
     transport: Transport, queue: str, ids: Collection[str] | None, *, may_go: Callable[[DeadLetter], bool]
 ) -> AsyncIterator[str]:
-    """Send them back one by one; yields the id of each that was sent.
-
-    Each letter is confirmed there before it is removed here, so a crash in between may duplicate a dead letter but not
-    lose it. A dead letter that `may_go` refuses stays in place, and so does one that `blocks_replay`.
+    """Send them back one by one; yields the id of each that was sent. Each is confirmed there before it is removed
+    here: a crash may duplicate one, not lose it. One that `may_go` refuses, or that `blocks_replay`, stays.
     """
     wanted = None if ids is None else set(ids)
     with _requeued_at_end() as kept:

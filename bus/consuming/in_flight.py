@@ -1,13 +1,4 @@
-"""The deliveries that have arrived at a consumer, and the messages that it has taken from them; and how often it takes
-a batch: the interval is a multiple of the time that handling a batch takes.
-
-A batch costs as much as some 25 of its items, in the consumer and in each service that its handler calls. So a consumer
-that takes messages as soon as they arrive fills a machine with small batches at any load, which wait for each other.
-Therefore the interval between two batches is at least `GAP` times the duration of the quickest recent batch. A message
-that arrives after a longer pause is taken at once. An earlier one waits for less than the interval, which is a bounded
-multiple of a single boot's duration at any load. Only the quickest duration is fed back, so the interval cannot
-oscillate. The law and measurements are in docs/concepts/performance.md, "Batches".
-"""
+"""The deliveries that have arrived at a consumer, the messages taken from them, and the interval between batches."""
 
 from __future__ import annotations
 
@@ -30,12 +21,11 @@ MAX_BUFFERED_BYTES = 2 * 2**20
 
 
 class ArrivedDelivery(NamedTuple):
-    """A delivery that waits to be taken. at: when it was read, by the monotonic clock. since: the earliest time from
-    which it can have waited in this process; earlier than `at` where the process stood still.
-    """
+    """A delivery that waits to be taken."""
 
     delivery: Delivery
-    at: float
+    at: float  # when it was read, by the monotonic clock
+    # the earliest time from which it can have waited in this process; earlier than `at` where the process stood still
     since: float
 
     @property
@@ -46,14 +36,14 @@ class ArrivedDelivery(NamedTuple):
 
 class BufferedBytes:
     """The bytes of the bodies of all deliveries that are not settled (`buffered`); it pauses their subscription while
-    they are too many. pauses: False where another consumer would go on meanwhile, out of order.
+    they are too many.
     """
 
     __slots__ = ("_paused", "_pauses", "buffered", "subscription")
 
     def __init__(self, *, pauses: bool) -> None:
         self.subscription: Subscription | None = None
-        self._pauses = pauses
+        self._pauses = pauses  # False where another consumer would go on meanwhile, out of order
         self.buffered = 0
         self._paused = False
 
@@ -107,15 +97,14 @@ def may_be_started(queue: str, delivery: Delivery, meta: Meta) -> bool:
 
 
 def useful_until(delivery: Delivery, meta: Meta, since: float, clock: Clock) -> float | None:
-    """Return the time, on this process's monotonic clock, after which a message is of no use to its publisher; None:
-    there is no such time. since: the monotonic time in seconds at which the message arrived.
-
-    The time is counted from the arrival, because the broker drops messages that wait there for too long, and a retry
-    subtracts what has passed. How long a copy has waited besides, with the consumers before and on its way, is not
-    known: so it is late by the clocks as well. One dropped by them while its requester waits would never be answered,
-    however often that repeats it; one that has waited in its queue, as no consumer was there, begins too late, by what
-    the clocks may be apart at the most. A dead letter is handled however late it is: its end is announced.
+    """The monotonic time after which a message is of no use to its publisher (None: there is none). since: when it
+    arrived, in monotonic seconds.
     """
+    # It is counted from the arrival: the broker drops messages that wait there too long, and a retry subtracts what has
+    # passed. The wait of a copy with earlier consumers and on its way is unknown, so it is late only by the clocks as
+    # well: one dropped while its requester waits would never be answered. One that waited in its queue without a
+    # consumer begins too late by the clocks' difference at most. A dead letter is handled however late: its end is
+    # announced.
     if meta.timeout_s is None:
         return None
     until = since + meta.timeout_s - meta.waited_s
@@ -141,12 +130,7 @@ def retried(received: Received, delay_s: float) -> Meta:
 
 
 class InFlightDelivery:
-    """One delivery, which may contain many messages. It is acknowledged when the last of them is settled.
-
-    tries: earlier deliveries that a handler may have had, as far as this process knows. rejected: one of the messages
-    can neither be settled nor parked, so the broker is to dead-letter the delivery. requeues: the effects of one of the
-    messages may be lost, so the delivery is to be requeued.
-    """
+    """One delivery, which may contain many messages. It is acknowledged when the last of them is settled."""
 
     __slots__ = ("_buffered", "delivery", "open", "part", "rejected", "requeues", "tries")
 
@@ -174,8 +158,8 @@ class InFlightDelivery:
 
 
 class InFlightMessage:
-    """One message that was taken. until: the time, on this process's clock, after which it is dropped, because its
-    requester has stopped waiting for the answer; None: there is no such time.
+    """One message that was taken. After `until` (seconds of this process's clock; None: never) it is dropped, because
+    its requester has stopped waiting for the answer.
     """
 
     __slots__ = ("in_flight", "received", "until")
@@ -209,6 +193,8 @@ DOUBLES_S = 600.0  # the duration of a batch without items is assumed to double 
 
 class BatchInterval:
     """The interval between one batch and the next. Times are seconds of one monotonic clock, which the caller reads."""
+
+    # Measurements and the reason why it cannot oscillate: docs/concepts/performance.md, "Batches".
 
     __slots__ = ("_alone_s", "_arrived_at", "_taken_at", "gap_s")
 

@@ -14,15 +14,12 @@ from bus.published_key import BROKERS
 
 
 class Done(Struct, frozen=True):
-    """The message is handled, now or by an earlier delivery. reply: sent to the requester, if there is one.
-
-    after: a flush (`bus.persistence.group_flush`). The message is acknowledged after the flush, or requeued if the
-    flush fails.
-    """
+    """The message is handled, now or by an earlier delivery."""
 
     label: ClassVar[str] = "done"  # of metrics, as of each
 
-    reply: Message | None = None
+    reply: Message | None = None  # sent to the requester, if there is one
+    # a flush (`bus.persistence.group_flush`): the message is acknowledged after it, or requeued if it fails
     after: asyncio.Future[None] | None = None
 
 
@@ -60,10 +57,8 @@ class RetryWhenAvailable(Coded, frozen=True):
 
 
 class DeadLetterNow(Coded, frozen=True):
-    """The consumer gives the message up: its handler has stated no outcome, and may have put it on record before.
-
-    A requester gets a Refusal. Without one, or where another queue ends requests by their dead letters (which then
-    announces the end), the message is a dead letter.
+    """The consumer gives the message up; its handler may have put it on record before. A requester gets a Refusal.
+    Without one, or where another queue ends requests by their dead letters, the message is a dead letter.
     """
 
     label = "dead_letter"
@@ -78,24 +73,19 @@ def endless_s() -> float:
 
 
 class Received(Struct, frozen=True):
-    """One message as a handler gets it: parsed, within its bounds, and with its metadata.
-
-    redelivered: a handler may have had it before, in another process or in this one, where it waited or crashed.
-    at_delivery_limit: the message was delivered so often without a result that the broker is about to give it up. A
-    handler that must announce the end to a client does so now, and does nothing else, because handling the message may
-    have ended earlier processes. dead_letter_code: the code of a dead letter, which states why another queue gave it
-    up; empty when the message is no dead letter. remaining_s: seconds until its publisher has no use for it, whenever
-    that is asked.
-    """
+    """One message as a handler gets it: parsed, within its bounds, and with its metadata."""
 
     message: Message
     meta: Meta
     bus: str
     queue: str
+    # a handler may have had it before, in another process, or in this one, where it waited or crashed
     redelivered: bool = False
+    # delivered so often without a result that the broker is about to give it up. A handler that must announce the end
+    # to a client does that now and nothing else, because handling may have ended earlier processes.
     at_delivery_limit: bool = False
-    dead_letter_code: str = ""
-    remaining_s: Callable[[], float] = endless_s
+    dead_letter_code: str = ""  # why another queue gave it up; "": it is no dead letter
+    remaining_s: Callable[[], float] = endless_s  # seconds until its publisher has no use for it, at each call
 
     def is_late(self) -> bool:
         """Whether its publisher has no use for it any more. A handler that must not begin then asks under its lock: a

@@ -1,7 +1,6 @@
-"""Carries out the outcomes of a handler: sends replies, retries, refusals and dead letters, and waits for their
-confirms. And calls that wait for a server.
-
-When the queue of dead letters is full, a dead letter is dropped and logged, and the consumer goes on.
+"""Carries out the outcomes of a handler: sends replies, retries, refusals and dead letters, waits for their confirms,
+and repeats calls that wait for a server. When the queue of dead letters is full, a dead letter is dropped and logged,
+and the consumer goes on.
 """
 
 from __future__ import annotations
@@ -36,16 +35,14 @@ CANNOT_APPLY = "outcome.not_applied"
 
 
 class OutcomeMessage(NamedTuple):
-    """A message that the outcome of an item sends. post: hands it to the publisher. is_reply: its requester has a
-    time-out when it is lost. is_event: a full queue of another program that refuses it holds up nothing: the item
-    becomes a dead letter. dead_letter: the dead letter that it is.
-    """
+    """A message that the outcome of an item sends."""
 
     item: InFlightMessage
-    post: Callable[[Waiter], None]
-    is_reply: bool = False
+    post: Callable[[Waiter], None]  # hands it to the publisher
+    is_reply: bool = False  # its requester has a time-out when it is lost
+    # a full queue of another program that refuses it holds up nothing: the item becomes a dead letter
     is_event: bool = False
-    dead_letter: Packed | None = None
+    dead_letter: Packed | None = None  # the dead letter that it is
 
 
 class OutcomeHandler:
@@ -145,7 +142,7 @@ class OutcomeHandler:
         if dead_letter is None or not isinstance(error, PublishRefused):
             return False
         # The queue of dead letters is full, with a million letters. This one replaces no older one, because all workers
-        # of a bus park in one queue, and a worker that may take letters out could read those of the others.
+        # of a bus park in one queue, and a worker that may take dead letters out could read those of the others.
         metrics.DEAD_DROPPED.labels(self._bus.name, self.queue).inc()
         log.error(
             "dead_letter.dropped",

@@ -1,8 +1,5 @@
-"""Notices that this process stood still: stopped, swapped out, or with its machine.
-
-Messages come into a process's connection while it stands still, and are read when it goes on. How long each has waited
-cannot be seen in it. So what is read soon after a stall may have waited since the stall began, and its requester may
-have given it up meanwhile and decided otherwise.
+"""Detects that this process stood still: stopped, swapped out, or with its machine. Messages that are read soon after
+may have waited since the stall began, unseen, and their requesters may have given them up and decided otherwise.
 """
 
 from __future__ import annotations
@@ -15,12 +12,12 @@ BACKLOG_S = 5.0  # so long after a stall what waited in the connection may still
 
 
 class StallWatch:
-    """The stalls of one process, whose service looks every LOOK_S; all of its buses have the same. It begins with the
-    first look; without one there are no stalls. Times are seconds of one monotonic clock, which the caller reads.
-
-    A process that is busy elsewhere for so long may count as one that stood still. Then a delivery is given back to the
-    broker without need, once.
+    """The stalls of one process, whose service looks every LOOK_S; all its buses share one. It begins with the first
+    look. Times are seconds of one monotonic clock, which the caller reads.
     """
+
+    # A process that is busy for so long may count as stalled; a delivery is then given back to the broker once, without
+    # need.
 
     def __init__(self) -> None:
         self._looked_at = math.inf

@@ -80,7 +80,7 @@ MAX_ATTEMPT = 2_000_000_000
 Attempt = Annotated[int, Bound(ge=0, le=MAX_ATTEMPT)]
 GivenAttempt = Annotated[int, Bound(ge=1, le=MAX_ATTEMPT)]
 
-# The number of the history of a cell's database, from 1 (0: it is not known). It rises when the database was set back.
+# The number of the history of a cell's database, from 1 (0: it is not known). It rises when the database was restored.
 # Attempts are numbered by thousands of it (`reconcile`), so it is bounded as they are.
 MAX_INCARNATION = MAX_ATTEMPT // 1000
 Incarnation = Annotated[int, Bound(ge=0, le=MAX_INCARNATION)]
@@ -104,10 +104,8 @@ Allocations = Annotated[dict[Uuid, Resources], Bound(min_length=1, max_length=64
 
 
 class Message(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
-    """Base of every message on the bus.
-
-    A message's type and version are its tag (`build.request.v1`). Fields may be added with a default;
-    a field is never changed or reused, a changed meaning is a new version.
+    """Base of every message on the bus. Its type and version are its tag (`build.request.v1`). A field may be added
+    with a default; none is changed or reused: a changed meaning is a new version.
     """
 
     @property
@@ -118,7 +116,7 @@ class Message(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults
 
 class DatabaseMark(Struct, frozen=True, omit_defaults=True):
     """What a cell's database has had on disk, in this incarnation of it (0: nothing is known): so much in each counter
-    of its commits. One that has less was set back.
+    of its commits. One that has less was restored.
     """
 
     database_incarnation: Incarnation = 0
@@ -143,33 +141,24 @@ class DatabaseMark(Struct, frozen=True, omit_defaults=True):
 
 
 class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The metadata of one message: as AMQP properties and headers, or inside a batch item.
+    """The metadata of one message: as AMQP properties and headers, or inside a batch item."""
 
-    id: unique per publish attempt of one logical message (a redelivery repeats it).
-    cause: the build request, state change or inventory report that led to this message.
-    sent_at: publisher's clock, seconds since the epoch.
-    reply_to, correlation_id: where and under which id a reply is expected.
-    timeout_s: how long the publisher has a use for it (None: it does not say), from when a consumer first has it; a
-    redelivery and a retry count from sent_at, too. A requester waits as long for its answer. waited_s: how much of that
-    passed before the consumers that had it retried.
-    traceparent: W3C trace context.
-    delivery_attempt: how often the consumer has already had this message retried.
-    database_incarnation: of the cell's database by which its publisher has decided it (0: it belongs to no cell). What
-    is told to do something refuses a lower one than the highest that it knows of that cell. sent_sequences: what its
-    publisher knew to be on disk there when this left (DatabaseMark).
-    """
-
-    id: str
-    cause: str = ""
-    sent_at: float = 0.0
+    id: str  # unique per publish attempt of one logical message (a redelivery repeats it)
+    cause: str = ""  # the build request, state change or inventory report that led to this message
+    sent_at: float = 0.0  # publisher's clock, seconds since the epoch
+    # reply_to, correlation_id: where and under which id a reply is expected
     reply_to: str | None = None
     correlation_id: str | None = None
+    # how long the publisher has a use for it (None: not stated), counted from when a consumer first has it; a
+    # redelivery and a retry count from sent_at. A requester waits as long for its answer.
     timeout_s: float | None = None
-    waited_s: float = 0.0
-    traceparent: str | None = None
-    delivery_attempt: int = 0
+    waited_s: float = 0.0  # how much of timeout_s passed before the consumers that had it retried
+    traceparent: str | None = None  # W3C trace context
+    delivery_attempt: int = 0  # how often the consumer has already had this message retried
+    # of the cell's database that the publisher decided by (0: it belongs to no cell). The receiver of a command refuses
+    # a lower one than the highest that it knows of that cell.
     database_incarnation: int = 0
-    sent_sequences: tuple[int, ...] = ()
+    sent_sequences: tuple[int, ...] = ()  # what its publisher knew to be on disk there when this left (DatabaseMark)
 
     @property
     def mark(self) -> DatabaseMark:
@@ -178,13 +167,10 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal.v1"):
-    """The coded answer to a request that was understood well enough to be turned down.
+    """The coded answer to a request that was understood well enough to be turned down."""
 
-    code: stable, dotted (`request.invalid`, `flavor.unknown`); reason: for a person.
-    """
-
-    code: str
-    reason: Reason = ""
+    code: str  # stable, dotted (`request.invalid`, `flavor.unknown`)
+    reason: Reason = ""  # for a person
 
 
 def tag_of(message: type[Message]) -> str:

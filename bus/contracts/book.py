@@ -17,14 +17,11 @@ MAX_PROJECTS = 1_000
 
 
 class HostTreeQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.tree.v1"):
-    """Ask for the tree that a provider is in: its providers, and the consumers that hold something of it.
-
-    after: the last consumer known; None: from the first.
-    """
+    """Ask for the tree that a provider is in: its providers, and the consumers that hold something of it."""
 
     provider: Uuid
     limit: Annotated[int, Bound(ge=1, le=MAX_CONSUMERS)] = 1000
-    after: Uuid | None = None
+    after: Uuid | None = None  # the last consumer known; None: from the first
 
 
 class TreeConsumer(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -39,31 +36,29 @@ class TreeConsumer(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class HostTree(Message, frozen=True, kw_only=True, tag="placement.tree.page.v1"):
-    """Reply to a HostTreeQuery, true at one moment: at most MAX_TREE providers by uuid, `limit` consumers by uuid.
-
-    No providers: placement has none of that uuid. more: there are further providers or consumers. The consumers and
-    their holdings are those of the whole tree.
+    """Reply to a HostTreeQuery, true at one moment: at most MAX_TREE providers by uuid, `limit` consumers by uuid. No
+    providers: placement has none of that uuid. The consumers and their allocations are those of the whole tree.
     """
 
     providers: tuple[ProviderState, ...] = ()
     consumers: tuple[TreeConsumer, ...] = ()
-    more: bool = False
+    more: bool = False  # there are further providers or consumers
 
 
 class GroupMembersQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.group.v1"):
-    """Ask who is in a server group of a project. after: the last member known."""
+    """Ask who is in a server group of a project."""
 
     project_id: Word
     server_group: Uuid
-    after: Uuid | None = None
+    after: Uuid | None = None  # the last member known
     limit: Annotated[int, Bound(ge=1, le=MAX_CONSUMERS)] = 1000
 
 
 class GroupMembersPage(Message, frozen=True, kw_only=True, tag="placement.group.page.v1"):
-    """Reply to a GroupMembersQuery: {member: names of its hosts}, by uuid. more: there are further ones."""
+    """Reply to a GroupMembersQuery: {member: names of its hosts}, by uuid."""
 
     members: dict[Uuid, tuple[str, ...]] = {}
-    more: bool = False
+    more: bool = False  # there are further ones
 
 
 class ServiceHostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.service.v1"):
@@ -81,41 +76,37 @@ class ServiceHostsPage(Message, frozen=True, kw_only=True, tag="placement.servic
 
 
 class CellConsumersQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.cell.v1"):
-    """Ask for the consumers that hold something on a host of this cell, or on one that no cell has reported. after: the
-    last uuid known ("": from the first).
-    """
+    """Ask for the consumers that hold something on a host of this cell, or on one that no cell has reported."""
 
     cell: Word
-    after: Uuid | Literal[""] = ""
+    after: Uuid | Literal[""] = ""  # the last uuid known ("": from the first)
     limit: Annotated[int, Bound(ge=1, le=MAX_CONSUMERS)] = 1000
 
 
 class CellConsumersPage(Message, frozen=True, kw_only=True, tag="placement.cell.page.v1"):
-    """Reply to a CellConsumersQuery: at most as many as requested, by uuid. last: all up to this uuid were looked at
-    ("": all there are). mark: of the cell's database, as placement has heard it.
-    """
+    """Reply to a CellConsumersQuery: at most as many as requested, by uuid."""
 
     consumers: tuple[Uuid, ...] = ()
-    last: Uuid | Literal[""] = ""
-    mark: DatabaseMark = DatabaseMark()
+    last: Uuid | Literal[""] = ""  # all up to this uuid were looked at ("": all there are)
+    mark: DatabaseMark = DatabaseMark()  # of the cell's database, as placement has heard it
 
 
 class ProjectUsageQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.usage.v1"):
-    """Ask what projects hold: those named, or without names all that hold something. after: the last one known."""
+    """Ask what projects hold: those named, or without names all that hold something."""
 
     projects: Annotated[tuple[Word, ...], Bound(max_length=MAX_PROJECTS)] = ()
-    after: Word | None = None
+    after: Word | None = None  # the last one known
     limit: Annotated[int, Bound(ge=1, le=MAX_PROJECTS)] = MAX_PROJECTS
 
 
 class ProjectUsagePage(Message, frozen=True, kw_only=True, tag="placement.usage.page.v1"):
     """Reply to a ProjectUsageQuery: {project: {class: amount}}, INSTANCES for how many hold something. In order.
 
-    A project that holds nothing is left out. more: there are further ones.
+    A project that holds nothing is left out.
     """
 
     usage: dict[str, dict[str, int]] = {}
-    more: bool = False
+    more: bool = False  # there are further ones
 
 
 class AllocationsQuery(Message, frozen=True, kw_only=True, tag="placement.allocations.v1"):
@@ -125,23 +116,19 @@ class AllocationsQuery(Message, frozen=True, kw_only=True, tag="placement.alloca
 
 
 class ConsumerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one consumer holds.
-
-    claim_owner: that owns it ('': unknown). attempt: of the build that holds it (0: no build does: another client of
-    Placement's API, or a migration). hosts: the roots of its providers. cell: theirs (None: no cell has reported them).
-    """
+    """What one consumer holds."""
 
     consumer: Uuid
     project_id: str
-    claim_owner: str = ""
-    attempt: Attempt = 0
+    claim_owner: str = ""  # the claim owner that has it ('': unknown)
+    attempt: Attempt = 0  # of the build that holds it (0: another client of Placement's API, or a migration, holds it)
     consumer_generation: Generation
     allocations: dict[Uuid, dict[str, Amount]]
-    hosts: tuple[Uuid, ...]
-    cell: Word | None = None
+    hosts: tuple[Uuid, ...]  # the roots of its providers
+    cell: Word | None = None  # of its hosts (None: no cell has reported them)
 
 
 class AllocationsPage(Message, frozen=True, kw_only=True, tag="placement.allocations.page.v1"):
-    """Reply. consumers: those that hold something, in the order of their uuids."""
+    """Reply to an AllocationsQuery."""
 
-    consumers: tuple[ConsumerRecord, ...] = ()
+    consumers: tuple[ConsumerRecord, ...] = ()  # those that hold something, by uuid

@@ -58,48 +58,45 @@ class MachineSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     user_id: Word = "unknown"
     name: Annotated[str, Bound(max_length=255)] = ""
     image: ImageName = ""
+    # where the image is; without it `image` is a name that the compute service's settings know
     image_source: ImageSource | None = None
+    # config_drive, networks, volumes: the configuration of the machine, for drivers that deploy real machines; others
+    # ignore it
     config_drive: ConfigDrive | None = None
     networks: Networks = ()
     volumes: VolumeRequests = ()
+    # the policy for the instance when its host is fenced (None: as in its flavor, else the setting)
     on_host_failure: EvacuationPolicy | None = None
 
 
 class BuildRequest(Message, MachineSpec, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.request.v1"):
-    """Build one machine. `instance_uuid` is chosen by the client and makes the request idempotent.
+    """Build one machine. `instance_uuid` is chosen by the client and makes the request idempotent."""
 
-    flavor: a name the scheduler knows. host: only this host (through the filters). ignore_hosts: never these.
-    forced: with `host`, past the filters; the flavor's resources are claimed there all the same.
-    max_attempts: hosts tried in all, the first included (1 = no alternates); None = the scheduler's setting.
-    build_timeout_s: how long one attempt may take before the next alternate is tried.
-    server_group: whom it wants to be with or apart from; each member is held to the policy that its own request names,
-    also where another named another, and no instance is moved for it. group: instead, the name of a server group on
-    record (`objects.change.v1`), of the request's project. different_host, same_host: not where any of these
-    instances of the project is, or only where one of them is; those that are nowhere count for nothing.
-    image_properties: the image's properties, for filters (hw_architecture, img_hv_type, hw_vm_mode, or any).
-    image_source: where the image is; without, `image` is a name that the compute service's settings know.
-    config_drive, networks, volumes: the configuration that a driver which deploys real machines gives the machine;
-    others ignore them. on_host_failure: the policy for the instance when its host is fenced (None: as in its flavor,
-    else the setting). count, also: a gang: this many machines of `flavor`, and others of other flavors, at most 100
-    together, that start together or not at all; each is an instance of its own from then on (`member_uuids`).
-    min_count: this many are enough (None: all of them); then as many start as find a host.
-    """
-
-    flavor: Label
+    flavor: Label  # a name that the scheduler knows
     availability_zone: Zone | None = None
-    host: Annotated[str, Bound(max_length=255)] | None = None
-    forced: bool = False
-    ignore_hosts: Annotated[tuple[str, ...], Bound(max_length=256)] = ()
+    host: Annotated[str, Bound(max_length=255)] | None = None  # only this host; filters apply
+    forced: bool = False  # with `host`: filters are skipped; the flavor's resources are claimed there all the same
+    ignore_hosts: Annotated[tuple[str, ...], Bound(max_length=256)] = ()  # never these
+    # hosts tried in all, the first included (1: no alternates; None: the scheduler's setting)
     max_attempts: Annotated[int, Bound(ge=1, le=10)] | None = None
+    # how long one attempt may take before the next alternate is tried
     build_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None
+    # whom it wants to be with or apart from; each member is held to the policy that its own request names, also where
+    # another named another, and no instance is moved for it
     server_group: ServerGroup | None = None
+    # instead, the name of a server group on record (`objects.change.v1`), of the request's project
     group: Label | None = None
+    # not on a host of any of these instances of the project; instances without a host count for nothing
     different_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
+    # only on a host of one of these instances of the project
     same_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
+    # of the image, for filters (hw_architecture, img_hv_type, hw_vm_mode, or any)
     image_properties: ImageProperties = {}
+    # count, also: a gang: this many machines of `flavor`, and others of other flavors, at most 100 together, that start
+    # together or not at all. Each is an instance of its own from then on (`member_uuids`).
     count: Members = 1
     also: Annotated[tuple[FlavorCount, ...], Bound(max_length=16)] = ()
-    min_count: Members | None = None
+    min_count: Members | None = None  # this many are enough (None: all); then as many start as find a host
 
     def __post_init__(self) -> None:
         if self.count == 1 and not self.also and self.min_count is None:
@@ -138,12 +135,10 @@ class DeleteRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class BuildAccepted(Message, frozen=True, kw_only=True, tag="build.accepted.v1"):
-    """Reply to a build or delete request that carried `reply_to`: it is on record and ends in one terminal event.
-
-    members: of a request for several machines, all of them; each ends in a terminal event of its own.
-    """
+    """Reply to a build or delete request that carried `reply_to`: it is on record and ends in one terminal event."""
 
     instance_uuid: Uuid
+    # of a request for several machines, all of them; each ends in a terminal event of its own
     members: tuple[Uuid, ...] = ()
 
 
@@ -171,22 +166,22 @@ class StatusOfInstance(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     instance_uuid: Uuid
     host: str | None = None
-    code: str = ""
-    funnel: tuple[FunnelStep, ...] = ()
-    history: tuple[AttemptRecord, ...] = ()
+    code: str = ""  # code, reason: why it failed or was refused
+    funnel: tuple[FunnelStep, ...] = ()  # why no host could take the request
+    history: tuple[AttemptRecord, ...] = ()  # the attempts of a build, or the hosts tried for a request
 
 
 class EventOfInstance(StatusOfInstance, frozen=True, kw_only=True, omit_defaults=True):
     """What the events of all requests about an instance state, its build among them."""
 
     project_id: Word
-    terminal: bool = False
+    terminal: bool = False  # no other terminal event follows for the request that caused it
     cell: Word | None = None
-    host_uuid: Uuid | None = None
+    host_uuid: Uuid | None = None  # of `host`; never on the API bus
     attempt: Attempt = 0
     reason: Reason = ""
     at: float = 0.0
-    zone: ShownZone = ""
+    zone: ShownZone = ""  # the availability zone of its host ("": there are none, or it is not known)
 
 
 class RecordOfInstance(StatusOfInstance, frozen=True, kw_only=True, omit_defaults=True):
@@ -200,20 +195,15 @@ class RecordOfInstance(StatusOfInstance, frozen=True, kw_only=True, omit_default
 
 
 class BuildEvent(Message, EventOfInstance, frozen=True, kw_only=True, tag="build.event.v1"):
-    """A build changed state. Published by a conductor on its cell's bus, and by the scheduler on the API bus.
-
-    sequence: rises with every state of one instance, so a late event is recognised; a state that the next one overtook
-    is not published, so any but the terminal may be missing. `deleted` is the last state of an instance whatever its
-    number: a cell whose database has crashed may number its events anew. `terminal`: no other terminal event follows
-    for the request that caused it. code and reason explain failed and refused; funnel explains a request that no host
-    could take; history lists the attempts. stage_times: with the end of a build, when each of its stages ended,
-    [requested, queued, decided, claimed, dispatched, built, announced] in seconds since the epoch, 0 where it never
-    came to that; and then how many claims were lost to others. zone: the availability zone of its host ("": there are
-    none, or it is not known). host_uuid: of `host`; never on the API bus.
-    """
+    """A build changed state. Published by a conductor on its cell's bus, and by the scheduler on the API bus."""
 
     state: BuildState
+    # rises with every state of one instance, so a late event is recognised; a state that the next one overtook is not
+    # published, so any but the terminal may be missing. `deleted` is the last state of an instance whatever its number:
+    # a cell whose database has crashed may number its events anew.
     sequence: int
+    # with the end of a build, when each of its stages ended: [requested, queued, decided, claimed, dispatched, built,
+    # announced] in seconds since the epoch, 0 where it never came to that; then how many claims were lost to others
     stage_times: StageTimes | None = None
 
 
@@ -227,44 +217,38 @@ class EventsMissed(Message, frozen=True, kw_only=True, tag="events.missed.v1"):
 
 
 class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.query.v1"):
-    """Ask the scheduler for one build (with its timeline), or for a page of them, newest first.
-
-    before, after: when the build was requested, in seconds since the epoch; `after` itself included. before_instance:
-    of those requested at `before` itself, the ones of lesser uuids too: the last of a page, for the page after it.
-    host: the name of the host that it has, or last had. gang: the members of one request for several. By cell, host,
-    flavor and code at most 100,000 builds are looked through.
+    """Ask the scheduler for one build (with its timeline), or for a page of them, newest first. By cell, host, flavor
+    and code at most 100,000 builds are looked through.
     """
 
     instance_uuid: Uuid | None = None
     project_id: Word | None = None
     state: BuildState | None = None
+    # before, after: when the build was requested, in seconds since the epoch; `after` itself is included
     before: float | None = None
+    # with `before`: also builds requested at that very time with lesser uuids. The last build of a page gives both for
+    # the page after it.
     before_instance: Uuid | None = None
     after: float | None = None
     cell: Word | None = None
-    host: Label | None = None
+    host: Label | None = None  # the host that it has, or last had
     flavor: Label | None = None
     code: Label | None = None
-    gang: Uuid | None = None
+    gang: Uuid | None = None  # the members of one request for several
     limit: Annotated[int, Bound(ge=1, le=1000)] = 100
 
 
 class BuildRecord(RecordOfInstance, frozen=True, kw_only=True, omit_defaults=True):
-    """A build as the scheduler has it on record.
-
-    host, flavor: its present ones. condition: its state since its build (`instance.event.v1`); "": it is as
-    it was built. under_way: the request about it that has not ended. gang: the first instance of the request for
-    several that it is of, and gang_min_count: how many of those start together at least.
-    """
+    """A build as the scheduler has it on record, with its present host and flavor."""
 
     flavor: str
     state: BuildState
     name: str = ""
     timeline: tuple[TimelineEntry, ...] = ()
-    condition: str = ""
-    under_way: Uuid | None = None
-    gang: Uuid | None = None
-    gang_min_count: int = 0
+    condition: str = ""  # its state since its build (`instance.event.v1`; "": as it was built)
+    under_way: Uuid | None = None  # the request about it that has not ended
+    gang: Uuid | None = None  # the first instance of the request for several that it belongs to
+    gang_min_count: int = 0  # how many of the gang start together at least
 
     @property
     def standing(self) -> str:
@@ -285,20 +269,16 @@ class HostScore(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TimelineEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that happened to a build, in order: `what` is a stable word, `detail` for a person.
-
-    stage_times: with the end of the build, when each of its stages ended. scores: with each choice, the build's or a
-    later request's, of the chosen host and then of its alternates. conflicting_consumers: of
-    `not_claimed`, those that hold what was lost, newest first; HTTP shows a project its own. `waiting` is the last
-    line, and there only while the build waits for what manages its host.
-    """
+    """One thing that happened to a build, in order: `what` is a stable word, `detail` for a person."""
 
     at: float
     actor: str
-    what: str
+    what: str  # `waiting` is the last line, and there only while the build waits for the manager of its host
     detail: str = ""
-    stage_times: StageTimes | None = None
+    stage_times: StageTimes | None = None  # with the end of the build, when each of its stages ended
+    # with each choice (of the build or a later request): of the chosen host, then of its alternates
     scores: tuple[HostScore, ...] = ()
+    # of `not_claimed`: the consumers that hold what was lost, newest first; HTTP shows a project its own
     conflicting_consumers: tuple[ConflictingConsumer, ...] = ()
 
 
@@ -316,13 +296,11 @@ def seen_by(build: BuildRecord, project_id: str) -> BuildRecord:
 
 
 class BuildPage(Message, frozen=True, kw_only=True, tag="build.page.v1"):
-    """Reply to a BuildQuery. Empty when the instance is unknown.
-
-    searched_to, searched_to_instance: the search was given up there, at this build, requested at this time; older ones
-    may match. Ask again with these as `before` and `before_instance`.
-    """
+    """Reply to a BuildQuery. Empty when the instance is unknown."""
 
     builds: tuple[BuildRecord, ...] = ()
+    # searched_to, searched_to_instance: the search ended at this build, requested at this time; older ones may match.
+    # Ask again with these as `before` and `before_instance`.
     searched_to: float | None = None
     searched_to_instance: Uuid | None = None
 
@@ -330,56 +308,45 @@ class BuildPage(Message, frozen=True, kw_only=True, tag="build.page.v1"):
 class HostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.query.v1"):
     """Query a scheduler for the hosts it knows: its replica, what compute services have announced, and operators'
     decisions.
-
-    cell: only this cell's. up: only those whose compute service is up, or only those whose is not.
-    by_uuid: in this order. Schedulers may know a host under different names, because one has not received its newest
-    announcement. after_uuid: only those that follow this one by uuid, the last of the page before.
-    limit: an answer is written and read without a pause, some 20 ms for 20,000 hosts, so berth itself queries 5,000 at
-    a time.
     """
 
-    cell: Word | None = None
-    up: bool | None = None
+    cell: Word | None = None  # only this cell's
+    up: bool | None = None  # only those whose compute service is up, or only those whose is not
+    # in the order of uuids, not of names. Schedulers may know a host under different names while one has not received
+    # its newest announcement.
     by_uuid: bool = False
-    after_uuid: Uuid | None = None
+    after_uuid: Uuid | None = None  # only those after this uuid, the last of the page before
+    # an answer is written and read without a pause, some 20 ms for 20,000 hosts; berth itself asks for 5,000 at a time
     limit: Annotated[int, Bound(ge=1, le=100_000)] = 1000
 
 
 class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One host as a scheduler sees it; amounts are {class: [used, capacity]} summed over its tree.
-
-    reported: a compute service has announced it since this scheduler's start. Of one that has not been, the service is
-    not known, and the cell only if the host is fenced.
-    enabled: whether berth may use it: both its compute service and the operator allow it. admin: the operator's newest
-    decision about it, if there ever was one. aggregates: names of the host aggregates that it is in; zone: the
-    availability zone that one of them makes. metrics: the numbers known of it that are not too old. claimed_also_by:
-    another compute service that reports a host of this uuid, and was refused it. not_in_placement: why the
-    book does not have a host that a service which is up reports ("": it has it, or no such service reports it).
-    """
+    """One host as a scheduler sees it; amounts are {class: [used, capacity]} summed over its tree."""
 
     uuid: Uuid
     name: str
     cell: str | None = None
     service: str | None = None
+    # a compute service has announced it since this scheduler's start. Otherwise its service is not known, and its cell
+    # only if the host is fenced.
     reported: bool = True
     up: bool = False
-    enabled: bool = True
+    enabled: bool = True  # whether berth may use it: both its compute service and the operator allow it
     resources: dict[str, tuple[float, float]] = {}
     failed_builds: int = 0
-    admin: HostAdminState | None = None
-    zone: str | None = None
-    aggregates: tuple[str, ...] = ()
-    metrics: dict[str, float] = {}
-    claimed_also_by: str | None = None
+    admin: HostAdminState | None = None  # the operator's newest decision about it, if there is one
+    zone: str | None = None  # the availability zone that one of its aggregates makes
+    aggregates: tuple[str, ...] = ()  # names of the host aggregates that it is in
+    metrics: dict[str, float] = {}  # the numbers known of it that are not too old
+    claimed_also_by: str | None = None  # another compute service that reports a host of this uuid, and was refused it
+    # why placement does not have a host that a service which is up reports ("": it has it, or no such service reports
+    # it)
     not_in_placement: str = ""
 
 
 class HostsPage(Message, frozen=True, kw_only=True, tag="hosts.page.v1"):
-    """Reply to a HostsQuery, by host name and uuid, or by uuid.
-
-    more: whether other hosts follow the last one of this page.
-    """
+    """Reply to a HostsQuery, by host name and uuid, or by uuid."""
 
     hosts: tuple[HostRecord, ...] = ()
     feed_sequence: int = 0
-    more: bool = False
+    more: bool = False  # whether other hosts follow the last one of this page

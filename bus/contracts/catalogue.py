@@ -1,14 +1,7 @@
-"""The catalogue: one row a message, beside one row a queue (bus.contracts.queues). Topology, permissions and the
-reference page are derived from it.
-
-Two kinds of bus: the API bus, and one bus per cell. Both have the same exchanges. A placeholder in a
-routing key (`{project_id}`) is a field of the message; one in a queue name (`{service}`) is given by its consumer.
-
-An operator's rights are here too: the fields of a project's messages that only an operator may use, in one table. Every
-door goes by it. The bus: a message that uses such a field leaves under an operator's routing key, which no project's
-user may use (`destination`); under a project's routing key it is refused (`may_come_under`). The HTTP API:
-a token of role project is refused. As in Nova's default policies, which host an instance is on is an operator's affair,
-and so is a request that passes over a check.
+"""The catalogue: one row for each message (owner, publishers, routing, reply, idempotency), and the fields that only an
+operator may use. Topology, permissions, AsyncAPI and the reference page are derived from it and from
+`bus.contracts.queues`. A placeholder in a routing key (`{project_id}`) is a field of the message; one in a queue name
+(`{service}`) is given by its consumer.
 """
 
 from __future__ import annotations
@@ -66,25 +59,22 @@ from bus.contracts.queues import (
 
 
 class MessageRow(Struct, frozen=True, kw_only=True):
-    """One message: who may publish it, where it goes, its reply, and what makes it idempotent.
-
-    publishers: packages of workers; "client": any program of the project that its key names; "operator": the operator's
-    programs, of which the command line is one. The broker's permissions decide what a program may publish (`berth
-    permissions`). cell_key: on a cell's bus, where no other program listens, the message leaves under this key, with
-    those of all states and projects together. max_reply_values: as a queue's `max_values`, of its reply.
-    """
+    """One message: who may publish it, where it goes, its reply, and what makes it idempotent."""
 
     message: type[Message]
     owner: str  # the package that decides about this message
+    # packages of workers; "client": any program of the project that its key names; "operator": the operator's programs,
+    # one of them the command line. The broker's permissions enforce it (`berth permissions`).
     publishers: tuple[str, ...]
     where: Where
     exchange: str
     key: str
     idempotency: str
     reply: type[Message] | None = None
-    max_reply_values: int = 0
+    max_reply_values: int = 0  # as a queue's `max_values`, of its reply
     persistent: bool = True
     public: bool = False  # part of the interface for programs that are not berth's
+    # on a cell's bus, where no other program listens, it leaves under this key, with those of all states and projects
     cell_key: str = ""
     max_batch: int = 0  # at most this many in one broker message; 0: as many as the bus's limits allow
 
@@ -456,10 +446,8 @@ def door_destination(message: Message) -> tuple[str, str]:
 
 
 def may_come_under(message: Message, key: str) -> bool:
-    """Whether a message may have been published under this key: its own, the one under which batches of it leave, or
-    that of a gateway.
-
-    The broker's permissions bind a publisher to keys, never to bodies, so this is what binds a body to its publisher.
+    """Whether a message may have been published under this key: its own, that of its batches, or a gateway's. The
+    broker's permissions bind a publisher to keys, never to bodies; this binds a body to its publisher.
     """
     row = BY_TYPE.get(type(message))
     if row is None or key == destination(message)[1] or (row.cell_key and key == row.cell_key):

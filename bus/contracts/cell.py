@@ -34,84 +34,71 @@ from .stages import StageTimes
 
 
 class Selection(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One host that was chosen for a build, with the allocation that is (or would be) claimed there.
+    """One host that was chosen for a build, with the allocation that is (or would be) claimed there."""
 
-    host_uuid: the root provider. service: the compute service that manages it. spec_generations: as in a claim option.
-    zone: its availability zone when it was chosen, which the cell announces of the host that it builds on ("": there
-    are none).
-    mappings: as in a claim option.
-    """
-
-    host_uuid: Uuid
+    host_uuid: Uuid  # the root provider
     host: Label
-    service: Word
+    service: Word  # the compute service that manages it
     allocations: Allocations
-    spec_generations: dict[Uuid, Generation] = {}
+    spec_generations: dict[Uuid, Generation] = {}  # as in a claim option
+    # its availability zone when it was chosen, which the cell announces of the host that it builds on ("": none)
     zone: ShownZone = ""
-    mappings: dict[Annotated[str, Bound(max_length=64)], tuple[Uuid, ...]] = {}
+    mappings: dict[Annotated[str, Bound(max_length=64)], tuple[Uuid, ...]] = {}  # as in a claim option
 
 
 class InstanceSpec(MachineSpec, frozen=True, kw_only=True, omit_defaults=True):
-    """The part of a build that a cell needs.
-
-    root_gb, traits (required ones), capabilities (`capabilities:NAME` of its extra specs): of the flavor, for drivers
-    that deploy by them. on_host_failure: the policy for it when its host is fenced (None: as `wait`).
-    """
+    """The part of a build that a cell needs."""
 
     flavor: str = ""
+    # root_gb, traits, capabilities: of the flavor (its required traits, and `capabilities:NAME` of its extra specs),
+    # for drivers that deploy by them
     root_gb: Count = 0
     traits: Annotated[tuple[TraitName, ...], Bound(max_length=256)] = ()
     capabilities: Annotated[dict[Label, Annotated[str, Bound(max_length=255)]], Bound(max_length=64)] = {}
 
 
 class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
-    """Build one instance: on the first selection, which is claimed under `attempt`, or on an alternate.
-
-    attempt: the first. A later one is its cell's own, from before the schedulers' record of the build was lost: so a
-    cell without a record of the instance has lost that, too.
-    consumer_generation: the consumer's generation after the claim of the first selection.
-    selections: the chosen host, then the alternates, all of this cell. stage_times: the stages so far.
-    server_group: whose rule the claims of alternates are held to. limits: of its project, as a claim has them; an
-    alternate's claim that is repeated may come after others have taken what this build had to give back.
-    """
+    """Build one instance: on the first selection, which is claimed under `attempt`, or on an alternate."""
 
     spec: InstanceSpec
+    # the chosen host, then the alternates, all of this cell
     selections: Annotated[tuple[Selection, ...], Bound(min_length=1, max_length=10)]
-    consumer_generation: Generation
+    consumer_generation: Generation  # after the claim of the first selection
     build_timeout_s: float = 300.0
     requested_at: float = 0.0
-    stage_times: StageTimes | None = None
-    server_group: ServerGroup | None = None
+    stage_times: StageTimes | None = None  # the stages so far
+    server_group: ServerGroup | None = None  # the claims of alternates are held to its rule
+    # of the project, as in a claim. Others may meanwhile have taken what this build released before an alternate's
+    # claim.
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
+    # the first. A later one is its cell's own, from before the schedulers' record of the build was lost; a cell without
+    # a record of the instance has then lost that, too.
     attempt: GivenAttempt = 1
 
 
 class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
     """Delete the instance, also while it is building. May arrive before its CellBuild: then that build never starts.
 
-    It is published again while no event of it comes; one under way is announced again. may_have_started: the cell has
-    announced the build or has its claim, or is silent for long: without a record it has lost it, and queries its
-    compute services first. attempt: the first that the instance may have there by the schedulers' record: one that has
-    left with a lower one has come back since.
+    It is published again while no event of it comes; one under way is announced again.
     """
 
     instance_uuid: Uuid
     project_id: Word
+    # the cell has announced the build or has its claim, or is silent for long: a cell without a record has lost it, and
+    # queries its compute services first
     may_have_started: bool = False
+    # the first that the instance may have there by the schedulers' record; one that left with a lower one has come back
+    # since
     attempt: Attempt = 0
 
 
 class Origin(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a machine comes from that is spawned for a move. See `Spawn.origin`.
+    """Where a machine comes from that is spawned for a move. See `Spawn.origin`."""
 
-    migration: the request. host_uuid: that has handed it over (None: none has, it is built from `image` or anew).
-    runs: whether it is to be started.
-    """
-
-    migration: Uuid
-    host_uuid: Uuid | None = None
+    migration: Uuid  # the request's
+    host_uuid: Uuid | None = None  # the host that has handed it over (None: none has; it is built from `image` or anew)
     image: ImageName = ""
-    runs: bool = True
+    runs: bool = True  # whether it is started
 
 
 class NumberedAttempt(Struct, frozen=True, kw_only=True):
@@ -136,29 +123,25 @@ class MachineCommand(Struct, frozen=True, kw_only=True, omit_defaults=True):
     host_uuid: Uuid
     allocations: Allocations
     service: Word
+    # the identity of the cell's database that has the record; the machine keeps it as its tag. A command about a
+    # machine with another tag, or none, is refused, and the machine left alone.
     database_id: Uuid | None = None
 
 
 class Spawn(Message, MachineCommand, frozen=True, kw_only=True, tag="compute.spawn.v1"):
     """Build on this host. `attempt` fences: a host never starts an attempt at or below one that it was commanded to
     destroy.
-
-    database_id: the identity of the cell's database that has the record; the machine keeps it as its tag.
-    origin: the instance has a machine or an image already, which this attempt takes over (None: it is built anew).
     """
 
+    # the instance has a machine or an image already, which this attempt takes over (None: it is built anew)
     origin: Origin | None = None
 
 
 class Destroy(Message, AttemptOnHost, frozen=True, kw_only=True, tag="compute.destroy.v1"):
-    """Make sure that no attempt up to and including this one runs or will ever run on this host.
+    """Make sure that no attempt up to and including this one runs or will ever run on this host."""
 
-    database_id: as in Spawn. A machine whose tag names another one, or none, is left alone and the command refused.
-    keep_if_complete: this attempt's machine stays when it is complete, and the answer is `active` once more.
-    """
-
-    database_id: Uuid | None = None
-    keep_if_complete: bool = False
+    database_id: Uuid | None = None  # as in MachineCommand
+    keep_if_complete: bool = False  # a complete machine of this attempt stays, and the answer is `active` once more
 
 
 MAX_LOOKUP = 1000
@@ -170,55 +153,48 @@ MAX_LOOKED_AT_ONCE = 10_000  # of one answer in pages: 4 ms to read
 class LookUpMachines(Message, frozen=True, kw_only=True, tag="compute.machines.query.v1"):
     """Queries a compute service: which of its hosts have a machine of these instances, complete or being built.
 
-    It waits in the service's queue behind the commands that were published before, so those count. database_id: as in
-    Spawn; machines with the tag of another one are left out. thorough: they are not, and the answer names the hosts
-    that the service has looked at. hosts_after: only the next page of these hosts, after so many. The
-    machines are those of all hosts with every page: each page is true by itself. on_hosts: these hosts are looked at
-    now, and only the machines that they list count, whatever is on record; the answer names those that the service has
-    and has looked at ((): none in particular).
+    It waits in the service's queue behind the commands that were published before, so those count.
     """
 
     service: Word
-    database_id: Uuid
+    database_id: Uuid  # as in MachineCommand; machines with another tag are left out
     instance_uuids: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_LOOKUP)]
+    # machines with another tag are not left out, and the answer names the hosts that the service has looked at
     thorough: bool = False
+    # only the page of these hosts after so many. The machines are those of all hosts with every page: each page is true
+    # by itself.
     hosts_after: Count = 0
+    # these hosts are looked at now, and only the machines that they list count, whatever is on record; the answer names
+    # those that the service has and has looked at ((): none in particular)
     on_hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOOKUP)] = ()
 
 
 class LookedUpMachine(AttemptOnHost, frozen=True, kw_only=True, omit_defaults=True):
-    """A machine that no order has ended. project_id: that it was built for; allocations: its resources, by provider
-    (None: the service does not know). built: it is complete. foreign: it has the tag of another database.
-    """
+    """A machine that no order has ended."""
 
     host: Label
-    built: bool = True
-    project_id: Word | None = None
-    allocations: Allocations | None = None
-    foreign: bool = False
+    built: bool = True  # it is complete
+    project_id: Word | None = None  # the project that it was built for
+    allocations: Allocations | None = None  # its resources, by provider (None: the service does not know)
+    foreign: bool = False  # it has the tag of another database
 
 
 class MachineLookupResult(Message, frozen=True, kw_only=True, tag="compute.machines.v1"):
-    """All that one compute service has of the instances that it was queried about.
-
-    hosts: that it has looked at, if the query was thorough or names hosts. more: they are a page, and there are
-    others after it.
-    """
+    """All that one compute service has of the instances that it was queried about."""
 
     machines: Annotated[tuple[LookedUpMachine, ...], Bound(max_length=10 * MAX_LOOKUP)] = ()
+    # those that were looked at, if the query was thorough or names hosts
     hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOOKED_AT_ONCE)] = ()
-    more: bool = False
+    more: bool = False  # `hosts` is a page, and others follow
 
 
 class QueueBarrier(Message, frozen=True, kw_only=True, tag="compute.barrier.v1"):
     """A compute service to itself, through its own queue: messages that were waiting there at its start come before
     this.
-
-    epoch: of the life that published it; those of former lives mean nothing.
     """
 
     service: Word
-    epoch: Epoch
+    epoch: Epoch  # of the process that published it; barriers of earlier ones mean nothing
 
 
 class ComputeOutcome(StrEnum):
@@ -230,21 +206,16 @@ class ComputeOutcome(StrEnum):
 
 
 class ComputeResult(Message, AttemptOnHost, frozen=True, kw_only=True, tag="compute.result.v1"):
-    """How one attempt ended on its host. May come late, twice, or never.
-
-    reason: with `active`, a warning of the driver. final: with `failed`, no other host would do better (a broken
-    image): the alternates are not tried.
-    started_at: when the service took the command (0: unknown); at: the time of this message. scan: how many scans
-    of its hosts the service had begun then, in this epoch (epoch 0: unknown); see ComputeHosts.
-    """
+    """How one attempt ended on its host. May come late, twice, or never."""
 
     outcome: ComputeOutcome
     code: str = ""
-    reason: Reason = ""
-    at: float = 0.0
-    final: bool = False
-    started_at: float = 0.0
+    reason: Reason = ""  # with `active`, a warning of the driver
+    at: float = 0.0  # the time of this message
+    final: bool = False  # with `failed`, no other host would do better (a broken image): the alternates are not tried
+    started_at: float = 0.0  # when the service took the command (0: unknown)
     epoch: Epoch = 0
+    # how many scans of its hosts the service had begun then, in this epoch (epoch 0: unknown); see ComputeHosts
     scan: Sequence = 0
 
 
@@ -256,15 +227,14 @@ MAX_RESCANS = 1000
 
 
 class RescanHosts(Message, frozen=True, kw_only=True, tag="compute.rescan.v1"):
-    """To a compute service: announce these hosts by a scan that has not begun yet, and name `rescans` in it.
-
-    A service reports the host without a machine that is on record there, or with one that is over. Its report may be
-    older than the record, and no clock shows which was first. A report that names the rescan is later: see
-    ComputeHosts. A message that is lost is published again with the next report.
+    """To a compute service: announce these hosts by a scan that has not begun yet. Sent when its report lacks a machine
+    that is on record, or has one that is over: the report may be older than the record, and no clock shows it. Repeated
+    with the next report.
     """
 
     service: Word
     hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_RESCANS)]
+    # named by the report of that scan (`ComputeHosts.rescans`), which is thereby known to be later than the record
     rescans: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_RESCANS)]
 
 
@@ -273,28 +243,19 @@ UNKNOWN_ATTEMPT = 0
 
 
 class Running(NumberedAttempt, frozen=True, kw_only=True, omit_defaults=True):
-    """One instance that a host carries, and the attempt that built it (0: the host does not know).
+    """One instance that a host carries, and the attempt that built it (0: the host does not know)."""
 
-    database_id: the identity that its tag names (None: it has no tag of ours). built: it is certainly complete.
-    destroying: the service has taken the order to destroy this attempt, and is carrying it out, or has done all that
-    it does about it. stopped: it does not run: it was stopped by its client, or to be handed over to another host.
-    reserved: the service keeps its resources out of the host's inventory; see ReserveMachines.
-    """
-
-    database_id: Uuid | None = None
-    built: bool = True
+    database_id: Uuid | None = None  # the identity that its tag names (None: it has no tag of ours)
+    built: bool = True  # it is certainly complete
+    # the service carries out the order to destroy this attempt, or has done all that it does about it
     destroying: bool = False
-    stopped: bool = False
-    reserved: bool = False
+    stopped: bool = False  # it does not run: it was stopped by its client, or to be handed over to another host
+    reserved: bool = False  # the service keeps its resources out of the host's inventory; see ReserveMachines
 
 
 class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One host as its compute service sees it. `attributes` are what ComputeCapabilities reads (free words); of them
     `project_id`: the host takes builds of that project only.
-
-    failed_builds: consecutive failures since the last success. running: every machine it carries now, ours or not
-    (None: unknown, which proves nothing). owner: the other compute service that placement has this uuid of (None: it is
-    this one's): this service takes no builds for it, and its reports of it do not count.
     """
 
     uuid: Uuid
@@ -302,8 +263,11 @@ class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     enabled: bool = True
     disabled_reason: str = ""
     attributes: dict[str, str] = {}
-    failed_builds: int = 0
+    failed_builds: int = 0  # consecutive failures since the last success
+    # every machine it carries now, ours or not (None: unknown, which proves nothing)
     running: tuple[Running, ...] | None = None
+    # the other compute service that placement has this uuid of (None: this one): this service takes no builds for it,
+    # and its reports of it do not count
     owner: Word | None = None
 
 
@@ -312,43 +276,39 @@ class FromService(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     service: Word
     cell: Word
-    epoch: Epoch
-    sequence: Sequence
+    epoch: Epoch  # rises with every start of the service; a message of an older one loses
+    sequence: Sequence  # rises within an epoch; an older one loses
 
 
 class ComputeHosts(Message, FromService, frozen=True, kw_only=True, tag="compute.hosts.v1"):
-    """A compute service announces its hosts: at start, on request, when one changes. Pages of at most 1000.
-
-    epoch: rises with every start of the service; sequence rises within it: older ones lose. first_sequence: the
-    sequence of the first page of a report of all its hosts, which has this many `pages` (0: only those listed have
-    changed); `complete`: this page is its last. seen_at: seconds since the epoch before which the service had not begun
-    this scan; machines that came later may be missing here (0: when it was sent). scan: its number in this epoch (0:
-    unknown): unlike a time, it cannot go back when a clock is set. ring_term, ring_number: of the membership that
-    states which free nodes are its (see RingMembers; 0: it shares none): a host is not taken from a service that goes
-    by a newer one. rescans: of RescanHosts, those that were received before this scan began.
-    """
+    """A compute service announces its hosts: at start, on request, when one changes. Pages of at most 1000."""
 
     hosts: Annotated[tuple[HostReport, ...], Bound(max_length=1000)] = ()
-    complete: bool = False
+    complete: bool = False  # this page is the last of a report of all its hosts
+    # seconds since the epoch before which the service had not begun this scan (0: when it was sent); machines that came
+    # later may be missing here
     seen_at: float = 0.0
+    # the sequence of the first page of a report of all its hosts, which has this many `pages` (0: only the listed hosts
+    # have changed)
     first_sequence: Sequence = 0
     pages: int = 1
-    scan: Sequence = 0
+    scan: Sequence = 0  # its number in this epoch (0: unknown): unlike a time, it cannot go back when a clock is set
+    # ring_term, ring_number: of the membership that states which free nodes are its own (RingMembers; 0: it shares
+    # none). A host is not taken from a service that goes by a newer one.
     ring_term: int = 0
     ring_number: int = 0
+    # of each RescanHosts that was received before this scan began
     rescans: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_RESCANS)] = ()
 
 
 class Heartbeat(Message, FromService, frozen=True, kw_only=True, tag="compute.heartbeat.v1"):
-    """A compute service is up. stopping: it stops now, on purpose. interval_s: when to expect the next heartbeat.
+    """A compute service is up."""
 
-    ring: the name that the services share which divide their free nodes among them (None: it shares none).
-    database_incarnation, sent_sequences: of the cell's database, the highest by which it was commanded (0: not yet).
-    """
-
-    stopping: bool = False
-    interval_s: Annotated[float, Bound(ge=0, le=3600)] = 0.0
+    stopping: bool = False  # it stops now, on purpose
+    interval_s: Annotated[float, Bound(ge=0, le=3600)] = 0.0  # seconds until the next heartbeat
+    # the name shared by the services that divide their free nodes among them (None: it shares none)
     ring: Word | None = None
+    # database_incarnation, sent_sequences: of the cell's database, the highest by which it was commanded (0: not yet)
     database_incarnation: Incarnation = 0
     sent_sequences: SentSequences = ()
 
@@ -357,24 +317,21 @@ MAX_RING_MEMBERS = 1000
 
 
 class RingMembers(Message, frozen=True, kw_only=True, tag="conductor.ring.v1"):
-    """The services of one ring that are up: published when they change, and about every second.
-
-    Each service works out by itself which free nodes are its own; all go by the same members. (term, number) rises with
-    each change; an older one is ignored. Services beyond the first thousand by name are no members.
+    """The services of one ring that are up: published when they change, and about every second. (term, number) rises
+    with each change, and an older one is ignored. Each service works out by itself which free nodes are its own.
     """
 
     ring: Word
     term: int
     number: int
+    # services beyond the first thousand by name are no members
     members: Annotated[tuple[Word, ...], Bound(max_length=MAX_RING_MEMBERS)] = ()
 
 
 class ServiceSuperseded(Message, frozen=True, kw_only=True, tag="conductor.service_superseded.v1"):
-    """To the process that holds this compute service's name: the cell knows this epoch, and has received a lower one
-    since.
-
-    A late copy is noticed so. A process all of whose epochs are lower (another one had the name meanwhile, and its
-    clock was ahead) continues above it, because none of its messages counts.
+    """To the process that holds this compute service's name: the cell has received a lower epoch than this one since. A
+    process whose epochs are all lower (another had the name meanwhile, with its clock ahead) continues above it,
+    because none of its messages counts. A late copy is detected this way.
     """
 
     service: Word
@@ -390,10 +347,8 @@ class HostConflict(Message, frozen=True, kw_only=True, tag="conductor.host_confl
 
 
 class HostsReleased(Message, frozen=True, kw_only=True, tag="conductor.hosts_released.v1"):
-    """To a compute service that was refused these hosts: their owner has given them up, or is gone for good.
-
-    It takes them over with its next report of their inventory. A message that is lost is published again with the next
-    announcement that names the owner.
+    """To a compute service that was refused these hosts: their owner has given them up, or is gone for good. It takes
+    them over with its next inventory report. Repeated with the next announcement that names the owner.
     """
 
     service: Word
@@ -406,9 +361,9 @@ MAX_RESERVED_AT_ONCE = 1_000  # of one message, unless one host has more
 
 
 class ReservedMachine(NumberedAttempt, frozen=True, kw_only=True, omit_defaults=True):
-    """A machine whose resources are not offered. allocations: its resources by its record (None: no record has it)."""
+    """A machine whose resources are not offered."""
 
-    allocations: Allocations | None = None
+    allocations: Allocations | None = None  # its resources by its record (None: no record has it)
 
 
 class ReservedOnHost(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -419,46 +374,42 @@ class ReservedOnHost(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ReserveMachines(Message, frozen=True, kw_only=True, tag="compute.reserve.v1"):
-    """To a compute service: what these machines take is to be `reserved` in the inventory of their hosts.
-
-    They are in quarantine: no record explains them, so they may have no claim, and they are kept all the same.
-    Published where a page of a report (epoch, sequence) disagrees with the record; of two about one host the older page
-    loses. The hosts of one page may come in several messages. One that is lost is published again with the next report.
+    """To a compute service: count what these machines take as `reserved` in the inventory of their hosts. They are in
+    quarantine: no record explains them, so they may have no claim, and are kept. Repeated with the next report.
     """
 
     service: Word
     epoch: Epoch
+    # epoch, sequence: of the page of a report that disagrees with the record; of two about one host the older page
+    # loses
     sequence: Sequence
+    # the hosts of one page may come in several messages
     hosts: Annotated[tuple[ReservedOnHost, ...], Bound(max_length=1000)] = ()
 
 
 class ServiceDown(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A compute service that takes no builds now. epoch: of the process that is down, and of all before it.
-
-    code: `service.silent` or `service.stopped`; since: seconds since the epoch.
-    """
+    """A compute service that takes no builds now."""
 
     service: Word
-    epoch: Epoch
-    code: Label
+    epoch: Epoch  # of the process that is down, and of all before it
+    code: Label  # `service.silent` or `service.stopped`
     reason: Reason = ""
-    since: float = 0.0
+    since: float = 0.0  # seconds since the epoch
 
 
 class ServiceStates(Message, frozen=True, kw_only=True, tag="conductor.services.v1"):
-    """All compute services of a cell that are down: published when that changes, and about every second.
-
-    (term, number) rises; each digest replaces the one before, and an older one is ignored. It comes in `pages` of at
-    most 1000; `page` counts from 1, and pages of one number belong together. up: how many services are not down.
+    """All compute services of a cell that are down: published when that changes, and about every second. (term, number)
+    rises; each digest replaces the one before, and an older one is ignored.
     """
 
     cell: Word
     term: int
     number: int
+    # counts from 1; the pages of one number belong together, each of at most 1000 services
     page: Annotated[int, Bound(ge=1, le=100)] = 1
     pages: Annotated[int, Bound(ge=1, le=100)] = 1
     down: Annotated[tuple[ServiceDown, ...], Bound(max_length=1000)] = ()
-    up: Count = 0
+    up: Count = 0  # how many services are not down
 
 
 class CellServiceDelete(Message, frozen=True, kw_only=True, tag="cell.service.delete.v1"):
@@ -472,18 +423,18 @@ class CellServiceDelete(Message, frozen=True, kw_only=True, tag="cell.service.de
 
 
 class CellServiceDeleted(Message, frozen=True, kw_only=True, tag="cell.service.deleted.v1"):
-    """Reply to a CellServiceDelete. removed: False: the service was not on record. at: seconds since the epoch."""
+    """Reply to a CellServiceDelete."""
 
-    removed: bool
-    at: float
+    removed: bool  # False: the service was not on record
+    at: float  # seconds since the epoch
 
 
 class AboutService(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an announcement about a compute service of a cell states. at: seconds since the epoch."""
+    """What an announcement about a compute service of a cell states."""
 
     cell: Word
     service: Word
-    at: float = 0.0
+    at: float = 0.0  # seconds since the epoch
 
 
 class ServiceRemoved(Message, AboutService, frozen=True, kw_only=True, tag="conductor.service_removed.v1"):
@@ -496,23 +447,22 @@ MAX_NAMED_MACHINES = 20
 
 
 class UnknownMachineReport(Struct, frozen=True, kw_only=True):
-    """A machine that no record explains. kind: `foreign` or `quarantined`; reason: one sentence."""
+    """A machine that no record explains."""
 
     instance_uuid: Uuid
     host_uuid: Uuid
-    kind: Word
-    reason: Reason = ""
+    kind: Word  # `foreign` or `quarantined`
+    reason: Reason = ""  # one sentence
 
 
 class UnknownMachinesFound(Message, AboutService, frozen=True, kw_only=True, tag="conductor.unknown_machines.v1"):
-    """Machines that no record explains were put on record: one message a page of a report that brings new ones.
+    """Machines that no record explains were put on record: one message a page of a report that brings new ones."""
 
-    foreign, quarantined: how many are new; machines: the first of them, quarantined ones before foreign ones. Published
-    once at most: `berth hosts --unknown` lists the machines. Foreign machines beyond those kept on record are left out.
-    """
-
+    # foreign, quarantined: how many are new
     foreign: Count = 0
     quarantined: Count = 0
+    # the first of them, quarantined ones before foreign ones; foreign ones beyond those kept on record are left out.
+    # Published at most once: `berth hosts --unknown` lists all.
     machines: Annotated[tuple[UnknownMachineReport, ...], Bound(max_length=MAX_NAMED_MACHINES)] = ()
 
 
@@ -529,17 +479,16 @@ class BreakerTripped(Message, AboutService, frozen=True, kw_only=True, tag="cond
 
 
 class CellBuildQuery(Message, frozen=True, kw_only=True, tag="cell.build.query.v1"):
-    """Queries the state of a build that has had no event for a long time. It begins nothing.
-
-    The answer is a BuildEvent: how far the build has come, or its end once more. A cell that has no record of the build
-    records that it has failed, which a CellBuild that comes later finds; what was claimed for it up to `attempt` is
-    released, unless a host has a machine of it that no record explains.
-    spec, build_timeout_s: as of its CellBuild. attempt: that holds its claim, as far as the schedulers have it.
-    sequence: of the newest event of it that they have had. requested_at: when this query was decided.
+    """Queries the state of a build that has had no event for a long time; begins nothing. The answer is a BuildEvent:
+    how far it has come, or its end once more. A cell without a record of the build records that it has failed, so that
+    a late CellBuild finds that.
     """
 
+    # spec, build_timeout_s: as of its CellBuild
     spec: InstanceSpec
+    # that holds its claim, as far as the schedulers have it. A cell without a record releases what was claimed up to
+    # it, unless a host has a machine of the build that no record explains.
     attempt: GivenAttempt = 1
     build_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
-    sequence: Sequence = 0
-    requested_at: float = 0.0
+    sequence: Sequence = 0  # of the newest event of it that the schedulers have had
+    requested_at: float = 0.0  # when this query was decided

@@ -1,6 +1,4 @@
-"""The configuration of a machine beside its host: an image, a config drive, networks. For drivers that deploy real
-ones.
-"""
+"""The configuration of a machine, for drivers that deploy real ones: an image, a config drive, networks, volumes."""
 
 from __future__ import annotations
 
@@ -47,15 +45,12 @@ class ImageSource(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 
 
 class ConfigDrive(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The content of the machine's config drive at its first boot. It may hold secrets: it is never logged.
+    """The content of the machine's config drive at its first boot. It may hold secrets: it is never logged."""
 
-    user_data: for cloud-init; at most 65,535 characters. public_keys: SSH keys, a line each. network_data: OpenStack's
-    `network_data.json`, at most 65,535 bytes. hostname: empty = the instance's name.
-    """
-
-    user_data: Annotated[str, Bound(max_length=MAX_USER_DATA)] = ""
-    public_keys: Annotated[tuple[PublicKey, ...], Bound(max_length=16)] = ()
-    network_data: dict[str, Any] = {}
+    user_data: Annotated[str, Bound(max_length=MAX_USER_DATA)] = ""  # for cloud-init; at most 65,535 characters
+    public_keys: Annotated[tuple[PublicKey, ...], Bound(max_length=16)] = ()  # SSH keys, a line each
+    network_data: dict[str, Any] = {}  # OpenStack's `network_data.json`, at most 65,535 bytes
+    # "": the instance's name
     hostname: Annotated[str, matching(r"^[A-Za-z0-9.\-]{0,255}$(?!\n)", "at most 255 letters, digits, . and -")] = ""
 
     def __post_init__(self) -> None:
@@ -78,15 +73,12 @@ class NetworkRequest(Struct, frozen=True, kw_only=True, omit_defaults=True, forb
 
 
 class VolumeRequest(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A volume to attach to the machine. It may hold secrets: it is never logged.
+    """A volume to attach to the machine. It may hold secrets: it is never logged."""
 
-    volume_id: its id where it is kept. type: as in Ironic's volume targets. boot_index: 0 = the machine boots from it.
-    properties: how it is reached (target_portal, target_iqn, target_lun, ...), at most 16,384 bytes of JSON.
-    """
-
-    volume_id: Annotated[str, Bound(min_length=1, max_length=36)]
-    type: Literal["iscsi", "fibre_channel"] = "iscsi"
-    boot_index: Annotated[int, Bound(ge=0, le=255)] = 0
+    volume_id: Annotated[str, Bound(min_length=1, max_length=36)]  # its id where it is kept
+    type: Literal["iscsi", "fibre_channel"] = "iscsi"  # as in Ironic's volume targets
+    boot_index: Annotated[int, Bound(ge=0, le=255)] = 0  # 0: the machine boots from it
+    # how it is reached (target_portal, target_iqn, target_lun, ...), at most 16,384 bytes of JSON
     properties: dict[str, Any] = {}
 
     def __post_init__(self) -> None:

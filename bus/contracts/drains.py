@@ -61,77 +61,69 @@ class DrainMoveState(StrEnum):
 
 
 class DrainQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.drain.query.v1"):
-    """Ask a scheduler how hosts could be drained now: each active instance on them, and where it would go.
-
-    host: the target's name or uuid. target: None: the one kind that has something of this name. cell: where names
-    of hosts and services are looked for. kind: by which move. Nothing is begun, and nothing is held for the plan.
+    """Ask a scheduler how hosts could be drained now: each active instance on them, and where it would go. Nothing is
+    begun, and nothing is held for the plan.
     """
 
-    host: Label
-    cell: Word | None = None
-    kind: ActionKind = ActionKind.LIVE_MIGRATE
+    host: Label  # the target's name or uuid
+    cell: Word | None = None  # where names of hosts and services are looked for
+    kind: ActionKind = ActionKind.LIVE_MIGRATE  # by which move
     limit: Annotated[int, Bound(ge=1, le=MAX_PLANNED)] = MAX_PLANNED
-    target: DrainTarget | None = None
+    target: DrainTarget | None = None  # None: the one kind that has something of this name
 
 
 class PlannedMove(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One instance to be moved. hosts: where it would go, the first first; without any: why not. source: its host."""
+    """One instance to be moved."""
 
     instance_uuid: Uuid
     project_id: str
     flavor: str
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  # where it would go, best first; empty: code and reason state why not
     code: str = ""
     reason: Reason = ""
-    source: str = ""
+    source: str = ""  # its present host
 
 
 class DrainPlan(Message, frozen=True, kw_only=True, tag="hosts.drain.plan.v1"):
-    """Reply to a DrainQuery: at most `limit` instances, in the order in which they are moved. more: there are others.
+    """Reply to a DrainQuery: at most `limit` instances, in the order in which they are moved."""
 
-    host: the target's name; host_uuid: of a single host. hosts: how many are drained. Each instance is moved once, to
-    a host that is not drained, so that as many moves as there are instances are the fewest that do it.
-    """
-
-    host: Label
-    host_uuid: Uuid | None = None
+    host: Label  # the target's name
+    host_uuid: Uuid | None = None  # of a single host
     target: DrainTarget = DrainTarget.HOST
+    # how many are drained. Each instance moves once, to a host that is not drained, so the moves are as few as
+    # possible.
     hosts: Count = 1
     moves: tuple[PlannedMove, ...] = ()
-    more: bool = False
+    more: bool = False  # there are further instances
 
 
 class DrainStart(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="drain.start.v1"):
-    """Disable hosts and move every instance away from them. Idempotent by `drain`, which the client chooses.
-
-    Refused with `drain.stuck`, and then nothing is begun, when an instance cannot move; force: what can move is moved.
-    name, target, cell, kind: as in DrainQuery. at_once: moves under way at a time. per_minute: at most this many are
-    begun in a minute. deadline_s: after this long it begins nothing more, and ends with the moves under way.
+    """Disable hosts and move every instance away from them. Idempotent by `drain`, which the client chooses. Refused
+    with `drain.stuck`, and nothing is begun, when an instance cannot move.
     """
 
     drain: Uuid
+    # name, target, cell, kind: as in DrainQuery
     name: Label
     by: Label
     target: DrainTarget | None = None
     cell: Word | None = None
     kind: ActionKind = ActionKind.LIVE_MIGRATE
-    at_once: AtOnce = 4
-    per_minute: PerMinute | None = None
-    deadline_s: DeadlineS | None = None
-    force: bool = False
+    at_once: AtOnce = 4  # moves under way at a time
+    per_minute: PerMinute | None = None  # at most this many are begun in a minute
+    deadline_s: DeadlineS | None = None  # seconds after which it begins nothing more, and ends with the moves under way
+    force: bool = False  # begin also when an instance cannot move: what can move is moved
     reason: Reason = "drain"
 
 
 class DrainCommand(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="drain.command.v1"):
-    """Pause, resume or stop a drain. Idempotent by the message's id, and by its content.
-
-    deadline_s: of a resumed one, from now on; without it a resumed drain that had one has none.
-    """
+    """Pause, resume or stop a drain. Idempotent by the message's id, and by its content."""
 
     drain: Uuid
     action: DrainAction
     by: Label
     reason: Reason = ""
+    # seconds from now on, of a resumed one; without it a resumed drain that had a deadline has none
     deadline_s: DeadlineS | None = None
 
 
@@ -145,18 +137,14 @@ class DrainTerms(Struct, frozen=True, kw_only=True):
     at_once: AtOnce = 4
     per_minute: PerMinute | None = None
     state: DrainState = DrainState.RUNNING
-    code: str = ""
-    started_at: float = 0.0
+    code: str = ""  # why it has ended (`drain.done`, `drain.deadline`, `drain.stopped`)
+    started_at: float = 0.0  # started_at, deadline_at: seconds since the epoch
     deadline_at: float | None = None
-    hosts: Count = 0
+    hosts: Count = 0  # how many it has disabled
 
 
 class DrainRecord(DrainTerms, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A drain as it is on record: the body of an object of kind `drain`, whose name is the drain's id.
-
-    started_at, deadline_at: seconds since the epoch. code: why it has ended (`drain.done`, `drain.deadline`,
-    `drain.stopped`). hosts: how many it has disabled.
-    """
+    """A drain as it is on record: the body of an object of kind `drain`, whose name is the drain's id."""
 
     name: Label
 
@@ -170,22 +158,18 @@ class DrainFailure(Struct, frozen=True, kw_only=True):
 
 
 class DrainProgress(DrainTerms, frozen=True, kw_only=True):
-    """The progress of a drain: what it has moved by the requests on record, and what its hosts hold now.
-
-    host: the target's name. counts: {state of an instance: how many}; planned: their sum. Where one drain was asked for
-    also what waits and what has failed, and which these are: moved, failed, under_way, not_begun; at most MAX_PLANNED
-    of each. more: there are, or may be, further ones.
-    """
+    """The progress of a drain: what it has moved by the requests on record, and what its hosts hold now."""
 
     id: Uuid
-    host: str
-    planned: Count
-    counts: dict[str, int]
+    host: str  # the target's name
+    planned: Count  # the sum of `counts`
+    counts: dict[str, int]  # {state of an instance: how many}; of a single drain also those that wait and have failed
+    # moved, failed, under_way, not_begun: the instances, of a single drain only; at most MAX_PLANNED of each
     moved: tuple[Uuid, ...] = ()
     failed: tuple[DrainFailure, ...] = ()
     under_way: tuple[Uuid, ...] = ()
     not_begun: tuple[Uuid, ...] = ()
-    more: bool = False
+    more: bool = False  # there are, or may be, further instances
 
 
 class DrainResult(Message, frozen=True, kw_only=True, tag="drain.result.v1"):

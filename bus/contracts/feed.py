@@ -1,4 +1,4 @@
-"""The numbered change feed of placement, and the snapshots of its book."""
+"""The numbered change feed of placement, and its snapshots."""
 
 from __future__ import annotations
 
@@ -17,21 +17,18 @@ MAX_CAUSES = 16
 
 
 class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One committed change of one provider, numbered without holes in commit order.
-
-    Exactly one of these is set: `state` (created, or its spec generation changed: the whole provider);
-    `used` (only usage changed: {class: new absolute amount} of the classes touched); `removed`.
-    causes: the ids of the REST requests that it comes from, where they are known: the caller's own (a global request
-    id) or else ours. Several that were written together; none for changes that came by the bus.
-    sequence: its place in its row gives it (`FeedRow`).
+    """One committed change of one provider, numbered without holes in commit order. Exactly one of `state`, `used` and
+    `removed` is set.
     """
 
-    sequence: int = 0
+    sequence: int = 0  # given by its place in its row (`FeedRow`)
     provider: Uuid
     generation: Generation
-    state: ProviderState | None = None
-    used: dict[str, int] | None = None
+    state: ProviderState | None = None  # the whole provider: it was created, or its spec generation changed
+    used: dict[str, int] | None = None  # only usage changed: {class: new absolute amount} of the classes touched
     removed: bool = False
+    # ids of the REST requests that it comes from, where known: the caller's own (a global request id), else ours.
+    # Several of changes written together; none of changes that came by the bus.
     causes: Annotated[tuple[Annotated[str, Bound(max_length=64)], ...], Bound(max_length=MAX_CAUSES)] = ()
 
 

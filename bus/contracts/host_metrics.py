@@ -37,21 +37,19 @@ SENSORS_CRITICAL = "sensors.critical"
 
 
 class HostReading(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The measurements of one host at one time. host_uuid: the root provider. at: seconds since the epoch."""
+    """The measurements of one host at one time."""
 
-    host_uuid: Uuid
-    at: Time
+    host_uuid: Uuid  # the root provider
+    at: Time  # seconds since the epoch
     values: Annotated[dict[MetricName, MetricValue], Bound(min_length=1, max_length=MAX_NAMES)]
 
 
 class HostMetrics(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="host.metrics.v1"):
-    """Numbers about hosts. source: who measured (`compute-<service>`, `ironic`, a name of the operator's).
-
-    On a cell's bus it counts for hosts of that cell only. Of two numbers with one name for one host the newer counts,
-    whichever source it has. A field that is not known is refused by its name.
+    """Numbers about hosts. On a cell's bus they count for hosts of that cell only. Of two numbers with one name for one
+    host the newer counts, whichever its source. An unknown field is refused by name.
     """
 
-    source: MetricSource
+    source: MetricSource  # who measured (`compute-<service>`, `ironic`, a name of the operator's)
     readings: Annotated[tuple[HostReading, ...], Bound(max_length=MAX_READINGS)]
 
 
@@ -62,13 +60,13 @@ class HostMetricsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HostMetric(Struct, frozen=True, kw_only=True):
-    """One number about a host. at: seconds since the epoch. fresh: it is not too old to count."""
+    """One number about a host."""
 
     name: MetricName
     value: float
-    at: Time
+    at: Time  # seconds since the epoch
     source: MetricSource
-    fresh: bool
+    fresh: bool  # it is recent enough to count
 
 
 class HostMetricsRecord(Struct, frozen=True, kw_only=True):

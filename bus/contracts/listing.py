@@ -17,47 +17,38 @@ MAX_LISTED_BYTES = 512 * 1024  # of the machines of one page, as JSON; one machi
 class ListMachines(Message, frozen=True, kw_only=True, tag="compute.listing.v1"):
     """Queries a compute service for everything on its hosts, whatever is on record, in pages.
 
-    It waits in the service's queue behind the commands that were published before, so those count. database_id: whose
-    tag is the cell's own. after_host, after_instance: only what comes behind that, in the order of hosts, and of
-    instances on each ("": from the first on).
+    It waits in the service's queue behind the commands that were published before, so those count.
     """
 
     service: Word
-    database_id: Uuid
+    database_id: Uuid  # whose tag is the cell's own
+    # after_host, after_instance: only what follows these, by host, then by instance ("": from the first on)
     after_host: Uuid | Literal[""] = ""
     after_instance: Uuid | Literal[""] = ""
 
 
 class ListedMachine(AttemptOnHost, frozen=True, kw_only=True, omit_defaults=True):
-    """One machine. attempt: as in its tag (0: it is not known).
-
-    complete: it is certainly built; one that is being built is not. failed: its build has failed, and may have left
-    something. runs: it is not stopped. busy: a change or a
-    destruction of it is under way, or has been given up for now. foreign: it has no tag of this database. project_id,
-    spec, allocations: as its service was commanded them last; allocations rather as its host has them (None: the
-    service does not know).
-    """
+    """One machine that a host has."""
 
     host: Label
-    complete: bool = True
-    failed: bool = False
-    runs: bool = True
-    busy: bool = False
-    foreign: bool = False
+    complete: bool = True  # it is certainly built; one that is being built is not
+    failed: bool = False  # its build has failed, and may have left something
+    runs: bool = True  # it is not stopped
+    busy: bool = False  # a change or a destruction of it is under way, or has been given up for now
+    foreign: bool = False  # it has no tag of this database
+    # project_id, spec, allocations: as its service was last commanded them; allocations rather as its host has them
+    # (None: the service does not know)
     project_id: Word | None = None
     spec: InstanceSpec | None = None
     allocations: Allocations | None = None
 
 
 class MachinesPage(Message, frozen=True, kw_only=True, tag="compute.listing.page.v1"):
-    """Reply to ListMachines. hosts: that were read now, and whose machines are all in this page and those before.
-
-    A host of the service that is in no page was not seen, which proves nothing. more: there are other pages, behind
-    next_host and next_instance.
-    """
+    """Reply to ListMachines. A host of the service that is in no page was not seen, which proves nothing."""
 
     machines: Annotated[tuple[ListedMachine, ...], Bound(max_length=MAX_LISTED_MACHINES)] = ()
+    # those that were read now, and whose machines are all in this page and those before
     hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LISTED_HOSTS)] = ()
-    more: bool = False
+    more: bool = False  # there are further pages, after next_host and next_instance
     next_host: Uuid | Literal[""] = ""
     next_instance: Uuid | Literal[""] = ""

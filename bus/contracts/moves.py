@@ -1,9 +1,6 @@
-"""Messages about an instance after its build: moves, resizes, rebuilds, shelving and power, above and in its cell.
-
-A client sends a request to the scheduler (`instance.action.v1`), which chooses hosts where the kind needs some, and
-commands the cell (`cell.action.v1`), the conductor claims and commands the machines (`compute.change.v1`; a destination
-is built by `compute.spawn.v1`), and publishes the progress and end of the request (`instance.event.v1`), which the
-scheduler publishes on the API bus.
+"""Messages about an instance after its build: moves, resizes, rebuilds, shelving and power. A client requests
+(`instance.action.v1`); the scheduler chooses hosts where needed and commands the cell (`cell.action.v1`); the conductor
+claims, commands machines (`compute.change.v1`, `compute.spawn.v1`) and announces (`instance.event.v1`).
 """
 
 from __future__ import annotations
@@ -71,49 +68,47 @@ class RequestOfInstance(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class ActionOrder(RequestOfInstance, frozen=True, kw_only=True, omit_defaults=True):
     """What a client's request states and its cell carries out as it is. See `ActionRequest`."""
 
+    # a confirm, revert or abort is meant for this move alone (None: for the one there is)
     migration: Uuid | None = None
+    # of a migrate or resize: it is confirmed by itself this long after it has arrived (0: at once; None: it waits for a
+    # client)
     auto_confirm_s: Annotated[float, Bound(ge=0, le=30 * 86_400)] | None = None
-    offload: bool = False
+    offload: bool = False  # of a shelve
+    # of a rescue: what its rescue system lets a person in with. A secret, and in the cell's record until the rescue has
+    # ended.
     rescue_password: RescuePassword = ""
+    # of an evacuation: the client states that the host is off, and stays off until it has been notified of its losses.
+    # Without it the evacuation is refused unless the cell has the operator's fence on record.
     fenced: bool = False
-    force: bool = False
+    force: bool = False  # of an evacuation: also of a machine that its fenced host has reported to run since the fence
 
 
 class ActionRequest(
     Message, ActionOrder, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="instance.action.v1"
 ):
-    """Do one thing with one instance. `request_id` is chosen by the client and makes the request idempotent.
-
-    It ends in one terminal `instance.event.v1` of that id. request_id is the migration's uuid too, under which
-    placement keeps the source, so it must be no instance's. flavor: of a resize. image, image_properties, image_source:
-    of a rebuild (properties and source None: those that the instance has, if it has that image, else none). host,
-    forced,
-    ignore_hosts, max_attempts: of kinds that choose a host, as in a build request. policy: of a resize. migration: a
-    confirm, revert or abort is meant for this move alone (None: for the one there is). auto_confirm_s: a migrate or
-    resize is confirmed by itself this long after it has arrived (0: at once; None: it waits for a client). offload: of
-    a shelve.
-    rescue_password: of a rescue, which names one: what its rescue system lets a person in with. It is a secret: until
-    the rescue has ended it is in the cell's record. fenced: of an evacuation: the client states that the host is off
-    and stays off until it has been notified of its losses; without it the evacuation is refused unless the cell has the
-    operator's fence on record. force: of an evacuation: also of a machine that its fenced host has reported to run
-    since the fence. timeout_s: how long one step on one host may take.
+    """Do one thing with one instance. `request_id` is chosen by the client and makes the request idempotent. It is also
+    the uuid of the migration under which placement keeps the source, so it must be no instance's. Ends in one terminal
+    `instance.event.v1`.
     """
 
     user_id: Word = "unknown"
-    flavor: Label | None = None
+    flavor: Label | None = None  # of a resize
+    # image, image_properties, image_source: of a rebuild (properties and source None: those that the instance has, if
+    # it has that image, else none)
     image: ImageName | None = None
     image_properties: ImageProperties | None = None
     image_source: ImageSource | None = None
+    # host, forced, ignore_hosts, max_attempts: of kinds that choose a host, as in a build request
     host: Annotated[str, Bound(max_length=255)] | None = None
     forced: bool = False
     ignore_hosts: Annotated[tuple[str, ...], Bound(max_length=256)] = ()
     max_attempts: Annotated[int, Bound(ge=1, le=9)] | None = None
-    policy: ResizePolicy = ResizePolicy.ANY
-    timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None
+    policy: ResizePolicy = ResizePolicy.ANY  # of a resize
+    timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None  # how long one step on one host may take
 
 
 class ActionAccepted(Message, frozen=True, kw_only=True, tag="instance.action.accepted.v1"):
-    """Reply to a ActionRequest that carried `reply_to`: it is on record and ends in one terminal event."""
+    """Reply to an ActionRequest that carried `reply_to`: it is on record and ends in one terminal event."""
 
     request_id: Uuid
     instance_uuid: Uuid
@@ -158,57 +153,45 @@ class Condition(StrEnum):
 
 
 class CellTransfer(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An instance that its cell has given up for another one, as it has it on record. Nothing is left there.
+    """An instance that its cell has given up for another one, as it has it on record. Nothing is left there."""
 
-    cell: where it goes. spec: as it was before the request by which it leaves. image: its snapshot. last: the host that
-    it had. attempt: the last one; in the next cell it is built under a later one. sequence: of the announcement that
-    has this departure. kind: of the request. is_stopped: the instance was stopped before. at: when it has left, in
-    seconds since the epoch. code, reason: why no host of this cell has taken it ("": it was to leave).
-    """
-
-    cell: Word
-    spec: InstanceSpec
-    image: ImageName
-    last: Selection
-    attempt: Attempt
-    sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
-    kind: ActionKind = ActionKind.UNSHELVE
-    is_stopped: bool = False
-    at: float = 0.0
+    cell: Word  # where it goes
+    spec: InstanceSpec  # as it was before the request by which it leaves
+    image: ImageName  # its snapshot
+    last: Selection  # the host that it had
+    attempt: Attempt  # the last one; in the next cell it is built under a later one
+    sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0  # of the event that announces this departure
+    kind: ActionKind = ActionKind.UNSHELVE  # of the request
+    is_stopped: bool = False  # the instance was stopped before
+    at: float = 0.0  # when it left, in seconds since the epoch
+    # code, reason: why no host of this cell has taken it ("": it was to leave)
     code: Annotated[str, Bound(max_length=255)] = ""
     reason: Reason = ""
 
 
 class ActionEvent(Message, EventOfInstance, frozen=True, kw_only=True, tag="instance.event.v1"):
-    """A request changed state. Published by a conductor on its cell's bus, and by the scheduler on the API bus.
-
-    kind: None: the request's could not be read. sequence: rises with every event of one request, a conductor's with
-    every event of one instance, those of its build included; so a late event is recognised.
-    `terminal`: no other terminal event follows for this request. condition: the present state of the instance. host,
-    flavor, image: its present one, or its destination. snapshot: the image that is kept of a shelved one. code and
-    reason explain failed and refused; funnel explains a request that no host could take; history lists the hosts tried
-    for this request. zone: the availability zone of that host ("": there are none, or it is not known). host_uuid: of
-    `host`. transfer: the instance has left its cell. Neither is ever on the API bus.
-    """
+    """A request changed state. Published by a conductor on its cell's bus, and by the scheduler on the API bus."""
 
     request_id: Uuid
-    kind: ActionKind | None
+    kind: ActionKind | None  # None: that of the request could not be read
     state: ActionState
+    # rises with every event of one request, a conductor's with every event of one instance, those of its build
+    # included; so a late event is recognised
     sequence: int = 0
-    condition: Condition = Condition.MOVING
-    flavor: str = ""
+    condition: Condition = Condition.MOVING  # the present state of the instance
+    flavor: str = ""  # flavor, image, host: the present ones, or those at its destination
     image: ImageName = ""
-    snapshot: ImageName = ""
-    transfer: CellTransfer | None = None
+    snapshot: ImageName = ""  # the image that is kept of a shelved one
+    transfer: CellTransfer | None = None  # the instance has left its cell; never on the API bus
 
 
 class ActionQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="instance.query.v1"):
-    """Ask the scheduler for one request, or for a page of them, newest first. under_way: those that have not ended."""
+    """Ask the scheduler for one request, or for a page of them, newest first."""
 
     request_id: Uuid | None = None
     instance_uuid: Uuid | None = None
     project_id: Word | None = None
-    under_way: bool | None = None
+    under_way: bool | None = None  # those that have not ended
     limit: Annotated[int, Bound(ge=1, le=1000)] = 100
 
 
@@ -222,7 +205,7 @@ class ActionRecord(RecordOfInstance, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class ActionPage(Message, frozen=True, kw_only=True, tag="instance.page.v1"):
-    """Reply to a ActionQuery. Empty when the request is unknown."""
+    """Reply to an ActionQuery. Empty when the request is unknown."""
 
     actions: tuple[ActionRecord, ...] = ()
 
@@ -236,59 +219,56 @@ MAX_SELECTIONS = 9  # of one request, beside the host that the instance has
 
 
 class CellAction(Message, ActionOrder, frozen=True, kw_only=True, tag="cell.action.v1"):
-    """Do one thing with one instance of this cell. Idempotent by request_id; ends in one terminal ActionEvent.
-
-    spec: the target state of the instance: of a rebuild its image counts, and of a request with hosts its flavor, as
-    they were chosen for it (None: as it is). expected_flavor: that of
-    the instance on the sender's record, which hosts and spec are of; the cell refuses the request where it has another
-    one ("": not compared). selections: hosts in order, not claimed: the conductor claims them one after the other, in
-    attempt numbers that it alone knows. The source's own host among them is a resize in place. server_group, limits:
-    what those claims are held to, as for a build. step_timeout_s: how long one step on one host may take; a change in
-    place that is not answered is given twice as long each time. transfer: with what it has left its former cell for
-    this one, where it is on record from now on, and is built. to_cell: it leaves for that one where no host takes it
-    (None: it rests offloaded, and its move has failed as the transfer states). sequence: its events are numbered above
-    this: no more than the cell has on record, unless that was restored. The other fields: as in ActionRequest.
-    fenced_hosts: as in the Claim of an evacuation.
+    """Do one thing with one instance of this cell. Idempotent by request_id; ends in one terminal ActionEvent. Fields
+    without a meaning here are those of ActionRequest.
     """
 
+    # the target state of the instance: of a rebuild its image counts, of a request with hosts its flavor, as chosen for
+    # it (None: as it is)
     spec: InstanceSpec | None = None
+    # the flavor of the instance on the sender's record, for which hosts and spec were chosen; the cell refuses the
+    # request where it has another one ("": not compared)
     expected_flavor: str = ""
+    # hosts in order, not claimed: the conductor claims them one after the other, in attempt numbers that it alone
+    # knows. The source's own host among them is a resize in place.
     selections: Annotated[tuple[Selection, ...], Bound(max_length=MAX_SELECTIONS)] = ()
+    # server_group, limits: what those claims are held to, as for a build
     server_group: ServerGroup | None = None
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
+    # as in the Claim of an evacuation
     fenced_hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOCATED_HOSTS)] = ()
+    # how long one step on one host may take; a change in place that is not answered is given twice as long each time
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
+    # its departure from its former cell for this one, which is put on record here; it is built here
     transfer: CellTransfer | None = None
+    # the cell that it leaves for where no host takes it (None: it rests offloaded, and its move fails as `transfer`
+    # states)
     to_cell: Word | None = None
+    # its events are numbered above this: no more than the cell has on record, unless that was restored
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
 
 
 class CellTransferOut(Message, RequestOfInstance, frozen=True, kw_only=True, tag="cell.transfer.v1"):
     """Have an instance leave its cell for another one: its image is kept, and its host given up. The cell announces the
     departure, and no end of the request.
-
-    attempt: the newest of the instance; a cell that has another one announces that, and begins nothing. to_cell: where
-    it goes. ended: the build there has ended; the record of the departure need not be kept any longer. expected_flavor,
-    sequence, step_timeout_s: as in a CellAction.
     """
 
-    to_cell: Word
-    attempt: Attempt
+    to_cell: Word  # where it goes
+    attempt: Attempt  # the newest of the instance; a cell that has another one announces that, and begins nothing
+    # expected_flavor, sequence, step_timeout_s: as in a CellAction
     expected_flavor: str = ""
-    ended: bool = False
+    ended: bool = False  # the build there has ended; the record of the departure need not be kept any longer
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
 
 
 class CellActionQuery(Message, RequestOfInstance, frozen=True, kw_only=True, tag="cell.action.query.v1"):
-    """Queries the state of a CellAction that has had no event for a long time. It begins nothing.
-
-    The answer is a ActionEvent: how far the request has come, or its end once more. A request that the cell has no
-    record of ends there and then, as failed (`action.lost`), and a copy of it that comes later is answered the same.
-    transfer: as in a CellAction.
+    """Queries the state of a CellAction that has had no event for a long time; begins nothing. The answer is an
+    ActionEvent: how far it has come, or its end once more. A request without a record there ends as failed
+    (`action.lost`), also for a later copy.
     """
 
-    transfer: CellTransfer | None = None
+    transfer: CellTransfer | None = None  # as in a CellAction
 
 
 class ChangeKind(StrEnum):
@@ -307,16 +287,13 @@ class ChangeKind(StrEnum):
 
 
 class ChangeMachine(Message, MachineCommand, frozen=True, kw_only=True, tag="compute.change.v1"):
-    """Change the machine of one attempt where it is (or, with CHECK, answer whether its host could take it).
-
-    change_number: rises with every change that is requested of one instance; a host carries out none at or below the
-    last it took for that attempt, and repeats its answer to the last. to_host: of a hand-over. database_id: as in
-    Spawn; a machine whose tag names another one, or none, is left alone and the command refused.
-    """
+    """Change the machine of one attempt where it is (or, with CHECK, answer whether its host could take it)."""
 
     change: ChangeKind
+    # rises with every change that is requested of one instance. A host carries out none at or below the last it took
+    # for that attempt, and repeats its answer to the last.
     change_number: int
-    to_host: Uuid | None = None
+    to_host: Uuid | None = None  # of a hand-over
     rescue_password: RescuePassword = ""
     timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
 
@@ -334,19 +311,15 @@ RESCUE_FAILED = "rescue.failed"
 
 
 class MachineChanged(Message, AttemptOnHost, frozen=True, kw_only=True, tag="compute.changed.v1"):
-    """How a change ended. May come late, twice, or never.
-
-    done: it is as requested. Not done: code and reason, and the machine is as it was before, except that `runs` states
-    whether it runs now (None: not known). image: of a snapshot. refused: the host's check before a hand-over refused
-    it, and nothing was begun; retry_other_host: a hand-over to another host may pass that check.
-    """
+    """How a change ended. May come late, twice, or never."""
 
     change_number: int
     change: ChangeKind
+    # it is as requested. False: code and reason state why, and the machine is as it was before, except for `runs`.
     done: bool
-    runs: bool | None = None
-    image: ImageName = ""
+    runs: bool | None = None  # whether it runs now (None: not known)
+    image: ImageName = ""  # of a snapshot
     code: str = ""
     reason: Reason = ""
-    refused: bool = False
-    retry_other_host: bool = False
+    refused: bool = False  # the host's check before a hand-over refused it, and nothing was begun
+    retry_other_host: bool = False  # with `refused`: a hand-over to another host may pass that check

@@ -34,31 +34,29 @@ class DecisionStep(Struct, frozen=True, kw_only=True):
 
 
 class CallDecision(Struct, frozen=True, kw_only=True):
-    """How one call was decided. hosts: of each of the first instances, the chosen one and its alternates. scores: what
-    those of the first weighed. project_id: of the user who asked.
-
-    reason: why it has no host, or was left to the fallback. lost: claims that got nothing, "host: outcome".
-    timestamp, process: of a line of the log.
-    """
+    """How one call was decided."""
 
     event: Phrase
     request_id: Phrase
+    # timestamp, process: of a line of the log
     timestamp: Phrase = ""
     process: Phrase = ""
     instances: Annotated[tuple[Phrase, ...], Bound(max_length=MAX_NAMED)] = ()
     count: Count = 0
-    reason: Reason = ""
+    reason: Reason = ""  # why it has no host, or was left to the fallback
     step: Phrase = ""
     detail: Reason = ""
-    lost: Annotated[tuple[Reason, ...], Bound(max_length=MAX_LOST)] = ()
+    lost: Annotated[tuple[Reason, ...], Bound(max_length=MAX_LOST)] = ()  # claims that got nothing, as "host: outcome"
     funnel: Annotated[tuple[DecisionStep, ...], Bound(max_length=MAX_STEPS)] = ()
+    # of each of the first instances, the chosen one and its alternates
     hosts: Annotated[tuple[HostNames, ...], Bound(max_length=MAX_NAMED)] = ()
-    project_id: Phrase = ""
+    project_id: Phrase = ""  # of the user who asked
+    # the weights of the hosts of the first instance
     scores: Annotated[tuple[HostScore, ...], Bound(max_length=MAX_HOSTS)] = ()
 
 
 class ComparedAnswer(Struct, frozen=True, kw_only=True):
-    """One scheduler's answer: the host of each of the first instances, or why there is none. took_s: seconds."""
+    """One scheduler's answer: the host of each of the first instances, or why there is none."""
 
     hosts: Annotated[tuple[HostName, ...], Bound(max_length=MAX_NAMED)] = ()
     reason: Reason = ""
@@ -66,26 +64,24 @@ class ComparedAnswer(Struct, frozen=True, kw_only=True):
 
 
 class CallCompared(Struct, frozen=True, kw_only=True):
-    """A call that the stock scheduler has decided, and berth in its shadow otherwise. rule: that the stock scheduler's
-    choice breaks. project_id: of the user who asked.
-    """
+    """A call that the stock scheduler has decided, and berth in its shadow otherwise."""
 
     difference: Phrase
     stock: ComparedAnswer
     berth: ComparedAnswer
     instances: Annotated[tuple[Phrase, ...], Bound(max_length=MAX_NAMED)] = ()
-    rule: Reason = ""
-    project_id: Phrase = ""
+    rule: Reason = ""  # that the stock scheduler's choice breaks
+    project_id: Phrase = ""  # of the user who asked
 
 
 class NovaCall(Message, frozen=True, kw_only=True, tag="nova.call.v1"):
     """What a frontend tells of a call of Nova's: how it was decided, or how the stock scheduler's answer differs.
 
-    Lost without harm. at: seconds since the epoch. worker: the frontend.
+    Lost without harm.
     """
 
     request_id: Phrase
-    at: float
-    worker: Label
+    at: float  # seconds since the epoch
+    worker: Label  # the frontend
     decision: CallDecision | None = None
     compared: CallCompared | None = None

@@ -1,9 +1,6 @@
 """The objects that operators define at run time: flavors, aggregates, quotas, groups, rules, decisions about hosts and
-cells.
-
-They are rows of one table in the schedulers' database, versioned by one revision, and in effect on every scheduler as
-soon as the new revision has been announced to it. The settings file holds the initial objects of an empty system.
-Which cells there are and are in use follows from them: placement connects to those.
+cells. They are rows of one table in the schedulers' database, versioned by one revision, which every scheduler applies
+once it has been announced to it. The settings file holds the initial objects of an empty system.
 """
 
 from __future__ import annotations
@@ -124,47 +121,39 @@ class ProjectQuota(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
 
 
 class SchedulingRules(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Which filters and weighers run. None: as in the settings of each scheduler.
+    """Which filters and weighers run. None: as in the settings of each scheduler."""
 
-    multipliers: by weigher name. enabled_filters, enabled_weighers: in order, by class path or by the class's name.
-    """
-
-    multipliers: Annotated[dict[Text, float], Bound(max_length=256)] | None = None
+    multipliers: Annotated[dict[Text, float], Bound(max_length=256)] | None = None  # by weigher name
+    # enabled_filters, enabled_weighers: in order, by class path or by the class's name
     enabled_filters: Annotated[tuple[Text, ...], Bound(max_length=256)] | None = None
     enabled_weighers: Annotated[tuple[Text, ...], Bound(max_length=256)] | None = None
     host_subset_size: Annotated[int, Bound(ge=1, le=1_000_000)] | None = None
 
 
 class HostDecision(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """An operator's decision about a host. The object's name is the host's uuid; host: its name at that time.
+    """An operator's decision about a host. The object's name is the host's uuid."""
 
-    drain: the drain that it belongs to.
-    """
-
-    host: Label
+    host: Label  # its name at that time
     state: AdminState
     reason: Reason = ""
-    drain: Uuid | None = None
+    drain: Uuid | None = None  # the drain that it belongs to
 
 
 class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A host that is kept fenced; the object's name is the host's uuid.
 
     It follows from decisions about the host and from its cell's answers.
-    cell: where the host is (None: not known yet). version: of the newest decision about it; acknowledged: of the newest
-    that the cell has on record. unfencing: the host is to be used again, once it has destroyed its `losses`. forced: an
-    operator has ended the fence without the cell's acknowledgement; the cell is still commanded to lift it.
-    token: random; the ids of the evacuations follow from it, so that no client can use one of them before.
     """
 
     host: Label
-    cell: str | None = None
-    version: Version
-    unfencing: bool = False
+    cell: str | None = None  # where the host is (None: not known yet)
+    version: Version  # of the newest decision about it
+    unfencing: bool = False  # the host is to be used again, once it has destroyed its stale machines
+    # an operator has ended the fence without the cell's acknowledgement; the cell is still commanded to lift it
     forced: bool = False
-    acknowledged: Version = 0
+    acknowledged: Version = 0  # of the newest that the cell has on record
     stale_machines: Count = 0
-    token: str = ""
+    token: str = ""  # random; the ids of the evacuations follow from it, so that no client can use one of them before
 
     @property
     def is_acknowledged(self) -> bool:
@@ -173,17 +162,14 @@ class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 
 
 class AuditRepair(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A repair that an audit has carried out by itself, as the site's policy allows, or an operator's decision that a
-    machine in quarantine is its instance. It is only in the log of changes, under the name of the consumer, as an
-    object that was there before: none is ever on record.
-
-    finding: its kind. found: what was wrong; proof: why the repair is safe. held: the allocation that was released.
+    """A repair that an audit has made by itself, as the site's policy allows, or an operator's decision that a machine
+    in quarantine is its instance. Only in the log of changes, under the consumer's name, as an object that was deleted.
     """
 
-    finding: Label
-    found: Reason
-    proof: Reason
-    held: dict[Uuid, dict[Label, int]] = {}
+    finding: Label  # its kind
+    found: Reason  # what was wrong
+    proof: Reason  # why the repair is safe
+    held: dict[Uuid, dict[Label, int]] = {}  # the allocation that was released
 
 
 class DeletedService(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -212,63 +198,53 @@ URL_VARIABLE = "a name of at most 63 capital letters, digits and _ that begins w
 
 
 class CellBus(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Where the bus of a cell is that the settings of running workers do not name.
-
-    Its URL has a password, so it is not here: each worker reads it from a file or a variable of its own. Neither: the
-    broker of the API bus, with the prefix or the cell's name before every exchange and queue name.
+    """Where the bus of a cell is that the settings of running workers do not name. Its URL has a password, so each
+    worker reads it from a file or a variable. Without either it is the API bus's broker, with the prefix or the cell's
+    name before every name.
     """
 
+    # the name of a file in each worker's `cells_dir` that holds the URL alone, as `bus.url` has it
     url_file: Annotated[str, matching(r"^([A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,63})?$(?!\n)", URL_FILE)] = ""
-    """The name of a file in each worker's `cells_dir` that holds the URL alone, as `bus.url` has it."""
+    # the name of an environment variable of each worker that holds the URL; it begins with `CELL_`
     url_variable: Annotated[str, matching(r"^(CELL_[A-Z0-9_]{1,58})?$(?!\n)", URL_VARIABLE)] = ""
-    """The name of an environment variable of each worker that holds the URL. It begins with `CELL_`."""
-    prefix: Annotated[str, Bound(max_length=64)] = ""
-    """As `bus.prefix`, on this cell's bus."""
+    prefix: Annotated[str, Bound(max_length=64)] = ""  # as `bus.prefix`, on this cell's bus
 
 
 class CellDecision(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """An operator's decision about a cell. The object's name is the cell's; without one it is enabled.
-
-    bus: where it is, for workers whose settings do not name the cell; None: the settings name it. abandoned: a removed
-    cell is not connected to although instances are on record there.
-    """
+    """An operator's decision about a cell. The object's name is the cell's; without one it is enabled."""
 
     state: CellState
     reason: Reason = ""
+    # where it is, for workers whose settings do not name the cell; None: the settings name it
     bus: CellBus | None = None
-    abandoned: bool = False
+    abandoned: bool = False  # a removed cell is not connected to although instances are on record there
 
 
 class ObjectChange(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One object as it is to be; body None: it is deleted. A body replaces the whole of the one before.
-
-    name: of a quota, the project or "default"; of the scheduling rules, "default"; of a host, its uuid;
-    of a cell, its name; of a server group, PROJECT/NAME.
-    if_version: only if the object has this version (0: only if it does not exist).
-    """
+    """One object as it is to be; body None: it is deleted. A body replaces the whole of the one before."""
 
     kind: ObjectKind
+    # of a quota, the project or "default"; of the scheduling rules, "default"; of a host, its uuid; of a cell, its
+    # name; of a server group, PROJECT/NAME
     name: Label
     body: dict[str, Any] | None = None
-    if_version: Version | None = None
+    if_version: Version | None = None  # only if the object has this version (0: only if it does not exist)
 
 
 class ObjectsChange(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="objects.change.v1"):
     """Change objects, all of them or none. Answered with ObjectsChanged, or with a refusal that names the object.
 
     Idempotent by the message's id.
-
-    actor, reason: kept in the log of changes. prune: objects of these kinds that the changes do not name are deleted.
-    force: also if instances would be left outside of the zone that they requested. dry_run: only report what would
-    change.
     """
 
     changes: Annotated[tuple[ObjectChange, ...], Bound(max_length=MAX_CHANGES)] = ()
+    # actor, reason: kept in the log of changes
     actor: Annotated[str, Bound(min_length=1, max_length=255)]
     reason: Reason = ""
+    # objects of these kinds that the changes do not name are deleted
     prune: Annotated[tuple[ObjectKind, ...], Bound(max_length=16)] = ()
-    force: bool = False
-    dry_run: bool = False
+    force: bool = False  # also if instances would be left outside of the zone that they requested
+    dry_run: bool = False  # only report what would change
 
 
 class ChangedObject(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -281,61 +257,57 @@ class ChangedObject(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ObjectsChanged(Message, frozen=True, kw_only=True, tag="objects.changed.v1"):
-    """The changes that a command has made, or would make; objects that stay as they are do not appear. revision: the
-    one in force.
-    """
+    """The changes that a command has made, or would make; objects that stay as they are do not appear."""
 
-    revision: Version
+    revision: Version  # the one in force
     changed: tuple[ChangedObject, ...] = ()
 
 
 class ObjectsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="objects.query.v1"):
-    """Ask for objects in order of kind and name: all, of one kind, or one. after: (kind, name) of the last known."""
+    """Ask for objects in order of kind and name: all, of one kind, or one."""
 
     kind: ObjectKind | None = None
     name: Label | None = None
-    after: tuple[str, str] | None = None
+    after: tuple[str, str] | None = None  # (kind, name) of the last known
     limit: Annotated[int, Bound(ge=1, le=MAX_PAGE)] = MAX_PAGE
 
 
 class StoredObject(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An object on record. version: the revision that it was last changed in; changed_at: seconds since the epoch."""
+    """An object on record."""
 
     kind: ObjectKind
     name: str
     body: dict[str, Any]
-    version: Version
-    changed_at: float = 0.0
+    version: Version  # the revision that last changed it
+    changed_at: float = 0.0  # seconds since the epoch
     changed_by: str = ""
 
 
 class ObjectsPage(Message, frozen=True, kw_only=True, tag="objects.page.v1"):
-    """Objects, and the revision in force. more: there are further ones."""
+    """Objects, and the revision in force."""
 
     revision: Version
     objects: tuple[StoredObject, ...] = ()
-    more: bool = False
+    more: bool = False  # there are further ones
 
 
 class ObjectLogQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="objects.log.query.v1"):
-    """Ask for the log of changes, newest first; within a revision, in order of kind and name.
-
-    before: only entries of earlier revisions. before_object: (kind, name) of a page's last entry, with its revision as
-    `before`, for the page after it: the entries of this revision after this object, too.
-    """
+    """Ask for the log of changes, newest first; within a revision, in order of kind and name."""
 
     kind: ObjectKind | None = None
     name: Label | None = None
-    before: Version | None = None
+    before: Version | None = None  # only entries of earlier revisions
+    # (kind, name) of a page's last entry, with its revision as `before`, for the page after it: the entries of this
+    # revision after this object, too
     before_object: tuple[str, str] | None = None
     limit: Annotated[int, Bound(ge=1, le=MAX_PAGE)] = 100
 
 
 class ObjectLogEntry(ChangedObject, frozen=True, kw_only=True, omit_defaults=True):
-    """One object that a revision has changed. at: seconds since the epoch."""
+    """One object that a revision has changed."""
 
     revision: Version
-    at: float
+    at: float  # seconds since the epoch
     actor: str
     reason: Reason = ""
     forced: bool = False
@@ -366,27 +338,24 @@ class CellsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
 
 class CellRecord(Struct, frozen=True, kw_only=True):
-    """One cell. in_use: workers connect to its bus.
-
-    configured: the settings of this scheduler name it. by, at: who decided it, seconds since the epoch
-    (version 0: no operator did). link, problem: of this scheduler's connection, and why it is not up.
-    """
+    """One cell."""
 
     name: str
     state: CellState = CellState.ENABLED
     reason: Reason = ""
     bus: CellBus | None = None
-    configured: bool
-    in_use: bool
-    by: str = ""
+    configured: bool  # the settings of this scheduler name it
+    in_use: bool  # workers connect to its bus
+    by: str = ""  # by, at: who decided it and when, in seconds since the epoch (version 0: no operator did)
     at: float = 0.0
     version: Version = 0
+    # link, problem: of this scheduler's connection, and why it is not up
     link: LinkState = LinkState.CLOSED
     problem: Reason = ""
 
 
 class CellsPage(Message, frozen=True, kw_only=True, tag="cells.page.v1"):
-    """Reply to a CellsQuery, by name. revision: of the objects that it is by."""
+    """Reply to a CellsQuery, by name."""
 
-    revision: Version
+    revision: Version  # of the objects that it follows from
     cells: tuple[CellRecord, ...] = ()

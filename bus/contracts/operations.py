@@ -1,5 +1,5 @@
-"""An operator's decisions about hosts at run time, and the state that schedulers derive from them. By message, command
-or HTTP. A fence goes down to its cell, and what became of it is announced.
+"""An operator's decisions about hosts at run time, by message, command or HTTP, the state that schedulers derive from
+them, and fences, which are commanded to cells and announced by them.
 """
 
 from __future__ import annotations
@@ -14,41 +14,33 @@ from .base import Count, Label, Message, Reason, Uuid, Version, Word
 
 
 class AdminState(StrEnum):
-    """An operator's decision about a host. It stands beside the reports of the host's compute service.
+    """An operator's decision about a host. It stands beside the reports of the host's compute service."""
 
-    enabled: berth may use it. disabled: it takes nothing new; its instances stay. maintenance: as disabled, and a
-    request that passes the filters (`forced`) is kept away as well. fenced: as maintenance, and an operator has made
-    sure that it is off and stays off until it has been notified of its losses; its instances may be evacuated.
-    """
-
-    ENABLED = "enabled"
-    DISABLED = "disabled"
-    MAINTENANCE = "maintenance"
+    ENABLED = "enabled"  # berth may use it
+    DISABLED = "disabled"  # it takes nothing new; its instances stay
+    MAINTENANCE = "maintenance"  # as disabled, and requests that skip the filters (`forced`) are kept away as well
+    # as maintenance, and an operator has made sure that it is off and stays off until it has been notified of its
+    # losses; its instances may be evacuated
     FENCED = "fenced"
 
 
 class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The newest decision about one host, as it is on record: an object of kind `host` (bus.contracts.objects).
-
-    by: the person, as the command or the HTTP caller named it. at: seconds since the epoch. version: the revision of
-    the objects that it was made in, so it rises with each decision. fence, acknowledged: the number of the newest
-    decision about the host's fence, and of the newest that its cell has on record (0: none). pending: the decision
-    about a fenced host once it has destroyed its losses; stale_machines: this many machines are left, by its cell's
-    last report. drain: the drain that the host belongs to.
-    """
+    """The newest decision about one host, as it is on record: an object of kind `host` (bus.contracts.objects)."""
 
     host_uuid: Uuid
     host: Label
     state: AdminState
     reason: Reason = ""
-    by: str = ""
-    at: float = 0.0
-    version: Version = 0
+    by: str = ""  # the person, as the command or the HTTP caller named it
+    at: float = 0.0  # seconds since the epoch
+    version: Version = 0  # the revision of the objects that it was made in, so it rises with each decision
+    # fence, acknowledged: the number of the newest decision about the host's fence, and of the newest that its cell has
+    # on record (0: none)
     fence: Version = 0
     acknowledged: Version = 0
-    pending: AdminState | None = None
-    stale_machines: Count = 0
-    drain: Uuid | None = None
+    pending: AdminState | None = None  # the decision about a fenced host once it has destroyed its losses
+    stale_machines: Count = 0  # machines left, by its cell's last report
+    drain: Uuid | None = None  # the drain that the host belongs to
 
     @property
     def is_fence_acknowledged(self) -> bool:
@@ -57,22 +49,23 @@ class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SetAdminState(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.set.v1"):
-    """Decide about a host: `host` is its uuid, or its name when one host has it. Idempotent by the message's id.
-
-    A fenced host stays fenced until its cell reports that it has destroyed its losses; what this names is
-    `pending` until then. The decision is kept as an object of kind `host`, so it is in the log of changes too. cell:
-    where a name is looked for; None: in all cells. It also states where a host is that is to be fenced, if nothing else
-    shows that: without it the fence is refused (`host.cell_unknown`), `force` aside. force: fence a host although a
-    compute service that is up reports it, or may do so (else refused: `host.service_up`; `host.cell_silent`, not every
-    service of its cell is known): an instance that is evacuated from a host that runs would run twice. Or end a fence
-    without its cell's word, because the cell is gone for good; that needs a reason (`host.reason_missing`).
+    """Decide about a host: `host` is its uuid, or its name when one host has it. Idempotent by the message's id. Kept
+    as an object of kind `host`, so also in the log of changes.
     """
 
     host: Label
+    # a fenced host stays fenced until its cell reports that it has destroyed its losses; until then this is its
+    # `pending` state
     state: AdminState
     reason: Reason = ""
     by: Label
+    # where a name is looked for (None: in all cells). It also states where a host to be fenced is, if nothing else
+    # shows that; without it the fence is then refused (`host.cell_unknown`), unless `force`.
     cell: Word | None = None
+    # fence a host although a compute service that is up reports it, or may do so (else refused: `host.service_up`;
+    # `host.cell_silent`, not every service of its cell is known): an instance evacuated from a running host would run
+    # twice. Or end a fence without its cell's acknowledgement, because the cell is gone for good; that needs a reason
+    # (`host.reason_missing`).
     force: bool = False
 
 
@@ -87,83 +80,75 @@ class Reasoned(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     reason: Annotated[Reason, Bound(min_length=1)]
     by: Label
-    cell: Word | None = None
+    cell: Word | None = None  # that it is in (None: found by its name, which one cell has)
 
 
 class DeleteHost(Message, Reasoned, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.delete.v1"):
-    """Forget a host that is gone for good: `host` is its uuid, or its name when one host has it. Idempotent.
-
-    Its provider tree leaves placement, and the decision about it and its place in aggregates leave the schedulers'
-    record. Refused while something shows that it may not be gone: a compute service that is up reports it
-    (`host.service_up`), not every service of a cell is known (`host.cell_silent`), its fence is open
-    (`host.fence_open`), a drain that has not ended has it (`host.draining`), instances are on record there
-    (`host.has_instances`), or consumers hold something of it (`host.in_use`). A host that is reported once more is a
-    new host.
+    """Forget a host that is gone for good: its provider tree leaves placement; its decision and its place in aggregates
+    leave the schedulers' record. Idempotent. A host that is reported once more is a new host.
     """
 
+    # its uuid, or its name when one host has it. Refused while it may not be gone: a compute service that is up reports
+    # it (`host.service_up`), not every service of a cell is known (`host.cell_silent`), its fence is open
+    # (`host.fence_open`), a drain that has not ended has it (`host.draining`), instances are on record there
+    # (`host.has_instances`), or consumers hold something of it (`host.in_use`).
     host: Label
 
 
 class HostDeleted(Message, frozen=True, kw_only=True, tag="hosts.deleted.v1"):
-    """Reply to a DeleteHost. removed: False: nothing of the host was on record any more. aggregates: those that named
-    it.
-    """
+    """Reply to a DeleteHost."""
 
     host_uuid: Uuid
     host: Label
-    removed: bool
-    aggregates: tuple[str, ...] = ()
+    removed: bool  # False: nothing of the host was on record any more
+    aggregates: tuple[str, ...] = ()  # those that named it
 
 
 class DeleteService(Message, Reasoned, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="services.delete.v1"):
-    """Forget a compute service that is gone for good, with the machines that it may have had. Idempotent.
-
-    Its cell drops its lease, so nothing waits for its answer any more: neither what a recovery could not find out, nor
-    `berth check`. Refused while it is up (`service.up`), while placement has hosts of it
-    (`service.has_hosts`: forget or re-home them first), or while instances are on record there, on hosts that are not
-    fenced (`service.has_instances`). cell: that it is in (None: it is found by its name, which one cell has). A service
-    that sends a heartbeat once more is a new service.
+    """Forget a compute service that is gone for good, with the machines that it may have had: its cell drops its lease,
+    so neither a recovery nor `berth check` waits for it. Idempotent. A service that sends a heartbeat once more is a
+    new service.
     """
 
+    # refused while it is up (`service.up`), while placement has hosts of it (`service.has_hosts`: forget or re-home
+    # them first), or while instances are on record there, on hosts that are not fenced (`service.has_instances`)
     service: Word
 
 
 class ServiceDeleted(Message, frozen=True, kw_only=True, tag="services.deleted.v1"):
-    """Reply to a DeleteService. removed: False: its cell had it on record no more."""
+    """Reply to a DeleteService."""
 
     service: Word
     cell: Word
-    removed: bool
+    removed: bool  # False: its cell had it on record no more
 
 
 class ServicesQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="services.query.v1"):
-    """Ask a scheduler which compute services it knows. cell: only this cell's. up: only those up, or not."""
+    """Ask a scheduler which compute services it knows."""
 
-    cell: Word | None = None
-    up: bool | None = None
+    cell: Word | None = None  # only this cell's
+    up: bool | None = None  # only those up, or not
     limit: Annotated[int, Bound(ge=1, le=100_000)] = 1000
 
 
 class ServiceRecord(Struct, frozen=True, kw_only=True):
-    """One compute service as a scheduler sees it.
-
-    code, reason: why it is not up, as its cell's conductor reports it, and `since` when (seconds since the epoch).
-    last_seen_s: seconds since its last announcement of hosts. hosts, enabled: how many hosts it manages, and how many
-    of them take builds. in_placement: how many of them its copy of placement has. epoch: of its present life.
-    reported: it has announced its hosts since this scheduler's start; otherwise it is only listed as down by its cell.
-    """
+    """One compute service as a scheduler sees it."""
 
     name: str
     cell: str
     up: bool
-    epoch: int = 0
+    epoch: int = 0  # of its present life
+    # code, reason, since: why it is not up, as its cell's conductor reports it, and since when (seconds since the
+    # epoch)
     code: str = ""
     reason: str = ""
     since: float = 0.0
-    last_seen_s: float = 0.0
+    last_seen_s: float = 0.0  # seconds since its last announcement of hosts
+    # hosts, enabled: how many hosts it manages, and how many of them take builds
     hosts: Count = 0
     enabled: Count = 0
-    in_placement: Count = 0
+    in_placement: Count = 0  # how many of them its copy of placement has
+    # it has announced its hosts since this scheduler's start; otherwise it is only listed as down by its cell
     reported: bool = True
 
 
@@ -182,22 +167,18 @@ class EvacuationPolicy(StrEnum):
 
 
 class CellFence(Message, frozen=True, kw_only=True, tag="cell.fence.v1"):
-    """A person, or a fencing plug-in, has made sure that this host is off. It is repeated until the cell has
-    acknowledged it.
-
-    Every step about the host that waits for its answer ends without it: deletes, builds, the remains of a move there.
-    A machine that the host may have kept is a loss, which it is to destroy when it comes back. unfence: the host may be
-    used again, once it has destroyed its losses. version: of the operator's decisions about this host; an older one is
-    ignored. at: of the decision, in seconds since the epoch.
+    """A person, or a fencing plug-in, has made sure that this host is off. Repeated until the cell acknowledges it.
+    Every step that waits for the host's answer ends: deletes, builds, the remains of a move. Machines it may have kept
+    are losses.
     """
 
     host_uuid: Uuid
     host: Label
-    version: Version
-    unfence: bool = False
+    version: Version  # of the operator's decisions about this host; an older one is ignored
+    unfence: bool = False  # the host may be used again, once it has destroyed its losses
     reason: Reason = ""
     by: str = ""
-    at: float = 0.0
+    at: float = 0.0  # of the decision, in seconds since the epoch
 
 
 class FenceState(StrEnum):
@@ -209,15 +190,11 @@ class FenceState(StrEnum):
 
 
 class HostFence(Message, frozen=True, kw_only=True, tag="host.fence.v1"):
-    """A cell's record of a fence: announced when it changes, and soon after a CellFence came again.
-
-    version: the decision that it goes by. stale_machines: the machines that the host may still have to destroy, at
-    most. at: seconds since the epoch.
-    """
+    """A cell's record of a fence: announced when it changes, and soon after a CellFence came again."""
 
     cell: Word
     host_uuid: Uuid
-    version: Version
+    version: Version  # of the decision that it follows
     state: FenceState
-    stale_machines: Count = 0
-    at: float = 0.0
+    stale_machines: Count = 0  # the machines that the host may still have to destroy, at most
+    at: float = 0.0  # seconds since the epoch

@@ -57,51 +57,45 @@ FRONTEND = "nova"  # a frontend of Nova publishes some of a scheduler's messages
 
 
 class QueueKind(StrEnum):
-    """How long a queue and its messages live.
+    """How long a queue and its messages live."""
 
-    durable: quorum queue, survives the broker; delivery limit; retries and dead letters wait in the bus's own queues.
-    expiring: for requests that their sender repeats: a quorum queue whose messages end after ttl_s; no delivery limit,
-    no retries, no dead letters.
-    private: one consumer process's own, gone with its connection; bounded, the oldest dropped.
-    """
-
+    # a quorum queue that survives the broker, with a delivery limit; retries and dead letters wait in the bus's own
+    # queues
     DURABLE = "durable"
+    # for requests that their sender repeats: a quorum queue whose messages end after ttl_s; no delivery limit, no
+    # retries, no dead letters
     EXPIRING = "expiring"
-    PRIVATE = "private"
+    PRIVATE = "private"  # one consumer process's own, gone with its connection; bounded, the oldest dropped
 
 
 class QueueRow(Struct, frozen=True, kw_only=True, dict=True):
-    """One queue: its name (a template), the binding keys on an exchange, and its bounds.
-
-    consumer: the package of a worker, or "operator". bindings: ((exchange, key pattern), ...); on the exchange of dead
-    letters the key is the name of the queue whose dead letters it gets as well. retry_s: delays of the
-    first, second, ... retry, each one of the bus's; after the last the message is a dead letter. delivery_limit:
-    redeliveries (a consumer died or gave no answer) before the broker gives it up. max_length: messages; past it a
-    publisher is refused (durable, expiring) or the oldest goes (private).
-    declared_by: a worker that declares it besides its reader, so that its messages there are kept from the beginning.
-    retries_to: the queue that gets its retries; "": itself. One that publishers keep full refuses them, and then they
-    hold up the delays of the whole bus. from_outside: programs that are not berth's publish to it, so that less is read
-    of one message (`bus.wire`). max_bytes: the same as max_length of their bodies; 0: not bounded. (One message may
-    carry many requests; bytes go with them.) max_values: values that one message may have, by an upper bound
-    (`has_more_values`); 0: not bounded. single_active: of several consumers one gets all deliveries, until it ends.
-    drops_to: when it is full the oldest goes, to the queue of this name (a template); "": a publisher is refused.
-    """
+    """One queue: its name (a template), the binding keys on an exchange, and its bounds."""
 
     name: str
     where: Where
     kind: QueueKind
-    consumer: str
+    consumer: str  # the package of a worker, or "operator"
+    # ((exchange, key pattern), ...); on the exchange of dead letters the key is the name of the queue whose dead
+    # letters it gets as well
     bindings: tuple[tuple[str, str], ...]
+    # delays of the first, second, ... retry in seconds, each one of the bus's; after the last the message is a dead
+    # letter
     retry_s: tuple[float, ...] = ()
-    delivery_limit: int = 20
+    delivery_limit: int = 20  # redeliveries (a consumer died or gave no answer) before the broker gives it up
+    # messages; past it a publisher is refused (durable, expiring) or the oldest goes (private)
     max_length: int = 1_000_000
-    max_bytes: int = 0
-    max_values: int = 0
+    max_bytes: int = 0  # of bodies, as max_length (0: not bounded): one message may carry many requests
+    max_values: int = 0  # values that one message may have, by an upper bound (`has_more_values`); 0: not bounded
     ttl_s: float | None = None
+    # workers that declare it besides its consumer, so that its messages are kept from the beginning
     declared_by: tuple[str, ...] = ()
+    # the queue that gets its retries ("": itself). One that publishers keep full refuses them, which then hold up the
+    # delays of the whole bus.
     retries_to: str = ""
+    # programs that are not berth's publish to it, so that less is read of one message (`bus.wire`)
     from_outside: bool = False
-    single_active: bool = False
+    single_active: bool = False  # of several consumers one gets all deliveries, until it ends
+    # when it is full the oldest goes, to the queue of this name (a template); "": a publisher is refused
     drops_to: str = ""
 
     @cached_property

@@ -1,7 +1,6 @@
-"""What the top has of a cell whose database was set back: the cell asks down its own bus, and schedulers answer there.
-
-The cell asks for one page at a time. Uuids are one order for instances and hosts: a page has all of them up to its
-last one, so neither side ever holds more than a page.
+"""What the schedulers and placement have of a cell whose database was restored. The cell asks on its own bus for one
+page at a time, and schedulers answer there. Uuids are one order for instances and hosts: a page has all of them up to
+its last one, so neither side holds more than a page.
 """
 
 from __future__ import annotations
@@ -40,74 +39,63 @@ Process = Annotated[str, matching(r"^[A-Za-z0-9_\-]{1,128}\Z", "1 to 128 letters
 
 
 class CellRecovering(Message, frozen=True, kw_only=True, tag="cell.recovering.v1"):
-    """A cell's database was set back: its conductor asks for one page of what the schedulers and placement have of it.
-
-    It is repeated until it is answered. database_incarnation: of the cell's database. process: of this conductor.
-    query_id: made anew with each page; only its answer is taken. after: the uuid behind which the page begins ("": from
-    the first). asked: instead of a page these instances, wherever they are.
+    """A cell's database was restored: its conductor asks for one page of what the schedulers and placement have of it.
+    Repeated until it is answered.
     """
 
     cell: Word
-    process: Process
-    database_incarnation: Incarnation
-    query_id: Uuid
-    after: Uuid | Literal[""] = ""
+    process: Process  # of this conductor
+    database_incarnation: Incarnation  # of the cell's database
+    query_id: Uuid  # made anew with each page; only its answer is taken
+    after: Uuid | Literal[""] = ""  # the uuid behind which the page begins ("": from the first)
+    # instead of a page: these instances, wherever they are
     asked: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_ASKED)] = ()
 
 
 class KnownPlace(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A host where placement has allocations of an instance. service: that manages it ("": the scheduler has not heard
-    of one). migration: the move that holds them (None: the instance itself).
-    """
+    """A host where placement has allocations of an instance."""
 
     host_uuid: Uuid
     host: Label
-    service: Word | Literal[""] = ""
+    service: Word | Literal[""] = ""  # that manages it ("": the scheduler has not heard of one)
     allocations: Annotated[dict[Uuid, Resources], Bound(min_length=1, max_length=MAX_PROVIDERS)]
-    migration: Uuid | None = None
+    migration: Uuid | None = None  # the move that holds them (None: the instance itself)
 
 
 class KnownRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the top has of one instance.
-
-    state: of its build (None: no build of it is on record). condition: its state since. cell: that the map has it in.
-    project_id: of its allocations, else of its build. attempt: the highest of its build and its allocations. sequence:
-    of its newest event that the schedulers have had. spec: its present one. snapshot: the image that is kept of a
-    shelved one. places: its own before those of its moves. request_id, kind: of the move under way. transferred_in: it
-    leads here from another cell, which has given the instance up.
-    """
+    """What the schedulers and placement have of one instance."""
 
     instance_uuid: Uuid
-    project_id: Annotated[str, Bound(max_length=255)] = ""
-    state: BuildState | None = None
-    condition: Condition = Condition.ACTIVE
-    cell: Word | None = None
-    attempt: Attempt = 0
-    sequence: Sequence = 0
-    spec: InstanceSpec | None = None
-    snapshot: ImageName = ""
-    places: Annotated[tuple[KnownPlace, ...], Bound(max_length=MAX_PLACES)] = ()
+    project_id: Annotated[str, Bound(max_length=255)] = ""  # of its allocations, else of its build
+    state: BuildState | None = None  # of its build (None: no build of it is on record)
+    condition: Condition = Condition.ACTIVE  # since its build
+    cell: Word | None = None  # that the schedulers' map has it in
+    attempt: Attempt = 0  # the highest of its build and its allocations
+    sequence: Sequence = 0  # of its newest event that the schedulers have had
+    spec: InstanceSpec | None = None  # the present one
+    snapshot: ImageName = ""  # the image that is kept of a shelved one
+    places: Annotated[tuple[KnownPlace, ...], Bound(max_length=MAX_PLACES)] = ()  # its own before those of its moves
+    # request_id, kind: of the move under way
     request_id: Uuid | Literal[""] = ""
     kind: ActionKind | None = None
-    transferred_in: bool = False
+    transferred_in: bool = False  # its move leads here from another cell, which has given the instance up
 
 
 class CellKnown(Message, frozen=True, kw_only=True, tag="cell.known.v1"):
-    """One page, in the order of uuids: everything that was committed above before the question was published.
-
-    instances: those with a machine by the map, and consumers of which placement has something in the cell or in none;
-    or those that were asked for. fences: of hosts of the cell, and of hosts of which the cell is not known. last: the
-    page ends with this uuid ("": nothing follows). old: the top was set back itself: what it lacks, it may have lost.
-    marks: of the cell's database, as placement and the schedulers have heard them (none: of instances that were asked
-    for).
+    """Reply to a CellRecovering, by uuid: everything that the schedulers and placement committed before the query was
+    published.
     """
 
     cell: Word
     process: Process
     database_incarnation: Incarnation
     query_id: Uuid
+    # those with a machine by the schedulers' map, and consumers that hold something in the cell or in none; or those
+    # asked for
     instances: Annotated[tuple[KnownRecord, ...], Bound(max_length=MAX_KNOWN)] = ()
+    # of hosts of the cell, and of hosts of which the cell is not known
     fences: Annotated[tuple[CellFence, ...], Bound(max_length=MAX_KNOWN)] = ()
-    last: Uuid | Literal[""] = ""
-    old: bool = False
+    last: Uuid | Literal[""] = ""  # the page ends with this uuid ("": nothing follows)
+    old: bool = False  # the schedulers' or placement's database was restored, too: what it lacks, it may have lost
+    # of the cell's database, as placement and the schedulers have heard them (none: of instances that were asked for)
     marks: Annotated[tuple[DatabaseMark, ...], Bound(max_length=2)] = ()

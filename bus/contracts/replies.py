@@ -1,7 +1,5 @@
-"""Who is answered where: the names of reply queues, by who asks.
-
-A reply goes by the exchange of replies, under the name of its requester's queue, which the requester binds by that
-name. The permissions of both sides and the check of each `reply-to` come from here: a worker that published where its
+"""Names of reply queues, by requester. A reply goes by the exchange of replies, under the name of its requester's
+queue. The permissions of both sides and the check of each `reply-to` come from here: a worker that published where its
 user may not would lose its channel, and what others have under way on it.
 """
 
@@ -49,10 +47,8 @@ def replies_of(asker: str, prefix: str = "") -> str:
 
 def replies_to(queues: Iterable[str], prefix: str = "", foreign: str = "") -> tuple[str, ...]:
     """The patterns of the reply queues to which the consumer of these queues (names of rows) answers: those of the
-    publishers of what it takes, where that has a reply or is for programs that are not berth's. All who answer do so to
-    an operator's programs.
-
-    foreign: how the names of others begin, as a pattern.
+    publishers of what it takes, and always an operator's. foreign: how the names of programs that are not berth's
+    begin, as a pattern.
     """
     rows = [row for queue in queues for row in queues_taking(queue) if is_answered(row)]
     others = (foreign + _SERVER_NAMED, prefix + _NAMED_BY_CLIENT) if any(row.public for row in rows) else ()

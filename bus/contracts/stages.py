@@ -13,31 +13,22 @@ STAGES = ("queued", "decided", "claimed", "dispatched", "built", "announced")
 
 
 class StageTimes(Struct, frozen=True, array_like=True):
-    """When each stage of a build ended: seconds since the epoch; 0 means that it never came to that, or is not known.
+    """When each stage of a build ended, in seconds since the epoch (0: it never came to that, or is not known)."""
 
-    requested: the client published it. queued: a scheduler took the delivery that settled it. decided: a host was
-    chosen (or none was found). claimed: placement gave it, lost claims and the choices after them included.
-    dispatched: the compute service of the first host took the command. built: a host reported how its attempt ended,
-    the last if there were several. announced: the scheduler passed that on; its reader knows when it arrived.
-    lost_claims: how many claims others were faster with before one was given; in `claimed`.
-    """
-
-    requested: float = 0.0
-    queued: float = 0.0
-    decided: float = 0.0
-    claimed: float = 0.0
-    dispatched: float = 0.0
-    built: float = 0.0
-    announced: float = 0.0
-    lost_claims: int = 0
+    requested: float = 0.0  # the client published it
+    queued: float = 0.0  # a scheduler took the delivery that settled it
+    decided: float = 0.0  # a host was chosen (or none was found)
+    claimed: float = 0.0  # placement gave the claim, lost claims and the choices after them included
+    dispatched: float = 0.0  # the compute service of the first host took the command
+    built: float = 0.0  # a host reported how its attempt ended, the last if there were several
+    announced: float = 0.0  # the scheduler passed that on; its reader knows when it arrived
+    lost_claims: int = 0  # how many claims others won before one was given; part of `claimed`
 
 
 def durations(stage_times: StageTimes, *, since: float | None = None, until: float | None = None) -> dict[str, float]:
-    """Seconds in each stage that the build went through, in order; a stage without a stamp is left out.
-
-    since, until: the reader's own times instead of the first stamp and the last, as a client knows when it meant to
-    request and when it received the event. No stage takes less than nothing and, with `until`, none ends later: so the
-    durations add up to `until - since` whatever the clocks show. The time of a stage left out is in the next one.
+    """Seconds in each stage, in order, which add up to `until - since`. since, until: the reader's own times instead of
+    the first and the last stamp. A stage without a stamp is left out: its time is in the next one. None is negative or
+    ends after `until`.
     """
     ends = (
         stage_times.queued,

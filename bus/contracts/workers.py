@@ -16,44 +16,41 @@ STOPPED = "stopped"  # the phase in a worker's last heartbeat: it has drained, a
 
 
 class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker.heartbeat.v1"):
-    """A worker's heartbeat: published every `every_s` seconds on its own bus, and lost without harm.
-
-    worker: the process's name, no other's at the same time. phase: of its life (`ready`, `draining`, ...). not_ready:
-    the server that it waits for. in_flight: {queue: deliveries that it has taken and not answered}. started_at: seconds
-    since the epoch. counts: what its role counts since its start; of a nova-scheduler's shadow {difference: calls}.
-    """
+    """A worker's heartbeat: published every `every_s` seconds on its own bus, and lost without harm."""
 
     role: Word
-    worker: Label
+    worker: Label  # the process's name, unique at one time
     host: Phrase
     pid: Count
     version: Phrase
-    started_at: float
-    phase: Word
-    not_ready: Annotated[tuple[Phrase, ...], Bound(max_length=16)] = ()
+    started_at: float  # seconds since the epoch
+    phase: Word  # of its life (`ready`, `draining`, ...)
+    not_ready: Annotated[tuple[Phrase, ...], Bound(max_length=16)] = ()  # the servers that it waits for
+    # {queue: deliveries that it has taken and not answered}
     in_flight: Annotated[dict[Phrase, Count], Bound(max_length=64)] = {}
     every_s: Annotated[float, Bound(gt=0, le=3600)] = 5.0
+    # what its role counts since its start; of a nova-scheduler's shadow {difference: calls}
     counts: Annotated[dict[Phrase, Count], Bound(max_length=64)] = {}
 
 
 class WorkersQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="workers.query.v1"):
-    """Query a scheduler for the workers whose heartbeats it has received. role: only these."""
+    """Query a scheduler for the workers whose heartbeats it has received."""
 
-    role: Word | None = None
+    role: Word | None = None  # only this one
     limit: Annotated[int, Bound(ge=1, le=100_000)] = 1000
 
 
 class WorkerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One worker's newest heartbeat. bus: where it was received. last_seen_s: seconds since then. silent: too many."""
+    """One worker's newest heartbeat."""
 
     heartbeat: WorkerHeartbeat
-    bus: str
-    last_seen_s: float
-    silent: bool = False
+    bus: str  # where it was received
+    last_seen_s: float  # seconds since then
+    silent: bool = False  # too many heartbeats were missed
 
 
 class WorkersPage(Message, frozen=True, kw_only=True, tag="workers.page.v1"):
-    """Reply to a WorkersQuery, by role, bus and name. since_s: how long the scheduler that answers has listened."""
+    """Reply to a WorkersQuery, by role, bus and name."""
 
     workers: tuple[WorkerRecord, ...] = ()
-    since_s: float = 0.0
+    since_s: float = 0.0  # how long the scheduler that answers has listened

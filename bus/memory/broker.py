@@ -1,6 +1,4 @@
-"""The memory broker itself: exchanges, bindings, who is connected; and its queues: ready messages, returned messages,
-consumers, and when messages die.
-"""
+"""The memory broker: exchanges, bindings, connections, and queues with their messages and consumers."""
 
 from __future__ import annotations
 

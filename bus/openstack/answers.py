@@ -17,11 +17,9 @@ class AnswerTooLarge(httpx.HTTPError):
 async def request(
     client: httpx.AsyncClient, method: str, url: str, *, max_bytes: int = MAX_BYTES, timeout_s: float = 0, **more: Any
 ) -> httpx.Response:
-    """The answer to one request. timeout_s: it may take so long altogether; 0: as long as the client lets each wait of
-    it take. more: as httpx takes it.
-
-    httpx bounds each wait, and not their sum: a byte at a time keeps it waiting for ever. Raises TimeoutError,
-    AnswerTooLarge, httpx.HTTPError, and what the client's sign-in raises.
+    """The answer to one request. timeout_s: for the whole of it (0: httpx's own bounds, which bound each wait and not
+    their sum). more: as httpx takes it. Raises TimeoutError, AnswerTooLarge, httpx.HTTPError, and what the client's
+    sign-in raises.
     """
     body = bytearray()
     async with asyncio.timeout(timeout_s or client.timeout.read), client.stream(method, url, **more) as answer:

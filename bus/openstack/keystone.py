@@ -63,7 +63,7 @@ def checked_address(url: str, *, setting: str) -> str:
 
 
 class KeystoneAuth(httpx.Auth):
-    """Gives each request of a client our token. url: Keystone's resource of tokens."""
+    """Gives each request of a client our token."""
 
     def __init__(
         self,
@@ -75,6 +75,7 @@ class KeystoneAuth(httpx.Auth):
         setting: str = "keystone",
     ) -> None:
         """setting: the name of the login in the settings, for the error's code. Raises SettingsError."""
+        # Keystone's resource of tokens
         self.url = (
             checked_address(login.auth_url, setting=f"{setting}.auth_url").removesuffix("/v3") + "/v3/auth/tokens"
         )

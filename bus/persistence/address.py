@@ -39,10 +39,8 @@ _NO_STATEMENT = SimpleNamespace(name="known")
 
 
 class TypedConnection(asyncpg.Connection):  # type: ignore[misc]  # asyncpg has no types
-    """A connection that looks up a type of PostgreSQL's own in the catalogue once in a process, not once a connection.
-
-    asyncpg knows the scalars, and looks every array up (`bigint[]`, `uuid[]`) when a connection first meets it: ten
-    milliseconds of the server's time each. A connection of a worker meets six.
+    """A connection that looks up PostgreSQL's own types once in a process, not once a connection: asyncpg looks up each
+    array type (`bigint[]`, `uuid[]`) at first use, at 10 ms of the server's time each, and a worker meets six.
     """
 
     async def _introspect_types(
@@ -71,9 +69,9 @@ CONNECTION_LOST = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.Intern
 
 
 class DatabaseAddress(Struct, frozen=True, kw_only=True):
-    """The servers of one database, and the login. hosts: empty for asyncpg's default, which is libpq's."""
+    """The servers of one database, and the login."""
 
-    hosts: tuple[Endpoint, ...]
+    hosts: tuple[Endpoint, ...]  # empty for asyncpg's default, which is libpq's
     user: str | None
     password: str | None
     database: str | None

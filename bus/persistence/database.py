@@ -1,8 +1,6 @@
-"""One schema of one PostgreSQL: its connections, and faults divided by the reaction to them.
-
-All statements go by asyncpg (`raw`, `single`); those that are not hot are made by SQLAlchemy Core with the tables of
-the worker's schema (bus.persistence.tables.fetch). docs/decisions/0026 says which is which. Nothing here retries a
-transaction; the consumer does, because it alone knows the purpose of the transaction.
+"""One schema of one PostgreSQL: its connections, and faults divided by the reaction to them. Nothing here retries a
+transaction: only the consumer knows its purpose. Which statements use asyncpg and which SQLAlchemy Core:
+docs/decisions/0026.
 """
 
 from __future__ import annotations
@@ -168,10 +166,8 @@ class Database:
         return self._opened and self._reachable and not self._uses.hang
 
     async def open(self, migrations: str | None = None) -> None:
-        """Create the schema or upgrade it to head. While the server is unavailable, the call logs that and waits.
-
-        `migrations` is the package that holds `versions/`. Several processes may open at once: an advisory lock lets
-        one migrate and the others find it done.
+        """Create the schema or upgrade it to head by `migrations`, the package that holds `versions/`; wait, and log
+        it, while the server is unavailable. Of several processes an advisory lock lets one migrate.
         """
         try:
             await self._retrying.call(lambda: self._prepare(migrations), on_failure=self._log_waiting)
@@ -204,10 +200,8 @@ class Database:
         return self._raw(begin=False)
 
     async def flush(self) -> None:
-        """Return when everything that was committed here before, without waiting for the disk too, is on disk.
-
-        Messages that were published after these commits are sent first, because the broker's flush would otherwise wait
-        for this one.
+        """Return when everything committed here before is on disk. Messages published after these commits are sent
+        first: the broker's flush would otherwise wait for this one.
         """
         await asyncio.sleep(FLUSH_LINGER_S)
         async with self.single() as connection:
@@ -478,10 +472,9 @@ async def read_identity(database: Database) -> str:
 
 
 async def watch_identity(database: Database, known: Callable[[], str], clock: Clock) -> None:
-    """A side task: ends the worker when its schema is made anew while it runs. Until cancelled.
-
-    Raises DatabaseReplaced, and DatabaseUnprepared where the schema is gone or has no identity. An unavailable database
-    is compared later.
+    """A side task, until cancelled: ends the worker when its schema is made anew while it runs. Raises
+    DatabaseReplaced, and DatabaseUnprepared where the schema is gone or has no identity. An unavailable database is
+    compared later.
     """
     while True:
         await clock.sleep(WATCH_S)

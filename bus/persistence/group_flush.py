@@ -1,9 +1,6 @@
-"""One flush for all commits that did not wait for the disk.
-
-A handler whose commits may be repeated returns at once, and its messages are acknowledged after a flush that follows
-these commits. There are at most two flushes a second, however many batches there are, and at the same times in all
-processes of a machine, so that one flush of the disk serves all of them. Every other commit that waits for the disk is
-such a flush, too (`GroupFlush.by_commit`), so a statement for the flush alone is seldom needed.
+"""One flush for all commits that did not wait for the disk, at most two a second, at the same times in all processes of
+a machine. Messages of repeatable commits are acknowledged after it. Any other commit that waits for the disk counts as
+a flush (`GroupFlush.by_commit`).
 """
 
 from __future__ import annotations
@@ -50,10 +47,8 @@ class Flushed(FlushedDatabase, Protocol):
     """What commits without waiting for the disk: a database, and a store over it."""
 
     def flushed(self, losses: int) -> asyncio.Future[None]:
-        """Done when everything that was committed here so far is on disk; fails if that is not so, or if `losses` has
-        changed by then.
-
-        losses: taken before those commits. Many callers share one flush, so it takes some tenths of a second.
+        """Done when everything committed here so far is on disk; fails if that is not so, or if `losses`, taken before
+        those commits, has changed by then. Shared by many callers, so it takes some tenths of a second.
         """
 
 
@@ -83,11 +78,10 @@ class FlushedStore:
 
 
 class FlushingCommit(Struct, kw_only=True):
-    """A commit that may flush earlier commits. wanted: something waits for a flush. is_done: set when the commit has
-    written something and is on disk; one that wrote nothing flushes nothing.
-    """
+    """A commit that may flush earlier commits."""
 
-    wanted: bool
+    wanted: bool  # something waits for a flush
+    # set when the commit has written something and is on disk; one that wrote nothing flushes nothing
     is_done: bool = False
 
 

@@ -1,11 +1,5 @@
-"""A whole transaction as one SQL statement: one round trip that writes everything, or nothing at all.
-
-A transaction with locks costs BEGIN, a SELECT FOR UPDATE, one to three writes and COMMIT, each a round trip. Most
-transactions find the rows as expected: a new request is new, an instance is as this process has left it. So all parts
-are sent at once, each with the number of rows that it must touch, and each runs only if all before it have touched
-theirs. So the statement usually ends without any write when a row is not as expected, and its answer says so; only
-where a part before has written it rolls itself back with an error. Both raise `PreconditionFailed`; the caller then
-runs the same work in a transaction with locks.
+"""A whole transaction as one SQL statement: one round trip that writes everything or nothing. On `PreconditionFailed`
+the caller runs the same work in a transaction with locks.
 """
 
 from __future__ import annotations
@@ -37,6 +31,11 @@ class PreconditionFailed(Conflict):
 
 class GuardedStatement:
     """Collects the parts of one statement, in the order in which they take their locks."""
+
+    # A transaction with locks costs BEGIN, SELECT FOR UPDATE, one to three writes and COMMIT, each a round trip, and
+    # most transactions find the rows as expected. So each part is sent with the number of rows that it must touch, and
+    # runs only if all before it have touched theirs. The statement thus usually ends without a write when a row is not
+    # as expected; only after a write of an earlier part it rolls itself back with an error.
 
     def __init__(self) -> None:
         self._parts: list[str] = []

@@ -1,11 +1,6 @@
-"""The common base of the in-memory stores: transactions with row locks, an outbox, handled messages, and planned
-faults.
-
-It behaves as the stores need PostgreSQL to behave (READ COMMITTED): a row lock is held until the transaction ends, a
-transaction that would wait in a circle gets an error, writes become visible all at once at the commit, and a connection
-that is lost leaves no uncommitted writes behind. A server that crashes takes back commits that did not wait for the
-disk and are not on disk yet, and gives the numbers of those transactions again. One process, one event loop; several
-`MemorySession`s share a `MemoryDatabase`.
+"""The base of the in-memory stores: transactions with row locks, an outbox, handled messages, planned faults. It
+behaves as the stores need PostgreSQL to (READ COMMITTED, deadlock errors, no writes of a lost connection, lost commits
+after a crash). One process, one event loop; several `MemorySession`s share a `MemoryDatabase`.
 """
 
 from __future__ import annotations
@@ -64,10 +59,12 @@ class _Lock:
 
 
 class MemoryDatabase:
-    """The server's side of one schema: committed rows and locks. It outlives the processes that use it.
-
-    ROWS: the attributes that hold rows; who derives adds its own. row_versions: who wrote a row last, as xmin.
+    """The server's side of one schema: committed rows and locks. It outlives the processes that use it. ROWS: the
+    attributes that hold rows; who derives adds its own.
     """
+
+    # A server that crashes takes back commits that did not wait for the disk and are not on disk yet, and gives the
+    # numbers of those transactions again.
 
     ROWS: tuple[str, ...] = ("outbox", "handled", "row_versions", "commits")
 
@@ -76,7 +73,7 @@ class MemoryDatabase:
         self.database_id = str(uuid4()) if database_id is None else database_id  # its identity
         self.outbox: dict[int, Row] = {}
         self.handled: dict[tuple[str, str], float] = {}
-        self.row_versions: dict[Hashable, int] = {}
+        self.row_versions: dict[Hashable, int] = {}  # who wrote a row last, as xmin
         self.deadlocks = 0
         self.commits = 0  # the number of the last transaction that wrote
         self.taken_back = 0  # commits that crashes have undone

@@ -1,8 +1,6 @@
 """Runs Alembic for all workers: a package with `versions/`, one schema, and the tables of its revisions in that schema.
-
-A worker's `store/tables.py` has its tables at the newest revision; its functions are in files of SQL beside the
-migrations. A migration that only adds states `compatible_from`, the oldest revision whose code may run on what it
-leaves; without that, older code is refused.
+A migration that only adds states `compatible_from`, the oldest revision whose code may run on what it leaves; without
+that, older code is refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""The outbox: messages commit with the state that caused them, and leave afterwards, at least once.
-
-`add` writes the messages of a transaction, as one row for each bus. After the commit the process hands the same
-messages to its relay (`bus.persistence.relay`), which publishes them and deletes a row once the broker has confirmed
-it. A process that dies in between leaves its rows behind; the relay of any process of that role finds them when they
-are old enough. Consumers are idempotent, so a message that is sent twice does no harm, and no message is lost.
+"""The outbox: messages commit with the state that caused them, and leave afterwards, at least once. `add` writes a row
+for each bus; the relay (`bus.persistence.relay`) publishes it and deletes it once the broker has confirmed. Rows of a
+process that died are swept by any process of that role. Consumers are idempotent.
 """
 
 from __future__ import annotations
@@ -30,15 +27,13 @@ else:  # a message's type is its tag, so any process of the role can read and pu
 
 
 class OutboxMessage(Struct, frozen=True, omit_defaults=True):
-    """A message, and the bus it is for ("api" or a cell's name). The others as in Meta.
-
-    They are kept with the message, whichever process publishes it, and whenever: so the row of a backup commands by the
-    incarnation that had decided it.
+    """A message for a bus. The metadata is kept with it, whichever process publishes it: the row of a restored backup
+    commands by the incarnation that had decided it.
     """
 
-    bus: str
+    bus: str  # "api" or a cell's name
     message: AnyMessage
-    cause: str = ""
+    cause: str = ""  # this and the following as in Meta
     traceparent: str = ""
     database_incarnation: int = 0
 
@@ -116,17 +111,13 @@ async def first_time(conn: asyncpg.Connection, handler: str, message_ids: Sequen
 
 
 class Sweep(Struct, frozen=True):
-    """Which rows a relay takes: those that nobody has taken for `age_s` seconds, at most `limit` for each bus.
-
-    closed: buses that take nothing now; rows for these are left untouched. confirmed: rows to delete in the same
-    statement. restored: rows to take however young they are.
-    """
+    """Which rows a relay takes: those that nobody has taken for `age_s` seconds, at most `limit` for each bus."""
 
     age_s: float
     limit: int
-    closed: Sequence[str] = ()
-    confirmed: Sequence[int] = ()
-    restored: Sequence[int] = ()
+    closed: Sequence[str] = ()  # buses that take nothing now; rows for these are left untouched
+    confirmed: Sequence[int] = ()  # rows to delete in the same statement
+    restored: Sequence[int] = ()  # rows to take however young they are
 
 
 class Rows(Protocol):

@@ -1,11 +1,6 @@
-"""The relay of an outbox: it publishes messages after the commit, deletes a row after the broker's confirms, and
-sweeps.
-
-A row has the messages of one transaction for one bus. They go straight to that bus's publisher, with one confirmation
-for the row. While a bus is unavailable its rows stay in the table, and a sweep publishes them when it is back.
-
-Messages that nobody waits for linger for a moment, and leave with the next one on their subject. A message that leaves
-alone costs a broker message; what lingers shares one, or is dropped because a newer one says the same and more.
+"""The relay of an outbox: publishes messages after the commit, deletes a row after the broker's confirms, sweeps old
+rows. While a bus is unavailable its rows stay in the table. Messages that nobody waits for linger, and leave with the
+next one on their subject, or are dropped because a newer one says the same and more.
 """
 
 from __future__ import annotations
@@ -66,31 +61,28 @@ Item = TypeVar("Item")
 
 
 class Lingering(Struct, frozen=True):
-    """Which messages wait for the next one on their subject, and how long.
-
-    lingers: messages that are not waited for; each waits for half of `linger_s` or longer, up to all of it, whatever
-    else leaves. place: the subject of a message, and its number among the reports on that; None: on nothing, so the
-    message waits for no other. When a message with a higher number on the same subject comes meanwhile, the lingering
-    one is dropped: its row adds nothing to the newer one's. keeps: instead it leaves together with that one, before it,
-    because the receiver records each.
-    """
+    """Which messages wait for the next one on their subject, and how long."""
 
     linger_s: float = 0.0
+    # messages that nobody waits for; each waits for half of `linger_s` or longer, up to all of it
     lingers: Callable[[Message], bool] = lambda _: False
+    # the subject of a message, and its number among the reports on it (None: it waits for no other). When one with a
+    # higher number comes meanwhile, the lingering one is dropped: its row adds nothing to the newer one's.
     place: Callable[[Message], StreamPosition | None] = lambda _: None
+    # instead of being dropped it leaves with the newer one, before it, because the receiver records each
     keeps: bool = False
 
 
 class _Reports(Struct, Generic[Item]):
-    """The lingering items on one subject, and the newest one's number. since: how many halves had passed then."""
+    """The lingering items on one subject, and the newest one's number."""
 
     number: int
     items: list[Item]
-    since: int
+    since: int  # how many halves had passed then
 
 
 class LingeringItems(Generic[Item]):
-    """The lingering items of one bus, each with its message. at_once: the process is ending, and nothing lingers."""
+    """The lingering items of one bus, each with its message."""
 
     def __init__(self, policy: Lingering, dropped: Callable[[Item], None]) -> None:
         self._policy = policy
@@ -99,7 +91,7 @@ class LingeringItems(Generic[Item]):
         self._reports: dict[Hashable, _Reports[Item]] = {}
         self._numbers = itertools.count()
         self._halves = 0  # the number of half linger times that have passed
-        self.at_once = policy.linger_s <= 0
+        self.at_once = policy.linger_s <= 0  # the process is ending, and nothing lingers
 
     def __len__(self) -> int:
         return len(self._reports)
@@ -128,12 +120,11 @@ class LingeringItems(Generic[Item]):
         return [] if lingers else [item]
 
     def end_half(self) -> list[Item]:
-        """Half of the linger time has passed. Returns the items that have lingered for a whole half and a part of
+        """Half of the linger time has passed: returns the items that have lingered for a whole half and a part of
         another.
-
-        If all of them left whenever the time is over, most would have just come, and the ends of those builds would
-        follow in a message of their own.
         """
+        # If all left whenever the time is over, most would have just come, and the ends of those builds would follow in
+        # a message of their own.
         self._halves += 1
         return self._leave(lambda one: self._halves >= one.since + 2)
 
@@ -151,7 +142,7 @@ class LingeringItems(Generic[Item]):
 
 
 class _Ticket(Waiter):
-    """One row whose messages are under way. count: how many of them were given to the publisher."""
+    """One row whose messages are under way."""
 
     __slots__ = ("_ended", "count", "row_id", "slot")
 
@@ -159,7 +150,7 @@ class _Ticket(Waiter):
         super().__init__()
         self.row_id = row_id
         self.slot = slot
-        self.count = 0
+        self.count = 0  # how many of them were given to the publisher
         self._ended = ended
 
     def _end(self) -> None:

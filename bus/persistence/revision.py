@@ -1,9 +1,6 @@
-"""Finds the revision of a schema without Alembic, so that a process without a migration need not import Alembic.
-
-Alembic takes a sixth of a worker's start, and of the processes of a system only the first finds something to migrate.
-
-A schema has two revisions: the newest that was applied, and the oldest whose code may run on it. A migration that only
-adds leaves the second as it is, so that workers of two versions run side by side (docs/decisions/0024).
+"""Finds the revision of a schema without Alembic, whose import takes a sixth of a worker's start. A schema has two: the
+newest applied, and the oldest whose code may run on it; a migration that only adds leaves the second as it is
+(docs/decisions/0024).
 """
 
 from __future__ import annotations
@@ -57,10 +54,10 @@ class UnsupportedSchema(LookupError):
 
 
 class Revisions(NamedTuple):
-    """The revisions of a schema. applied: the newest. oldest: the oldest whose code may run there. "": it has none."""
+    """The revisions of a schema."""
 
-    applied: str = ""
-    oldest: str = ""
+    applied: str = ""  # the newest
+    oldest: str = ""  # the oldest whose code may run there. "": it has none.
 
     def are_later(self, known: Sequence[str]) -> bool:
         """Whether the schema is later than all of these, which are in ascending order."""
@@ -152,11 +149,10 @@ async def _check_functions(connection: asyncpg.Connection, package: str, schema:
 
 
 async def _check_columns(connection: asyncpg.Connection, package: str, schema: str, *, is_at_head: bool) -> None:
-    """Compare the tables of a schema with those that head has. Raises UnsupportedSchema.
-
-    Before a release a revision was changed in place, so a schema that an earlier state made may have the name of head.
-    Of a later revision, columns are accepted that an insert without them leaves empty or fills.
+    """Compare the tables of a schema with those that head has. Raises UnsupportedSchema. Of a later revision, columns
+    are accepted that an insert without them leaves empty or fills.
     """
+    # Before a release a revision is changed in place, so a schema of an earlier state may have the name of head.
     found: dict[str, set[str]] = {}
     accepted: dict[str, set[str]] = {}
     for table, column, is_needed in await connection.fetch(COLUMNS, f'"{schema}"'):

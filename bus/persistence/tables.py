@@ -1,8 +1,6 @@
-"""What the tables of several workers have in common, and what SQLAlchemy does not say of a table by itself.
-
-A worker's `store/tables.py` is its schema: the initial migration makes the tables from it, statements that are not hot
-are written with them, and a process that starts compares the columns that it finds with theirs. A table names no
-schema: the connection's search_path is it.
+"""What the tables of several workers share, and what SQLAlchemy does not say of a table. A worker's `tables` module is
+its schema: migrations, statements that are not hot, and the check of columns at start use it. A table names no schema:
+the connection's search_path is it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
-"""The optimistic unit of work: it decides on cached rows, and writes everything at the end if the rows are unchanged.
-
-Nearly always the cache is right: one process handles all messages of an instance. Then a unit costs one round trip
-instead of five. Every row that the unit has read is compared with its version at the end, whether it changes or not. A
-row that another process has written since raises `Conflict`; nothing is written, and the work is done again in a unit
-that locks what it reads (`OptimisticFirst`).
-
-A worker subclasses `WriteSet` with its writes and `OptimisticUnitOfWork` with the methods of its own unit, and writes a
-`RowStore` for each of its adapters.
+"""The optimistic unit of work: decides on cached rows, and writes everything at the end if no row that it read has
+changed; otherwise it raises `Conflict`, writes nothing, and the work is repeated with locks (`OptimisticFirst`). A
+worker subclasses `WriteSet` and `OptimisticUnitOfWork`, and writes a `RowStore` for each adapter.
 """
 
 from __future__ import annotations
@@ -37,15 +31,14 @@ MAX_CACHED = 5_000
 
 
 class WriteSet(Struct, kw_only=True):
-    """Everything that one unit writes. versions: the versions of all rows that it has read, before which the database
-    had had so many `losses`: on another server they prove nothing. outbox: messages to publish
-    afterwards. durable: whether the commit waits for the disk.
-    """
+    """Everything that one unit writes."""
 
+    # the versions of all rows that it has read, before which the database had had so many `losses`: on another server
+    # they prove nothing
     versions: dict[str, int] = {}
     connection_losses: int = 0
-    outbox: list[OutboxMessage] = []
-    durable: bool = True
+    outbox: list[OutboxMessage] = []  # messages to publish afterwards
+    durable: bool = True  # whether the commit waits for the disk
 
     def is_empty(self) -> bool:
         """Whether there is nothing to write and nothing to compare."""
@@ -125,6 +118,9 @@ class VersionCache(Generic[Row]):
 class OptimisticUnitOfWork(Generic[Row, Writes]):
     """Reads from the cache, collects a write set, and writes it at the end of its `async with` block."""
 
+    # The cache is nearly always right, because one process handles all messages of an instance: a unit costs one round
+    # trip instead of five.
+
     def __init__(self, rows: RowStore[Row, Writes], cache: VersionCache[Row], writes: Writes) -> None:
         self._rows = rows
         self._cache = cache
@@ -189,15 +185,10 @@ async def published(relay: Relay | None, unit: AbstractAsyncContextManager[Emitt
 
 
 class OptimisticFirst(Generic[Unit]):
-    """The units of one piece of work: an optimistic one and, after a conflict, one more that locks.
-
-    begin: makes a unit, optimistic or not. The work is a loop, so that it is in the place of its caller:
-
-        while units.go_on():
-            async with units as unit: ...
-    """
+    """The units of one piece of work: an optimistic one and, after a conflict, one more that locks."""
 
     def __init__(self, begin: Callable[[bool], AbstractAsyncContextManager[Unit]]) -> None:
+        # makes a unit, optimistic or not. The caller loops `while units.has_next_try(): async with units as unit: ...`.
         self._begin = begin
         self._unit: AbstractAsyncContextManager[Unit] | None = None
         self._left = [False, True]  # the last is the next

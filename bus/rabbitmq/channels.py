@@ -189,12 +189,10 @@ class PublishChannel:
 
     @property
     def usable(self) -> bool:
-        """Whether it is open, and the broker takes here what it would take on a new channel.
-
-        A channel remembers the leader of each quorum queue that it published to. One that first publishes after the
-        leader's node went down, and before the nodes left have recorded another, keeps the dead one: everything for
-        that queue is refused on it until it closes (RabbitMQ 3.10, `rabbit_fifo_client:enqueue`, `nodedown`).
-        """
+        """Whether it is open, and the broker takes here what it would take on a new channel."""
+        # A channel remembers the leader of each quorum queue that it published to. One that first publishes after the
+        # leader's node went down, and before another is recorded, keeps the dead one: everything for that queue is
+        # refused on it until it closes (RabbitMQ 3.10, `rabbit_fifo_client:enqueue`, `nodedown`).
         is_suspect = self._refused and asyncio.get_running_loop().time() - self._opened_at >= REPLACE_REFUSED_S
         return not (has_ended(self.channel) or is_suspect)
 
@@ -332,10 +330,8 @@ def frames_of(
 
 
 def properties_of(message: Outgoing, reply_to: str | None) -> bytes:
-    """The flags of a message's properties, and the properties.
-
-    One that is longer than AMQP allows is cut: some repeat values of a client, ours or another's, and one message's
-    property must not stop its consumer.
+    """The flags of a message's properties, and the properties. One that is longer than AMQP allows is cut: some repeat
+    values of a client, and one message's property must not stop its consumer.
     """
     flags = _CONTENT_TYPE | _DELIVERY_MODE
     parts = [_short(message.content_type)]

@@ -1,25 +1,5 @@
-"""All that reaches into private parts of aiormq and pamqp. `install` states which versions it knows.
-
-**Properties and headers are read without ever failing.** The broker checks only their lengths, and any client may
-publish. pamqp raises on text that is not UTF-8, on a timestamp beyond the calendar and on deep tables, and it does so
-in the reader of the connection: the connection is lost, all that was delivered on it is delivered again, and one
-message drives its neighbours past their delivery limit. It also copies the rest of a table for each value, so that a
-header frame of 128 kB takes seconds. Here text that is not UTF-8 keeps its bytes (`surrogateescape`), values without a
-Python equivalent are None, and depth and number of values are bounded. Where some headers were left out, the header
-`UNREAD` is there: a publisher could hide the broker's own headers behind too many others. Of two headers of one name
-the first counts, which is the one that the broker goes on with.
-
-**All that one read has brought is cut into frames without waiting again for each.** aiormq waits three times for each
-frame, under a lock, and pamqp reads a frame's head twice and a method's fields by the names of their types; then it
-makes a task for each delivery, which is three frames. That was a third of a scheduler's work at a low load. The first
-frame of a connection is still read by aiormq, which handles the answer of a broker of another protocol.
-
-**A publish takes its delivery tag in the step in which its frames are queued.** aiormq waits for a lock, a time limit
-and the channel's end around each, which takes twice the time of the rest of a publish.
-
-**Why a broker refuses to open a virtual host** aiormq reports only where pamqp lists a Close as an answer.
-
-**A broker's alarm** aiormq only logs.
+"""Patches to private parts of aiormq and pamqp: tolerant reading of properties, frames cut in batches, delivery tags
+taken at once, alarms. `install` checks the versions.
 """
 
 from __future__ import annotations
@@ -105,6 +85,8 @@ class UnknownLibrary(BusForbidden):
 @cache
 def install() -> None:
     """Make aiormq and pamqp receive and read by these functions. Raises UnknownLibrary."""
+    # aiormq reports why a broker refuses to open a virtual host only where pamqp lists a Close as an answer: the last
+    # patch.
     for name, known in SUPPORTED.items():
         found = version(name)
         if not found.startswith(known):
@@ -150,6 +132,7 @@ def listen_for_alarms(connection: AbstractConnection, on_alarm: Callable[[str], 
     """Have a function called with the reason when the broker takes no more messages, and with "" when it takes them
     again.
     """
+    # aiormq itself only logs an alarm.
 
     async def blocked(frame: commands.Connection.Blocked) -> None:
         on_alarm(frame.reason or "no reason given")
@@ -172,6 +155,7 @@ def confirm_of(channel: Channel, message_id: str) -> asyncio.Future[object]:
     """Take the next delivery tag, for the publish whose frames are queued in the same step. The future ends with the
     broker's answer: aiormq's PublishError when the message comes back, DeliveryError when it is refused.
     """
+    # aiormq waits for a lock, a time limit and the channel's end around each publish: twice the time of the rest of it.
     confirmed: asyncio.Future[object] = asyncio.get_running_loop().create_future()
     tags, tag = channel.message_id_delivery_tag, channel.delivery_tag + 1
     channel.delivery_tag = tags[message_id] = tag
@@ -187,8 +171,8 @@ def confirm_of(channel: Channel, message_id: str) -> asyncio.Future[object]:
 
 def hand_over_at_once(channel: Any, on_message: Callable[[DeliveredMessage], None], most_bytes: int) -> None:
     """Have a channel that has one consumer call it with each delivery, instead of making a task for each. It raises
-    nothing, which would end the channel. most_bytes:
-    the bound of a body, of which a longer one keeps one byte more, its end among them.
+    nothing, which would end the channel. most_bytes: the bound of a body; a longer one keeps one byte more, its end
+    among them.
     """
 
     async def on_deliver(frame: Basic.Deliver) -> None:
@@ -202,10 +186,8 @@ def hand_over_at_once(channel: Any, on_message: Callable[[DeliveredMessage], Non
 
 
 async def _body(channel: Any, size: int, most_bytes: int) -> bytes:
-    """The body of a delivery; of one beyond the bound only so much that its reader sees that, and the end, where
-    oslo.messaging names whom to answer.
-
-    A broker lets 128 MiB pass by default.
+    """The body of a delivery, of which a broker lets 128 MiB pass by default. Beyond the bound only so much is kept
+    that its reader sees that, and the end, where oslo.messaging names whom to answer.
     """
     parts: list[bytes] = []
     seen, kept, end = 0, 0, b""
@@ -244,6 +226,11 @@ async def _get_frame(receiver: Any) -> Received:
 
 class FrameSplitter:
     """Bytes as they come, cut into frames."""
+
+    # All that one read has brought is cut without waiting again for each frame. aiormq waits three times for each,
+    # under a lock, pamqp reads its head twice and its fields by the names of their types, and a delivery is three
+    # frames and a task: a third of a scheduler's work at a low load. The first frame of a connection is read by aiormq,
+    # which handles a broker of another protocol.
 
     __slots__ = ("_at", "_data")
 
@@ -321,6 +308,13 @@ def _short_text(value: bytes) -> tuple[int, str]:
 
 
 def _properties(properties: Any, flags: int, data: bytes) -> None:
+    # Properties are read without ever failing. The broker checks only their lengths, and any client may publish. pamqp
+    # raises on text that is not UTF-8, on a timestamp beyond the calendar and on deep tables, in the reader of the
+    # connection: the connection is lost, all that was delivered on it is delivered again, and one message drives its
+    # neighbours past their delivery limit. It also copies the rest of a table for each value: a header frame of 128 kB
+    # takes seconds. Here text that is not UTF-8 keeps its bytes (`surrogateescape`), values without a Python equivalent
+    # are None, and depth and number of values are bounded. `UNREAD` marks left-out headers: a publisher could hide the
+    # broker's own behind too many others. Of two headers of one name the first counts, as it does for the broker.
     try:
         _read(properties, flags, data)
     except Exception as error:  # on any error the values read so far stay, and the rest is treated as absent

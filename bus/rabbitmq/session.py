@@ -1,9 +1,6 @@
-"""One session with the broker, from its opening to its loss. The transport makes a new one after each loss.
-
-It has two connections. A broker that is short of memory or disk no longer reads a connection that has published:
-neither what acknowledges messages nor what gives them back, so its queues would not shrink and the alarm would stay.
-So one connection publishes, and nothing else; the other consumes, acknowledges and declares. When one is lost the other
-is closed, because whoever publishes and whoever consumes has one state to know.
+"""One session with the broker, from its opening to its loss. It has two connections, one that only publishes: a broker
+short of memory or disk no longer reads a connection that has published, so acknowledgements go by the other and its
+queues can shrink. When one is lost the other is closed.
 """
 
 from __future__ import annotations
@@ -255,10 +252,8 @@ class Session:
 
     async def check_publishes(self, keys: Sequence[tuple[str, str]]) -> None:
         """Try keys under their local names. Raises BusRightsMissing; TimeoutError in an alarm, in which the broker does
-        not read them.
-
-        A topic exchange without topic permissions is open to all keys. That is right for a user that may do everything,
-        and else says that they were not set.
+        not read them. A topic exchange without topic permissions is open to all keys, which is right for an
+        unrestricted user only.
         """
         async with asyncio.timeout(0.0 if self.blocked else CONFIRM_TIMEOUT_S) as trial:
             self._trial = trial
@@ -341,10 +336,8 @@ class Session:
             )
 
     async def owner_of(self, name: str) -> str:
-        """The owner of a name; "" if there is none.
-
-        No call returns an exchange's arguments: it is declared as no worker would. The broker's code states that it
-        differs; its text is only for a person.
+        """The owner of a name; "" if there is none. No call returns an exchange's arguments, so it is declared as no
+        worker would: the broker's code states that it differs; its text is only for a person.
         """
         try:
             async with self._on("owners", name) as channel:
@@ -396,9 +389,8 @@ class Session:
 
     async def _lacks_limit(self, planned: QueuePlan) -> bool:
         """Whether the queue exists and differs only in what an earlier berth did not state: a delivery limit, and a
-        bound in bytes.
-
-        It is used as it is: it may hold what must not be lost, and a worker of that berth may use it beside this one.
+        bound in bytes. It is used as it is: it may hold what must not be lost, and such a worker may use it beside this
+        one.
         """
         if planned.delivery_limit != NEVER_GIVEN_UP:
             return False
@@ -434,10 +426,8 @@ class Session:
         await self.declare(structs.replace(planned, bindings=tuple((exchange, key) for key in keys)))
 
     async def declare_external(self, planned: ExternalQueue) -> None:
-        """A queue of another system, its exchange, and the binding of both.
-
-        What exists is used as it is: with other properties than those planned it serves all the same, and the processes
-        of that system may be configured otherwise than this one.
+        """A queue of another system, its exchange, and the binding of both. What exists is used as it is, whatever its
+        properties: the processes of that system may be configured otherwise than this one.
         """
         async with self._on_external(planned.exchange) as channel:
             await channel.exchange_declare(

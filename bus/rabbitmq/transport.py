@@ -41,10 +41,7 @@ T = TypeVar("T")
 
 
 class RabbitSubscription:
-    """A consumption on a channel of its own, taken up again after a loss.
-
-    gathers: whether acknowledgements wait for others. arguments: those of the consumption, each time it begins.
-    """
+    """A consumption on a channel of its own, taken up again after a loss."""
 
     def __init__(
         self,
@@ -53,8 +50,8 @@ class RabbitSubscription:
         on: Callable[[RabbitDelivery], None],
         prefetch: int,
         *,
-        gathers: bool = True,
-        arguments: Callable[[], Mapping[str, str | int]] = dict,
+        gathers: bool = True,  # whether acknowledgements wait for others
+        arguments: Callable[[], Mapping[str, str | int]] = dict,  # those of the consumption, each time it begins
     ) -> None:
         self.queue = queue
         self._gathers = gathers
@@ -380,12 +377,11 @@ class RabbitTransport:
     async def _retry_until_done(
         self, work: Callable[[Session], Awaitable[T]], *, besides: tuple[type[BusError], ...] = ()
     ) -> T:
-        """Do it on this session; when that is lost meanwhile, on the next, and also after the faults `besides`. Raises
+        """Do it on this session; when that is lost meanwhile, or after the faults `besides`, on the next. Raises
         BusUnavailable, or one of these, in the end.
-
-        When several processes declare one quorum queue for the first time, RabbitMQ ends some of their connections
-        with INTERNAL_ERROR; trying again is all that helps.
         """
+        # When several processes declare one quorum queue for the first time, RabbitMQ ends some of their connections
+        # with INTERNAL_ERROR; trying again is all that helps.
 
         def may_pass(error: BaseException) -> bool:
             # A queue is another process's, perhaps: the caller knows how long to wait.

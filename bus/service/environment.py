@@ -35,27 +35,21 @@ class CellAddressInvalid(Fault):
 
 
 class Environment:
-    """The surroundings of one process (or of one worker among several in a process).
-
-    transports: makes a fresh transport for a bus by name ("api" or a cell's), so every bus has its own connection.
-    cell_transports: the same for a cell that is added at run time; None: none is.
-    database_url: one PostgreSQL for all roles, a schema each; None where the worker needs none. heartbeat_s: how often
-    the worker publishes a heartbeat; None: never. tracer: of this process; None: it makes no traces.
-    """
+    """The surroundings of one process (or of one worker among several in a process)."""
 
     def __init__(
         self,
         process: str,
         *,
-        transports: Callable[[str], Transport],
-        cell_transports: Callable[[str, CellBus], Transport] | None = None,
-        database_url: str | None = None,
+        transports: Callable[[str], Transport],  # makes a fresh transport for a bus by name ("api" or a cell's)
+        cell_transports: Callable[[str, CellBus], Transport] | None = None,  # of cells added at run time; None: none is
+        database_url: str | None = None,  # one PostgreSQL for all roles, a schema each; None: not needed
         cells: tuple[str, ...] = (),
         clock: Clock | None = None,
         rng: random.Random | None = None,
         pool_size: int = DEFAULT_POOL_SIZE,
-        heartbeat_s: float | None = None,
-        tracer: Tracer | None = None,
+        heartbeat_s: float | None = None,  # how often the worker publishes a heartbeat; None: never
+        tracer: Tracer | None = None,  # None: no traces
     ) -> None:
         self.process = process
         self.clock: Clock = clock if clock is not None else SystemClock()

@@ -23,19 +23,15 @@ Answer = tuple[int, str, bytes]
 
 
 class Health:
-    """The health server. `not_ready` names the parts that are not ready; an empty answer means ready.
-
-    refresh: awaited before metrics are answered, for gauges that have to ask a server for their value. Without `open`
-    it only computes answers, for another server that serves them.
-    """
+    """The health server; without `open` it only computes answers, for another server that serves them."""
 
     def __init__(
         self,
-        not_ready: Callable[[], Sequence[str]],
+        not_ready: Callable[[], Sequence[str]],  # names the parts that are not ready; empty: ready
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        refresh: Callable[[], Awaitable[None]] | None = None,
+        refresh: Callable[[], Awaitable[None]] | None = None,  # awaited before metrics, for gauges that ask a server
     ) -> None:
         self.host = host
         self.port = port

@@ -52,10 +52,9 @@ def run_process(
     log_level: str = "info",
     log_style: str = "auto",
 ) -> int:
-    """Run one worker until SIGTERM or SIGINT (drain, 0) or until it dies; returns the exit status.
-
-    `environment` is called inside the loop. `http`: where to answer /healthz, /readyz and /metrics (port 0 = a
-    free one, named in the log).
+    """Run one worker until SIGTERM or SIGINT (drain, 0) or until it dies; returns the exit status. `environment` is
+    called inside the loop. `http`: where to answer /healthz, /readyz and /metrics (port 0: a free one, named in the
+    log).
     """
     show_stacks_on_abort()
     configure_logging(process=process, role=role, level=log_level, style=log_style)

@@ -1,10 +1,6 @@
-"""`berth_stage_seconds`: how long builds spend in each stage, as a Prometheus histogram that is fed by the batch.
-
-Each stage is observed by the worker that sees its end, once a build, so the sum over all workers counts each build
-once: queued, decided, claimed and announced by schedulers, dispatched and built by conductors.
-
-prometheus_client's own Histogram takes a lock and walks its buckets for each observation, 2 to 3 microseconds; six a
-build would cost more than some of the stages do. A collector over plain lists takes a tenth of that.
+"""`berth_stage_seconds`: how long builds spend in each stage, a Prometheus histogram that is fed by the batch. The
+worker that sees the end of a stage observes it, once a build: schedulers queued, decided, claimed and announced;
+conductors dispatched and built.
 """
 
 from __future__ import annotations
@@ -27,6 +23,9 @@ MAX_STAGE_S = 86_400.0
 
 class StageSeconds(Collector):
     """One histogram with label `stage`. Not for several threads: a worker has one loop."""
+
+    # prometheus_client's Histogram takes a lock and walks its buckets for each observation, 2 to 3 microseconds: six a
+    # build would cost more than some stages do. Plain lists take a tenth of that.
 
     def __init__(self) -> None:
         self._counts = {stage: [0] * (len(BUCKETS_S) + 1) for stage in STAGES}

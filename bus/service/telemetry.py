@@ -31,10 +31,8 @@ _json = msgspec.json.Encoder(enc_hook=str).encode
 def configure_logging(
     *, process: str, role: str, level: str = "info", style: str = "auto", stream: TextIO | None = None
 ) -> None:
-    """Set up structlog and the standard library's logging for this process.
-
-    style: "json", "pretty", or "auto" (pretty on a terminal). Everything goes to standard error: standard output
-    belongs to the command.
+    """Set up structlog and the standard library's logging for this process, all to standard error. style: "json",
+    "pretty", or "auto" (pretty on a terminal).
     """
     out = stream if stream is not None else sys.stderr
     log_file = cast("TextIO", LossyLog(out))

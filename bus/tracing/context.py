@@ -1,8 +1,6 @@
-"""W3C trace contexts, and those of the messages that are being handled.
-
-Only sampled messages have a context here: a message of an unsampled trace carries none, and costs nothing further on.
-A handler takes a batch, so a context is found by the cause of a log line or message (`Meta.cause`), never by the task
-alone. Without tracing `CURRENT` is None everywhere, and each look-up ends with that.
+"""W3C trace contexts, and those of the messages that are being handled. Only sampled messages have one. A handler takes
+a batch, so a context is found by the cause of a log line or message (`Meta.cause`), never by the task alone. Without
+tracing `CURRENT` is None everywhere, and each look-up ends with that.
 """
 
 from __future__ import annotations
@@ -79,20 +77,15 @@ class Span(Struct, eq=False):
 
 
 class Scope(Struct, frozen=True, eq=False):
-    """The messages that are being handled now. by_cause: the contexts of its sampled messages, by their causes and
-    subjects.
+    """The messages that are being handled now."""
 
-    start: begins a span below a parent (`bus.tracing.tracer.Tracer.start`).
-    parent: the span that work for all of them belongs to, until it has ended; tasks that were begun meanwhile keep the
-    scope, and find their own context by cause. whole: all of it is one request's work, so that other causes belong to
-    `parent`, until it has ended. otherwise: the header of messages of other causes; empty: they have none.
-    """
-
-    start: Callable[..., Span]
-    by_cause: Mapping[str, TraceContext]
+    start: Callable[..., Span]  # begins a span below a parent (`bus.tracing.tracer.Tracer.start`)
+    by_cause: Mapping[str, TraceContext]  # the contexts of its sampled messages, by their causes and subjects
+    # the span of the work for all of them, until it has ended; tasks begun meanwhile keep the scope, and find their own
+    # context by cause
     parent: Span | None
-    otherwise: str = ""
-    whole: bool = False
+    otherwise: str = ""  # the header of messages of other causes ("": none)
+    whole: bool = False  # all of it is one request's work: other causes belong to `parent`, until it has ended
 
     def for_cause(self, cause: str) -> TraceContext | None:
         """The context of what this is the cause of, if it is sampled."""

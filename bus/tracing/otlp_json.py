@@ -25,13 +25,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 class OtlpJsonExporter:
-    """Posts to `<endpoint>/v1/traces`. resource: attributes of this process, such as `service.name`."""
+    """Posts to `<endpoint>/v1/traces`."""
 
     def __init__(self, endpoint: str, resource: Mapping[str, str]) -> None:
         self._url = f"{endpoint.rstrip('/')}/v1/traces"  # user and password in it go as HTTP basic
         parts = urlsplit(self._url)
         self._shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # without a password
-        self._resource = {"attributes": _attributes(resource)}
+        self._resource = {"attributes": _attributes(resource)}  # attributes of this process, such as `service.name`
         self._client = httpx.AsyncClient(
             headers={"content-type": "application/json"},
             limits=httpx.Limits(max_connections=1, keepalive_expiry=IDLE_S),

@@ -1,8 +1,6 @@
-"""Spans: begun and ended here, gathered, and exported in batches beside the work.
-
-A trace is sampled at its beginning, by its id, and only there: at the client, or where a request without a context
-enters. A client may want its own traces sampled (its header requests it), within the same limit. Spans that cannot be
-exported in time are dropped and counted: tracing never delays the work that it shows.
+"""Spans: begun and ended here, gathered, and exported in batches beside the work. A trace is sampled only where it
+begins, by its id: at the client, or where a request without a context enters; a client may ask for it in its header,
+within the same limit. Spans that cannot be exported in time are dropped and counted.
 """
 
 from __future__ import annotations
@@ -141,9 +139,7 @@ class Tracer:
     @contextlib.contextmanager
     def consuming(self, bus: str, queue: str, batch: Sequence[Received]) -> Iterator[list[Outcome]]:
         """The handling of a batch: a span in the trace of each sampled message. It yields the list that takes the
-        outcomes.
-
-        Where several are sampled, the work for all of them has a span and a trace of its own, with links to theirs.
+        outcomes. Where several are sampled, the common work has a span and a trace of its own, with links to theirs.
         """
         spans, by_cause = self._spans_of(bus, queue, batch)
         outcomes: list[Outcome] = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from berth.reference.asyncapi import field_notes
 from bus import wire
 from bus.contracts import catalogue, queues
 from bus.contracts.base import Message, Refusal, tag_of
@@ -57,14 +58,15 @@ def _rights(message: type[Message]) -> str:
     return ", ".join(f"`{name}`" + (f" ({', '.join(sorted(only))})" if only else "") for name, only in rights)
 
 
-def _parts(message: type[Message]) -> tuple[list[tuple[str, str, str]], list[tuple[str, str]]]:
-    """(its fields with type and default, what these are made of)."""
+def _parts(message: type[Message]) -> tuple[list[tuple[str, str, str, str]], list[tuple[str, str]]]:
+    """(its fields with type, default and meaning, what these are made of)."""
     (schema,), components = msgspec.json.schema_components([message], ref_template="{name}")
     name = schema.get("$ref", message.__name__)
     body = components.get(name, schema)
     required = set(body.get("required", ()))
+    notes = {field: text.replace("|", "\\|") for field, text in field_notes(message).items()}
     fields = [
-        (field, _type(spec), "required" if field in required else _default(spec))
+        (field, _type(spec), "required" if field in required else _default(spec), notes.get(field, ""))
         for field, spec in body.get("properties", {}).items()
         if field != "type"
     ]

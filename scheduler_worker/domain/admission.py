@@ -1,6 +1,5 @@
-"""How a build request is admitted: from what is on record, a new one, a redelivery, a repetition or a clash. Pure.
-
-One build request of a batch: the request as received, and its first record. Pure.
+"""Whether a build request is new, a redelivery, a repetition or a clash, by what is on record; and its first record.
+Pure.
 """
 
 from __future__ import annotations
@@ -43,22 +42,20 @@ class Start(Struct, frozen=True):
 
 
 class Continue(Struct, frozen=True):
-    """It is on record and not decided about yet. claim_owner: of its record."""
+    """It is on record and not decided about yet."""
 
-    claim_owner: str
+    claim_owner: str  # of its record
 
 
 class Answered(Struct, frozen=True, kw_only=True):
-    """Nothing more is to be done for it.
-
-    label: for the metrics. messages: published with it: its event, if no other of this request will follow, and the
-    releases of what another delivery may have claimed since its record ended. build: its record, which was there.
-    """
+    """Nothing more is to be done for it."""
 
     outcome: Outcome
-    label: str = ""
+    label: str = ""  # for the metrics
+    # its event, if no other of this request will follow, and releases of what another delivery may have claimed since
+    # its record ended
     messages: Sequence[OutboxMessage] = ()
-    build: RecordedBuild | None = None
+    build: RecordedBuild | None = None  # its record, which was there
 
 
 # The consequence of a pending build's record.
@@ -66,11 +63,11 @@ Admission = Start | Continue | Answered
 
 
 def admit_expired(pending: PendingBuild, *, is_recorded: bool, has_claim: bool) -> PendingBuild | Outcome:
-    """A build that `is_unwanted`, as it is processed; its outcome if it is left by its requester.
-
-    has_claim: an instance of it holds what it may have claimed. Then its record is lost: where that claim is it is
-    built, or runs already, and one that is refused now is left to the cell of it. Another one ends with its event.
+    """A build that `is_unwanted`, as it is processed; its outcome if its requester has left it. has_claim: an instance
+    of it holds what it may have claimed, so its record is lost.
     """
+    # With a claim it is built where the claim is, or runs there already; one that is refused now is left to that cell.
+    # Any other ends with its event.
     delivery = pending.delivery
     if is_recorded or has_claim:
         refusal = delivery.refusal if is_recorded else delivery.refusal or pending.refusal
@@ -88,11 +85,9 @@ def admit(
     new: Collection[str],
     known: Mapping[str, RecordedBuild],
 ) -> Admission:
-    """How to go on with each request of a batch once the batch is on record.
-
-    firsts: {instance: the first request for it}; a second one in the same batch changes nothing, and is answered as
-    the first is. new: instances that
-    this batch has put on record. known: the records of the others.
+    """How to go on with each request of a batch that is on record. new: instances that this batch has put on record.
+    known: the records of the others. firsts: {instance: its first request}; a second one in the batch changes nothing,
+    and is answered as the first.
     """
     uuid, first = pending.instance_uuid, firsts[pending.instance_uuid]
     if pending.is_later_member and conflicts_with_first(pending, firsts, known):
@@ -165,26 +160,20 @@ MAX_NAME = 255  # of an instance
 
 
 class PendingBuild(Struct, frozen=True, kw_only=True):
-    """A build request that has no outcome yet, or one member of a request for several.
+    """A build request that has no outcome yet, or one member of a request for several."""
 
-    batch_index: among those that are processed with it; of a request for several, each member has one. requested_at,
-    taken_at: when it was sent, and when this batch was taken (seconds since the epoch). gang: the gang that it is a
-    member of. refusal: why it is refused at once, if it is new. claim_owner: as in RecordedBuild. new_claim_owner: of
-    its message, where the record was there before it. attempt: that an earlier delivery may have claimed under its
-    claim owner (0: there was none).
-    """
-
-    batch_index: int
+    batch_index: int  # among those processed with it; each member of a request for several has one
     request: BuildRequest
     digest: bytes
+    # requested_at, taken_at: when it was sent, and when this batch was taken (seconds since the epoch)
     requested_at: float
     taken_at: float
     delivery: RequestDelivery = RequestDelivery()
-    refusal: Refusal | None = None
-    gang: Gang | None = None
-    claim_owner: str = ""
-    new_claim_owner: str = ""
-    attempt: int = 0
+    refusal: Refusal | None = None  # why it is refused at once, if it is new
+    gang: Gang | None = None  # the gang that it is a member of
+    claim_owner: str = ""  # as in RecordedBuild
+    new_claim_owner: str = ""  # that of its message, where the record was there before it
+    attempt: int = 0  # that an earlier delivery may have claimed under its claim owner (0: none)
 
     @property
     def is_later_member(self) -> bool:

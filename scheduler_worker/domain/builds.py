@@ -1,8 +1,6 @@
-"""A build as it is on record, the changes to it (by the request, the decision, and its cell's events), and what
-follows from a change: its messages, and what placement is told. Pure.
-
-A request has exactly one terminal event. Nothing but `effects` decides whether the claim of a build is released. The
-release is committed with what it follows from, is sent at least once, and nobody waits for it.
+"""A build on record, the changes to it (by the request, the decision, its cell's events), and what follows: messages
+and releases. A request has exactly one terminal event. `effects` alone decides whether a claim is released; the release
+commits with its cause, and is sent at least once. Pure.
 """
 
 from __future__ import annotations
@@ -64,24 +62,20 @@ class Actor(Struct, frozen=True):
 
 
 class SinceBuild(Struct, frozen=True, kw_only=True):
-    """What an instance has become since its build.
-
-    flavor, image: its present ones; "": as it was built. snapshot: the image that is kept of a shelved one.
-    new_flavor, old_flavor: of the resize that is not confirmed or ended yet ("": of none). image_properties: {image:
-    its properties}, of the image that a rebuild gave it, and of the one that the rebuild under way names. under_way:
-    the request that has no terminal event yet. first_attempt: the first that it may have in the cell that has it now
-    (0: it was built there).
-    """
+    """What an instance has become since its build."""
 
     condition: Condition = Condition.ACTIVE
+    # flavor, image: its present ones; "": as it was built
     flavor: str = ""
+    # new_flavor, old_flavor: of the resize that is not confirmed or ended yet ("": of none)
     new_flavor: str = ""
     old_flavor: str = ""
     image: str = ""
-    snapshot: str = ""
+    snapshot: str = ""  # the image that is kept of a shelved one
+    # {image: its properties} of the image that a rebuild gave it, and of the one that the rebuild under way names
     image_properties: Mapping[str, Mapping[str, str]] = {}
-    under_way: str | None = None
-    first_attempt: int = 0
+    under_way: str | None = None  # the request that has no terminal event yet
+    first_attempt: int = 0  # the first that it may have in its present cell (0: it was built there)
 
 
 AS_BUILT = SinceBuild()
@@ -113,18 +107,17 @@ def as_it_is(record: BuildRecord, instance: SinceBuild | None) -> BuildRecord:
 
 
 class RecordedBuild(RecordedRequest, frozen=True, kw_only=True):
-    """The part of a build's record that a cell's event is compared with. sequence: of the newest event about the
-    instance, which may be one of a move.
-
-    attempt: that holds its claim, as its cell has reported it last; of one that ended without a cell, that a delivery
-    may have claimed (0: no claim was sent for it). claim_owner: the name by which schedulers claim and release for this
-    record. An earlier record of the same request, which is lost, had another. instance: None: as it was built.
+    """The part of a build's record that a cell's event is compared with. Its sequence is that of the newest event about
+    the instance, which may be a move's.
     """
 
     state: BuildState
+    # that holds its claim, as its cell last reported; of one that ended without a cell, that a delivery may have
+    # claimed (0: no claim was sent for it)
     attempt: int = 0
+    # by which schedulers claim and release for this record. An earlier, lost record of the same request had another.
     claim_owner: str = ""
-    instance: SinceBuild | None = None
+    instance: SinceBuild | None = None  # None: as it was built
 
     @property
     def now(self) -> SinceBuild:
@@ -142,42 +135,36 @@ ProjectsBuild: TypeAlias = tuple[str, str]
 
 
 class Gang(Struct, frozen=True, kw_only=True):
-    """The members of one request that start together or not at all.
+    """The members of one request that start together or not at all."""
 
-    uuid: the request's instance, which is its first member. size: how many members were requested. min_count: the least
-    number that may start.
-    """
-
-    uuid: str
-    size: int
-    min_count: int
+    uuid: str  # the request's instance, which is its first member
+    size: int  # how many members were requested
+    min_count: int  # the least number that may start
 
 
 class NewBuild(Struct, frozen=True, kw_only=True):
-    """A request to put on record, or as it was put there. created_at: seconds since the epoch (0: now)."""
+    """A request to put on record, or as it was put there."""
 
     request: BuildRequest
     build: RecordedBuild
     timeline: tuple[TimelineEntry, ...] = ()
     gang: Gang | None = None
-    created_at: float = 0.0
+    created_at: float = 0.0  # seconds since the epoch (0: now)
 
 
 class BuildUpdate(Struct, frozen=True, kw_only=True):
     """The whole record of a build after a change, and the lines to add to its timeline: of one that was read under a
-    lock, or of one that awaits its decision. funnel: of the decision, which writes it.
+    lock, or of one that awaits its decision.
     """
 
     build: RecordedBuild
-    funnel: tuple[FunnelStep, ...] = ()
+    funnel: tuple[FunnelStep, ...] = ()  # of the decision, which writes it
     timeline: tuple[TimelineEntry, ...] = ()
 
 
 def apply_build_event(build: RecordedBuild, event: BuildEvent) -> tuple[RecordedBuild, BuildEvent | None]:
-    """Apply what its cell reports; returns the build and the event to publish (None: it is outdated).
-
-    `deleted` is the last event of an instance whatever its number: a cell whose database was lost has lost what it
-    reported, and starts its numbers again.
+    """Apply what its cell reports; returns the build and the event to publish (None: it is outdated). `deleted` is the
+    last event whatever its number: a cell whose database was lost starts its numbers again.
     """
     if build.state is BuildState.DELETED:
         return build, None
@@ -212,10 +199,9 @@ def is_known(before: RecordedBuild, after: RecordedBuild) -> bool:
 
 
 def is_out_of_order(build: RecordedBuild, event: BuildEvent) -> bool:
-    """Whether its cell has ended the request by an earlier event, which is not on record here.
-
-    That event is on its way: it was overtaken, or clients had it and a database that crashed lost it, and its message
-    is delivered again. If it were reported now, this event would be a second terminal one.
+    """Whether its cell has ended the request by an earlier event, which is not on record here but on its way:
+    overtaken, or lost by a crashed database and delivered again. Reporting this one now would be a second terminal
+    event.
     """
     ends_it = event.state is BuildState.FAILED and not event.terminal and not build.terminal
     return ends_it and is_newer(event, build.sequence) and build.state is not BuildState.DELETED
@@ -230,10 +216,9 @@ def effects(  # noqa: PLR0917  (hot, so no keywords)
     funnel: Sequence[FunnelStep] = (),
     reader: str = "",
 ) -> list[OutboxMessage]:
-    """The messages of a change to a record, which are published with it: to its cell, to clients, and to placement.
-
-    before: its state (None: it is new). command: to its cell, of one that is scheduled. stage_times, funnel: of its
-    event. at: seconds since the epoch. reader: as `releases_of` has it.
+    """The messages of a change to a record, published with it: to its cell, to clients, and to placement. before: its
+    state (None: new). command: to its cell. stage_times, funnel: of its event. at: seconds since the epoch. reader: as
+    in `releases_of`.
     """
     uuid = after.instance_uuid
     if after.state is before:

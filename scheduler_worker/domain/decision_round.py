@@ -1,17 +1,6 @@
-"""A round of placing: one pass of decisions over the replica, and the step after each answer to a claim.
-
-Like requests share a ranking, and each choice is assumed. A long pass is made in parts, so that the event loop is not
-held for longer than a part: the caller lets others run between them. Parts are bounded by what is done in them and not
-by time, so a simulated run is repeated exactly.
-
-Each outcome of a claim has its own reaction (pure): claimed: done; conflict: apply the newer provider and claim the
-same host again; no capacity, or the provider removed: the next host, down the whole list; policy violated: the next
-host, by the newest members; consumer conflict: another client owns this instance, stop. A missing answer never means
-"no valid host".
-
-A claim that is held already is recovered, whatever claim owner it is by: the build goes where that claim is. One of
-another claim owner was made for a record that is lost, and its machine may run; one of a later attempt only the cell
-makes.
+"""One pass of host choices for a batch of requests, in parts that yield the event loop, and the step after each answer
+to a claim. Parts are bounded by what is done in them, not by time, so a simulated run repeats exactly. Pure but for the
+replica.
 """
 
 from __future__ import annotations
@@ -71,14 +60,12 @@ MAX_PARTLY_USED_UP_RETRIES = 3
 
 
 class DecisionRound:
-    """One pass: an assumed choice counts as used for every later one.
-
-    Between two parts of it placement and the host table may change. Rankings are kept as long as only usage does:
-    whether a host still fits is looked at for each choice. After any other change each ranking is made anew.
-
-    subset: how many of the best hosts a choice is drawn from. rankings: those that were made, by the key of
-    their requests. batching: of the scheduler; equal hosts are chosen from one cell at a time.
+    """One pass: an assumed choice counts as used for every later one. subset: how many of the best hosts a choice is
+    drawn from. batching: of the scheduler; equal hosts are chosen from one cell at a time.
     """
+
+    # Between two parts placement and the host table may change. Rankings are kept as long as only usage does: whether a
+    # host still fits is looked at for each choice. After any other change each is made anew.
 
     def __init__(self, selector: Selector, rng: Random, *, subset: int, batching: CellBatching | None = None) -> None:
         self._selector = selector
@@ -153,11 +140,9 @@ class DecisionRound:
         return chosen
 
     def _choose_one_host(self, members: list[PlacementState]) -> Generator[None, None, list[PlacementState]]:
-        """Choices on one host: the first host that takes all of the members, or else the tried host that takes most.
-
-        Hosts with room for most members are tried first, and none with room for no more than a tried one took. A part
-        may end between two hosts: then no member has a host.
-        """
+        """Choices on one host: the first host that takes all of the members, or else the tried host that takes most."""
+        # Hosts with room for most members are tried first, and none with room for no more than a tried one took. A part
+        # may end between two hosts: then no member has a host.
         best = [replace(one, choice=None) for one in members]  # what they chose before is lost, or tried again below
         passed_over: dict[str, str] = {}
         while len(passed_over) < MAX_SHARED_HOSTS:
@@ -403,9 +388,7 @@ def _of_external(state: PlacementState, answer: ClaimResult, selector: Selector,
 
 def _is_claimed_elsewhere(answer: ClaimResult) -> bool:
     """Whether another claim owner of this request holds a claim, or its cell, under a later attempt than a scheduler
-    makes.
-
-    An allocation by another client of placement's API has no attempt, unless berth had built an instance of its uuid.
+    makes. An allocation of another client of placement has no attempt, unless berth had built an instance of its uuid.
     """
     return answer.outcome is ClaimOutcome.CONSUMER_CONFLICT and answer.attempt >= FIRST_ATTEMPT
 

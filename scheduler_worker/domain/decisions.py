@@ -1,7 +1,5 @@
-"""The conclusion about a build from its placement: the retry of its request, or a decision, which is the record
-afterwards. Pure.
-
-The command to the cell that a build is dispatched to, and the query of it. Pure.
+"""The conclusion about a build from its placement: the retry of its request, or a decision with the command to its
+cell. Pure.
 """
 
 from __future__ import annotations
@@ -119,12 +117,11 @@ def group_by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
 
 
 def conclude(members: Sequence[PlacedBuild], actor: Actor) -> list[tuple[PendingBuild, Conclusion]]:
-    """The conclusion about a build, or about all members of a gang: decisions to write, or the outcome of a retry. One
-    member that placement has not answered about leaves the whole gang waiting.
-
-    The cell of a member that has a claim and whose gang is short is queried: the member may have started before. A
-    member that may hold one is tried again alone where its gang is not short.
+    """The conclusion about a build, or all members of a gang: decisions to write, or the outcome of a retry. A member
+    that placement has not answered about leaves the whole gang waiting.
     """
+    # Of a gang that is short, the cell of a member with a claim is queried: it may have started before. A member that
+    # may hold one is tried again alone where its gang is not short.
     missing = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
     if missing is not None:
         return [(one.pending, waits(missing)) for one in members]

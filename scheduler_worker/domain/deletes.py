@@ -1,9 +1,6 @@
-"""Delete requests: the effect of a delete depends on the state of its build. Pure.
-
-A delete of an unknown instance is put on record itself. Its client is answered that there is no such instance, so a
-build request that comes later must not be built: another scheduler may have been processing it, or its record may have
-been lost in a crash of the database. If it was, what the instance holds is its cell's to delete, and that delete is on
-record until it has ended.
+"""Delete requests: what a delete does depends on the state of its build. A delete of an unknown instance is put on
+record and answered as unknown, so a later build request for it is not built. If the build's record was lost, what the
+instance holds is its cell's to delete, and the delete stays on record until it has ended. Pure.
 """
 
 from __future__ import annotations
@@ -41,9 +38,9 @@ UNKNOWN_FLAVOR = "unknown"
 
 
 class PendingDelete(Struct, frozen=True, kw_only=True):
-    """A delete request that has no outcome yet. batch_index: in its batch."""
+    """A delete request that has no outcome yet."""
 
-    batch_index: int
+    batch_index: int  # in its batch
     request: DeleteRequest
     delivery: RequestDelivery
 
@@ -54,16 +51,14 @@ class PendingDelete(Struct, frozen=True, kw_only=True):
 
 
 class DeletePlan(Struct, frozen=True, kw_only=True):
-    """The effect of a batch of deletes. outcomes: by index; accepted: the instances; unknown: without a record,
-    late; without_cell: of builds that no cell has, or without a record, late: planned once it is known what instances
-    hold.
-    """
+    """The effect of a batch of deletes."""
 
-    outcomes: dict[int, Outcome]
-    accepted: set[str]
+    outcomes: dict[int, Outcome]  # by index
+    accepted: set[str]  # the instances
     updates: list[BuildUpdate]
     messages: list[OutboxMessage]
-    unknown: list[PendingDelete]
+    unknown: list[PendingDelete]  # without a record, late
+    # of builds that no cell has, or without a record, late: planned once it is known what instances hold
     without_cell: list[PendingDelete]
 
 
@@ -73,10 +68,8 @@ def plan_deletes(
     actor: Actor,
     consumers: Mapping[ProjectsBuild, ConsumerRecord] | None = None,
 ) -> DeletePlan:
-    """Apply deletes to the builds on record; its `unknown` is left to `tombstones` and `answer_unknown`.
-
-    consumers: what their instances hold; None: it is not known yet, and deletes that depend on it are left as
-    `unbuilt`.
+    """Apply deletes to the builds on record; `unknown` is left to `tombstones` and `answer_unknown`. consumers: what
+    their instances hold; None: not known yet, and deletes that depend on it are left as `without_cell`.
     """
     plan = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[], without_cell=[])
     replies: dict[str, BuildAccepted | Refusal] = {}
@@ -178,10 +171,10 @@ def answer_unknown(
     consumers: Mapping[ProjectsBuild, ConsumerRecord],
 ) -> None:
     """Add the effect of deletes of unknown instances: they are refused, and the cells of what is held delete that.
-
-    on_record: the tombstones included. An instance without a record has just been recorded by its build request. The
-    tombstone of one that holds something becomes the record of that delete, also where it is another project's.
+    on_record: tombstones included.
     """
+    # An instance without a record has just been recorded by its build request. The tombstone of one that holds
+    # something becomes the record of that delete, also where it is another project's.
     for one in (one for one in plan.unknown if one.request.instance_uuid in on_record):
         uuid, project = one.key
         build, cell = on_record[uuid], consumers[one.key].cell if one.key in consumers else None
@@ -207,9 +200,7 @@ def answer_unknown(
 
 def _end_of(pending: PendingDelete, refusal: Refusal, build: RecordedBuild | None, actor: Actor) -> list[OutboxMessage]:
     """The end of a delete that is not carried out; none: its requester has left it, it has ended, or will, or the
-    project has no such build.
-
-    Sequence 0: the build goes on as it is, and its events with it.
+    project has no such build. Sequence 0: the build goes on as it is, and its events with it.
     """
     has_ended = build is not None and build.state in DELETE_REQUESTED
     is_foreign = build is not None and _is_foreign(build, pending.request.project_id)

@@ -1,8 +1,7 @@
-"""Hosts that shall have no instances: which of these are requested to move next, and why the others wait. Pure.
-
-A level is a drain, or the fences of dead hosts. Nothing of its course is stored: each pass reads what the hosts hold
-and the requests on record. The id of a request follows from the level, the instance and the newest request about it
-that has ended, so schedulers that decide the same make one request, and the next try has another id.
+"""Hosts to be emptied (a drain, or the fences of dead hosts): which instances are requested to move next, and why the
+others wait. Each pass reads what the hosts hold and the requests on record; no progress is stored. A request's id
+follows from the level, the instance and its newest ended request, so schedulers that decide alike make one request.
+Pure.
 """
 
 from __future__ import annotations
@@ -65,14 +64,12 @@ _WHY = {
 
 
 class DrainedHost(Struct, frozen=True):
-    """A host that is emptied, or is to be. code: why nothing can be moved away from it now; "": it can. drain: what its
-    requests have on record as theirs.
-    """
+    """A host that is emptied, or is to be."""
 
     uuid: str
     name: str
-    code: str = ""
-    drain: str = ""
+    code: str = ""  # why nothing can be moved away from it now; "": it can
+    drain: str = ""  # what its requests have on record as theirs
 
     @property
     def reason(self) -> str:
@@ -81,17 +78,15 @@ class DrainedHost(Struct, frozen=True):
 
 
 class Level(Struct, frozen=True, kw_only=True):
-    """How hosts are emptied. user: of the requests. begins: whether further moves may begin. most_refusals: of one
-    instance, after which it is tried no more.
-    """
+    """How hosts are emptied."""
 
     kind: ActionKind
-    user: str
+    user: str  # of the requests
     at_once: int
     per_minute: int | None = None
-    begins: bool = True
+    begins: bool = True  # whether further moves may begin
     longest_pause_s: float = LONGEST_PAUSE_S
-    most_refusals: int | None = None
+    most_refusals: int | None = None  # of one instance, after which it is tried no more
 
 
 class BegunMoves(Struct, frozen=True):
@@ -102,48 +97,45 @@ class BegunMoves(Struct, frozen=True):
 
 
 class EndedRequest(Struct, frozen=True, kw_only=True):
-    """A request that has ended. drain: the level that made it (None: a client). updated_at: when it ended."""
+    """A request that has ended."""
 
     request_id: str
     instance_uuid: str
     state: ActionState
     code: str = ""
     reason: str = ""
-    drain: str | None = None
-    updated_at: float = 0.0
+    drain: str | None = None  # the drain or fence that made it (None: a client)
+    updated_at: float = 0.0  # when it ended
 
 
 class InstanceOnHost(Struct, frozen=True, kw_only=True):
-    """An instance, and a host that holds something of it. code, reason: why it cannot be moved away now; "": it is
-    active there. known: what is on record of it.
-    """
+    """An instance, and a host that holds something of it."""
 
     instance_uuid: str
     project_id: str
     source: DrainedHost
+    # code, reason: why it cannot be moved away now; "": it is active there
     code: str = ""
     reason: str = ""
-    known: ActionContext = ActionContext()
+    known: ActionContext = ActionContext()  # what is on record of it
 
 
 class NextMove(Struct, frozen=True):
-    """A move that may be requested now. refused_at: the last one (0: none was)."""
+    """A move that may be requested now."""
 
     instance: InstanceOnHost
     request: ActionRequest
-    refused_at: float = 0.0
+    refused_at: float = 0.0  # the last one (0: none was)
 
 
 class WaitingInstance(Struct, frozen=True, kw_only=True):
-    """An instance that is not requested now. code "": only because enough others are. is_stuck: it cannot move now.
-    is_last: it is tried no more.
-    """
+    """An instance that is not requested now. code "": only because enough others are."""
 
     instance: InstanceOnHost
     code: str = ""
     reason: str = ""
-    is_stuck: bool = False
-    is_last: bool = False
+    is_stuck: bool = False  # it cannot move now
+    is_last: bool = False  # it is tried no more
 
 
 class NextMoves(Struct, frozen=True):
@@ -404,12 +396,12 @@ def is_migration(holder: TreeConsumer) -> bool:
 def instances_on(
     host: DrainedHost, known: ActionContext, by: RecordedAction | None = None, holder: TreeConsumer | None = None
 ) -> InstanceOnHost | None:
-    """The instance of which a host holds something; None: it is none, on record or claimed.
-
-    by: the request that holds it, by its migration or because it brings the instance there; None: the instance's own
-    allocation. holder: by placement. Of a migration whose records are lost the move is unconfirmed; where its request
-    is not on record either, the migration is named.
+    """The instance of which a host holds something (None: none, on record or claimed). by: the request that holds it,
+    by its migration or because it brings the instance there (None: the instance's own allocation). holder: by
+    placement.
     """
+    # Of a migration whose records are lost the move is unconfirmed; where its request is not on record either, the
+    # migration is named.
     build = known.build
     if build is not None:
         code, reason = _hold_reason(host, known, build, by)

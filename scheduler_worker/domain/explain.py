@@ -13,11 +13,10 @@ from scheduler_worker.domain.view import RequestSpec
 
 
 class FailedClaim(Struct, frozen=True):
-    """A claim that got nothing. what: "host: outcome". conflicting_consumers: they hold what it was to take, where
-    placement names them.
-    """
+    """A claim that got nothing."""
 
-    what: str
+    what: str  # "host: outcome"
+    # they hold what it was to take, where placement names them
     conflicting_consumers: tuple[ConflictingConsumer, ...] = ()
 
 

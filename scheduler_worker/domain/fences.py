@@ -47,13 +47,11 @@ def fence_after_change(
     force: bool = False,
     token: str = "",
 ) -> tuple[ChangedObject, ...]:
-    """The changes of fences that decisions about hosts lead to, under this revision. cell_of: of a host, where it is
-    known. token: random, of a fence that begins.
-
-    A decision to fence creates a fence. Any other decision, or none, about a fenced host requests that its fence is
-    lifted: the host stays fenced until its cell has done so. force: the fence ends at once, because its cell may be
-    gone for good.
+    """The changes of fences that decisions about hosts lead to, under this revision. cell_of: of a host, where known.
+    token: random, of a fence that begins. force: the fence ends at once, because its cell may be gone for good.
     """
+    # A decision to fence creates a fence. Any other decision, or none, about a fenced host requests that it is lifted:
+    # the host stays fenced until its cell has done so.
     found = []
     for one in changed:
         if one.kind is not ObjectKind.HOST:
@@ -79,10 +77,9 @@ def fence_after_change(
 
 
 def acknowledge(host_uuid: str, known: FenceRecord, report: HostFence) -> ChangedObject | None:
-    """The change of a fence that a cell's report leads to; None: no change.
-
-    A late report about an older decision is ignored, and so is a report of a cell that the host is not in. A cell that
-    has a later decision than this record (which was restored) is notified again, with a version above that one.
+    """The change of a fence that a cell's report leads to (None: none). Late reports about older decisions, and those
+    of a cell that does not have the host, are ignored. A cell with a later decision than this (restored) record is
+    notified with a version above that one.
     """
     if known.cell not in (None, report.cell) or report.version < known.version:
         return None
@@ -103,12 +100,12 @@ def is_told(known: FenceRecord | None, report: HostFence) -> bool:
 
 
 def unfence_unknown(report: HostFence, revision: int, host: str) -> ChangedObject | None:
-    """The answer to a cell's fence that is not on record: a request to lift it. None: a fence is on record, or will be.
-
-    A decision is on record before its cell is notified, so this record was restored to before the decision, or the
-    report is late. A fence without a decision is not in force; the cell lifts it when the host has destroyed the
-    machines that it lost by it, and answers a late report's lift with `lifted`.
+    """The answer to a cell's fence that is not on record: a request to lift it (None: a fence is on record, or will
+    be). A decision is on record before its cell is notified, so this record was restored to before it, or the report is
+    late.
     """
+    # A fence without a decision is not in force. The cell lifts it when the host has destroyed the machines that it
+    # lost by it, and answers a late report's lift with `lifted`.
     if report.state is not FenceState.FENCED:
         return None
     version = max(report.version, revision) + 1

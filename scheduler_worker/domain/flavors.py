@@ -362,10 +362,9 @@ _STRINGS: dict[str, Callable[[str, str], bool]] = {
 
 
 def matches(value: str | None, wanted: str) -> bool:
-    """Whether a host's value meets an extra spec. A host without the value fails.
-
-    Without an operator the two must be the same text. `<in> x`: x is part of the value; `<all-in> x y`: all of
-    them are; `<or> x <or> y`: the value is one of them. A number operator on something that is no number fails.
+    """Whether a host's value meets an extra spec; a missing value fails. Without an operator the texts must be equal.
+    `<in> x`: x is part of the value; `<all-in> x y`: all are; `<or> x <or> y`: it is one of them. A number operator on
+    no number fails.
     """
     if value is None:
         return False

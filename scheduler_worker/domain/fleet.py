@@ -1,8 +1,6 @@
-"""What is reported besides hosts, and kept in memory: numbers about hosts as columns, with until when each counts; the
-builds that wait for the managers of their hosts; and the workers of the system. Pure: times come in.
-
-Times of the publishers of numbers are wall-clock times. They are turned into ages when they arrive, so that a clock
-that is set here later makes nothing fresh or stale.
+"""What is reported besides hosts, and kept in memory: numbers about hosts as columns, with until when each counts;
+builds that wait for the managers of their hosts; workers. Publishers' wall-clock times become ages on arrival, so
+setting a clock here makes nothing fresh or stale. Pure: times come in.
 """
 
 from __future__ import annotations
@@ -35,14 +33,14 @@ NO_NUMBERS: Floats = np.empty(0)
 
 
 class _Column:
-    """One metric of all hosts, by index of the host table. expires_s: monotonic; NaN: there is no number."""
+    """One metric of all hosts, by index of the host table."""
 
     __slots__ = ("at", "expires_s", "source", "value")
 
     def __init__(self) -> None:
         self.value: Floats = NO_NUMBERS
         self.at: Floats = NO_NUMBERS
-        self.expires_s: Floats = NO_NUMBERS
+        self.expires_s: Floats = NO_NUMBERS  # monotonic; NaN: there is no number
         self.source: npt.NDArray[np.int32] = NO_NUMBERS.astype(np.int32)
 
     def grow(self, size: int) -> None:
@@ -62,15 +60,12 @@ class _Number(NamedTuple):
 
 
 class HostMetricsTable:
-    """The newest numbers of the hosts of a host table. max_age_s: an older one is unknown.
-
-    reserved: metrics that are kept however many others are published.
-    """
+    """The newest numbers of the hosts of a host table."""
 
     def __init__(self, table: HostTable, *, max_age_s: float, reserved: Sequence[str] = ()) -> None:
         self._table = table
-        self._max_age_s = max_age_s
-        self._reserved = frozenset(reserved)
+        self._max_age_s = max_age_s  # an older one is unknown
+        self._reserved = frozenset(reserved)  # metrics that are kept however many others are published
         self._columns: dict[str, _Column] = {}
         self._sources: list[str] = []
         self._source_index: dict[str, int] = {}
@@ -80,10 +75,8 @@ class HostMetricsTable:
         return len(self._columns)
 
     def apply(self, message: HostMetrics, cell: str | None, *, now: float, now_s: float) -> Counter[str]:
-        """Take the numbers over; returns how many had which outcome. cell: on whose bus the message came; None: on the
-        API bus.
-
-        now: wall-clock time. now_s: monotonic time.
+        """Take the numbers over; returns how many had which outcome. cell: on whose bus the message came (None: the API
+        bus). now: wall-clock time in seconds; now_s: monotonic time.
         """
         outcomes: Counter[str] = Counter()
         self._now_s = max(self._now_s, now_s)
@@ -231,10 +224,10 @@ class KnownWorker(Struct, frozen=True):
 
 
 class WorkerTable:
-    """The workers by bus, role and name. began_s: when listening began."""
+    """The workers by bus, role and name."""
 
     def __init__(self) -> None:
-        self.began_s: float | None = None
+        self.began_s: float | None = None  # when listening began
         self._known: dict[tuple[str, str, str], KnownWorker] = {}
 
     def __len__(self) -> int:

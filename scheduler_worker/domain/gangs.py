@@ -1,8 +1,6 @@
-"""Gangs: requests for several machines that start together or not at all, and the effects of one member on the others.
-
-A gang's members choose one after another, each seeing the earlier choices, and are claimed in one
-`placement.claim.all`. While a member may still find a host the gang waits for it. A member that finds no host leaves
-the gang; the others go on while they are at least `min_count`.
+"""Gangs: requests for several machines that start together or not at all, and what one member's result means for the
+others. Members choose one after another, each seeing the earlier choices, and are claimed in one `placement.claim.all`.
+A member that finds no host leaves the gang, which goes on while it has `min_count`.
 """
 
 from __future__ import annotations
@@ -83,10 +81,9 @@ def share_gang_results(states: Sequence[PlacementState]) -> list[PlacementState]
 
 
 def apply_gang_results(states: Sequence[PlacementState]) -> list[PlacementState]:
-    """The states, in their order, with the results that one member's result means for the others of its gang.
-
-    If placement did not answer for one member, the whole gang is tried again. If members hold claims of an earlier
-    claim owner, that run has decided which start. If fewer than must start together are left, none starts.
+    """The states, in their order, with what one member's result means for its gang. Without placement's answer for one
+    the whole gang is tried again. Members with claims of an earlier claim owner: that one has decided which start. Too
+    few left: none starts.
     """
     after: list[PlacementState] = []
     for members in by_gang(states):

@@ -1,9 +1,6 @@
-"""The reports of compute services about hosts: the managing service, its cell, whether it takes builds.
-
-Placement knows the resources of a host; this table knows whether the host can be reached. It is kept in columns,
-because every decision reads all of them. Reports may come late or twice; a service's epoch and sequence reveal
-that. Which services are down is in the digest of a cell's conductor; no heartbeat is received here. An operator's
-decision about a host stands in a column of its own, which no report changes.
+"""The host table: which compute service manages each host, its cell, whether it takes builds, in columns because every
+decision reads all. Reports may come late or twice; epoch and sequence reveal that. Services that are down are in the
+digest of a cell's conductor. An operator's decision has its own column, which no report changes.
 """
 
 from __future__ import annotations
@@ -52,51 +49,39 @@ ADMIN_STATES = tuple(AdminState)  # a column holds the index of a state in this 
 
 
 class ServiceState(Struct):
-    """The last report of one compute service. `last_seen_s`: when, monotonic. down: why it takes no builds now.
-
-    first_sequence: the sequence of the first page of its newest full report; pages_received: of it; listing: the
-    revision of the table then. unanswered: how many requests for its hosts it has left unanswered since. ring: of its
-    newest report, by which members of its ring it goes ((0, 0): it shares no hosts). deleted: an operator has
-    stated that it is gone for good, and it has reported nothing since.
-    """
+    """The last report of one compute service."""
 
     name: str
     cell: str
     epoch: int
     sequence: int
-    last_seen_s: float
-    down: ServiceDown | None = None
+    last_seen_s: float  # monotonic
+    down: ServiceDown | None = None  # why it takes no builds now
     down_s: float = 0.0
-    first_sequence: int = 0
-    pages_received: int = 0
-    listing: int = 0
-    unanswered: int = 0
-    ring: tuple[int, int] = NO_RING
-    deleted: bool = False
+    first_sequence: int = 0  # the sequence of the first page of its newest full report
+    pages_received: int = 0  # of its newest full report
+    listing: int = 0  # the revision of the table at that report
+    unanswered: int = 0  # requests for its hosts that it has not answered since
+    ring: tuple[int, int] = NO_RING  # the ring membership of its newest report ((0, 0): it shares no hosts)
+    deleted: bool = False  # an operator has stated that it is gone for good, and it has reported nothing since
 
 
 class CellServiceStates(Struct):
-    """The newest digest of one cell. last_seen_s: when it, or an equal one, came (monotonic).
-
-    page: the last page of it that came. up: how many services it counts; -1: no digest has come yet.
-    """
+    """The newest digest of one cell."""
 
     version: tuple[int, int] = (-1, 0)
-    last_seen_s: float = -math.inf
-    page: int = 0
+    last_seen_s: float = -math.inf  # when it, or an equal one, came (monotonic)
+    page: int = 0  # the last page of it that came
     gathered: dict[str, ServiceDown] = {}
     down: dict[str, ServiceDown] = {}
-    up: int = -1
+    up: int = -1  # how many services it counts; -1: no digest has come yet
 
 
 class HostTable:
-    """All reported hosts as columns. A host keeps its index; the service that manages it may change.
-
-    down_hold_s: so long (seconds) a service that is down has its hosts.
-    """
+    """All reported hosts as columns. A host keeps its index; the service that manages it may change."""
 
     def __init__(self, *, down_hold_s: float = DOWN_HOLD_S) -> None:
-        self._down_hold_s = down_hold_s
+        self._down_hold_s = down_hold_s  # so long (seconds) a service that is down has its hosts
         self.services: list[ServiceState] = []
         self.cells: list[str] = []
         self._digests: dict[str, CellServiceStates] = {}
@@ -168,10 +153,8 @@ class HostTable:
         return True
 
     def knows_more(self, cell: str) -> bool:
-        """Whether more services of this cell count as up here than in its digest.
-
-        A conductor whose database was emptied or restored while a service died has no record of it, and cannot list it
-        as down.
+        """Whether more services of this cell count as up here than in its digest: a conductor whose database was
+        emptied or restored while a service died has no record of it, and cannot list it as down.
         """
         digest = self._digests.get(cell)
         return digest is not None and 0 <= digest.up < self._up_in(cell)
@@ -425,11 +408,8 @@ class HostTable:
             self.last_service[index] = owner
 
     def _is_foreign(self, uuid: str, service: int, now_s: float) -> bool:
-        """Whether another service of this cell has the host, and this one does not take it over.
-
-        In a ring, a newer membership, which this service does not have yet, gave the host to the other one. Otherwise
-        as long as the other one is up and lists it: two services report a host of one uuid, and placement decides which
-        one has it.
+        """Whether another service of this cell has the host, and this one does not take it over: in a ring, by a newer
+        membership; otherwise while the other one is up and lists it (placement decides which of the two has it).
         """
         index, ring = self._index.get(uuid), self.services[service].ring
         if index is None or self.service[index] in (NO_SERVICE, service):

@@ -67,10 +67,8 @@ def _conflict(pending: PendingAction, reason: str) -> Answered:
 def check_action(
     pending: PendingAction, known: ActionContext, flavors: Selector, *, same_host: bool
 ) -> Answered | Refusal | None:
-    """Answered: it was handled before, comes too early, clashes with another one, or is left by its requester, who may
-    have requested something else of the instance since.
-
-    A refusal goes on record. None: it may be carried out.
+    """Answered: it was handled before, comes too early, clashes with another, or its requester has left it. A refusal
+    goes on record. None: it may be carried out.
     """
     request, action, build, delivery = pending.request, known.action, known.build, pending.delivery
     if action is not None:
@@ -122,10 +120,8 @@ def _misfit(request: ActionRequest, known: ActionContext, flavors: Selector, *, 
 
 
 def superseded_refusal(pending: PendingAction) -> Answered | Refusal:
-    """The outcome of a request whose instance has changed since hosts were chosen for it, or since it was found busy.
-
-    The last delivery refuses it. Any number of other requests may change the instance each time, and the waits before
-    (for placement, for hosts) have used up the same deliveries: another retry would be a dead letter.
+    """The outcome of a request whose instance has changed since hosts were chosen, or since it was found busy: refused
+    by the last delivery. Waits before have used up the same deliveries, so another retry would be a dead letter.
     """
     if pending.delivery.last:
         return Refusal(code=CHANGED.code, reason=CHANGED.reason)

@@ -1,8 +1,6 @@
-"""What a change of objects leads to besides the objects: the cells that workers connect to, the availability zones that
-hosts are in, and the fences, each with the cell that has to acknowledge it. Pure.
-
-A cell acknowledges the fence of a host that it does not have, too. If that counted, the host's own cell would build on
-it once it is switched on. So a host whose cell is not known gets no fence, also where a change is forced.
+"""What a change of objects leads to: the cells that workers connect to, hosts' availability zones, and fences with the
+cell that has to acknowledge each. A host whose cell is not known gets no fence, even by force: a cell that does not
+have the host acknowledges too, and its own cell would build on it. Pure.
 """
 
 from __future__ import annotations
@@ -60,10 +58,9 @@ def only_cell(settings: Sequence[str], decisions: Decisions) -> str | None:
 def cells_in_use(
     settings: Sequence[str], decisions: Decisions, occupied: Collection[str] = ()
 ) -> dict[str, CellBus | None]:
-    """The cells that a worker connects to, and where the bus of each is; None: as in its settings.
-
-    occupied: removed cells that still have instances on record. A scheduler had chosen such a cell before it received
-    the removal; the build is carried to its end.
+    """The cells that a worker connects to, and where the bus of each is (None: as in its settings). occupied: removed
+    cells with instances on record; a build that a scheduler sent there before it received the removal is carried to its
+    end.
     """
     found: dict[str, CellBus | None] = {}
     for name in known_cells(settings, decisions):
@@ -207,10 +204,9 @@ def fence_changes(
     settings: Sequence[str],
     force: bool,
 ) -> Sequence[ChangedObject] | Refusal:
-    """The changes of fences, or why there are none. last_cell_of: of a host, where it is known.
-
-    named: the cell that the operator names for a host whose cell nothing shows. settings: the cells of the settings.
-    force: fences end at once. Where there was only ever one cell, every host is in it.
+    """The changes of fences, or why there are none. last_cell_of: of a host, where known. named: the cell the operator
+    names for a host whose cell nothing shows. settings: the settings' cells; of only one ever, all hosts are in it.
+    force: at once.
     """
     decided = cells_of(present.objects)
     known = known_cells(settings, decided)

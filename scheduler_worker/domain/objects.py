@@ -96,22 +96,20 @@ Objects = Mapping[Key, StoredObject]
 
 
 class ChangeActor(Struct, frozen=True):
-    """The entry that the log of changes keeps about a change beside the objects. at: seconds since the epoch."""
+    """The entry that the log of changes keeps about a change beside the objects."""
 
     name: str
     reason: str
-    at: float
+    at: float  # seconds since the epoch
     forced: bool = False
 
 
 class RecordedObjects(Struct, frozen=True):
-    """All objects, and the revision that they are of. Revision 0: none was ever written. token: of this revision and no
-    other, of whatever history; "": it is not on record.
-    """
+    """All objects, and the revision that they are of. Revision 0: none was ever written."""
 
     revision: int
     objects: Objects
-    token: str = ""
+    token: str = ""  # of this revision and no other, of whatever history; "": it is not on record
 
 
 _encode = msgspec.json.Encoder(order="deterministic").encode

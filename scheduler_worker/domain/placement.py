@@ -63,35 +63,29 @@ def answer_or_raise(answer: T | Fault) -> T:
 
 
 class HostClaimed(Struct, frozen=True, kw_only=True):
-    """A claim holds. selections: the selected host, where the claim is, then the alternates.
-
-    passing_hosts: candidates to choose from. decided_at: of the first choice. scores: of the selections, where the
-    choice weighed them. attempt: that holds the claim: the first, or a later one of a cell that has the build already.
-    limits: what it was held to, as are those of its alternates.
-    """
+    """A claim holds."""
 
     cell: str
-    selections: tuple[Selection, ...]
+    selections: tuple[Selection, ...]  # the host where the claim is, then the alternates
     consumer_generation: int
-    passing_hosts: int
+    passing_hosts: int  # candidates to choose from
     score: float
     claims: int
-    decided_at: float = 0.0
+    decided_at: float = 0.0  # of the first choice
     claimed_at: float = 0.0
     lost: tuple[FailedClaim, ...] = ()
-    scores: tuple[HostScore, ...] = ()
-    attempt: int = FIRST_ATTEMPT
-    limits: Mapping[str, int] = {}
+    scores: tuple[HostScore, ...] = ()  # of the selections, where the choice weighed them
+    attempt: int = FIRST_ATTEMPT  # that holds the claim: the first, or a later one of a cell that has the build already
+    limits: Mapping[str, int] = {}  # that it was held to, as are those of its alternates
 
 
 class PlacementRefused(Struct, frozen=True):
-    """Placement refused for good; the request must not be tried again. was_deleted: what was claimed for it has been
-    released, and it holds nothing: it was deleted meanwhile.
-    """
+    """Placement refused for good; the request must not be tried again."""
 
     code: str
     reason: str
     lost: tuple[FailedClaim, ...] = ()
+    # what was claimed for it has been released, and it holds nothing: it was deleted meanwhile
     was_deleted: bool = False
     claims: int = 0
 
@@ -104,14 +98,13 @@ class ClaimsContended(Struct, frozen=True):
 
 
 class ClaimUnlocatable(Struct, frozen=True):
-    """A claim is held, by this claim owner or an earlier one, and its request is not placed there: no compute service
-    reports the host any more, or the request ends. Its machine may run. cell: that can be queried (None: it is not
-    known).
-    host_uuid, attempt: of the claim.
+    """A claim is held, by this claim owner or an earlier one, but its request is not placed there: no compute service
+    reports the host any more, or the request ends. Its machine may run.
     """
 
     reason: str
-    cell: str | None = None
+    cell: str | None = None  # that can be queried (None: not known)
+    # host_uuid, attempt: of the claim
     host_uuid: str | None = None
     attempt: int = FIRST_ATTEMPT
     lost: tuple[FailedClaim, ...] = ()
@@ -119,13 +112,11 @@ class ClaimUnlocatable(Struct, frozen=True):
 
 
 class GangIncomplete(Struct, frozen=True):
-    """The build had a host, but fewer members of its gang had one than must start together. claims: submitted for it
-    until then.
-    """
+    """The build had a host, but fewer members of its gang had one than must start together."""
 
     gang: Gang
     placed: int
-    claims: int
+    claims: int  # submitted for it until then
     lost: tuple[FailedClaim, ...] = ()
 
     @property
@@ -161,55 +152,43 @@ PlacementResult = DecidedResult | PlacementUnavailable
 
 
 class ExternalClaim(Struct, frozen=True, kw_only=True):
-    """The instance is another control plane's, Nova's: its claims are external ones.
+    """The instance is another control plane's, Nova's: its claims are external ones."""
 
-    group_members: instances that it counts to the server group, whoever claimed them. adds_to: the generation of what
-    the instance holds and leaves, to which the claim adds; None: nothing, as far as is known.
-    """
-
-    group_members: tuple[str, ...] = ()
+    group_members: tuple[str, ...] = ()  # instances that it counts to the server group, whoever claimed them
+    # the generation of what the instance holds and leaves, to which the claim adds; None: nothing, as far as is known
     adds_to: int | None = None
 
 
 class PlacementRequest(Struct, frozen=True, kw_only=True):
-    """A request to place. claim_owner: its claims are by it; limits: and held to these.
-
-    gang: it is claimed together with its gang's other members; its min_count leaves out members that were withdrawn.
-    external: None of berth's own instances.
-    """
+    """A request to place."""
 
     request: SchedulableRequest
     spec: RequestSpec
-    claim_owner: str = ""
-    limits: Mapping[str, int] = {}
+    claim_owner: str = ""  # its claims are made by it
+    limits: Mapping[str, int] = {}  # that its claims are held to
+    # it is claimed together with its gang's other members; its min_count leaves out members that were withdrawn
     gang: Gang | None = None
-    external: ExternalClaim | None = None
+    external: ExternalClaim | None = None  # None: an instance of berth's own
 
 
 class PlacementState(Struct, frozen=True, kw_only=True):
-    """How far one request has come.
-
-    rejected: {host uuid: reason} of hosts that it may not use any more. max_alternates: hosts to name beside the
-    selected one. same_host: the chosen host's tree had changed; claim it again. retried_searches: how often nothing
-    fitted, and another choice was made on the newest state of the replica, as each later one is.
-    partly_used_up: hosts of which only some children are known to be full. recovered: the host where a claim of an
-    earlier run was found. claim_owner, limits, gang, external: as in PlacementRequest.
-    """
+    """How far one request has come."""
 
     request: SchedulableRequest
     spec: RequestSpec
-    claim_owner: str
-    rejected: Mapping[str, str]
-    max_alternates: int
+    claim_owner: str  # claim_owner, limits, gang, external: as in PlacementRequest
+    rejected: Mapping[str, str]  # {host uuid: reason} of hosts that it may not use any more
+    max_alternates: int  # hosts to name beside the selected one
     choice: Choice | None = None
-    same_host: bool = False
+    same_host: bool = False  # the chosen host's tree had changed; claim it again
     conflicts: int = 0
     claims: int = 0
     decided_at: float = 0.0
     lost: tuple[FailedClaim, ...] = ()
-    partly_used_up: tuple[str, ...] = ()
+    partly_used_up: tuple[str, ...] = ()  # hosts of which only some children are known to be full
+    # how often nothing fitted and another choice was made on the newest state of the replica, as each later one is
     retried_searches: int = 0
-    recovered: str | None = None
+    recovered: str | None = None  # the host where a claim of an earlier claim owner was found
     result: PlacementResult | None = None
     limits: Mapping[str, int] = {}
     gang: Gang | None = None
@@ -291,23 +270,21 @@ def build_claim(state: PlacementState) -> Claim:
 
 
 class ConfirmedClaim(Struct, frozen=True):
-    """The chosen claim holds at these generations ({provider: generation}): the replica assumes it until the feed has
-    reached them.
-
-    sequence: the feed's number of the claim's changes; a replica that is there already counts them.
-    granted_allocations: those of the option that was granted, where it is not the one that was assumed.
+    """The chosen claim holds at these generations ({provider: generation}), which the replica assumes until the feed
+    has reached them.
     """
 
     generations: Mapping[str, int]
-    sequence: int = 0
+    sequence: int = 0  # the feed's number of the claim's changes; a replica that is there already counts them
+    # those of the option that was granted, where it is not the one that was assumed
     granted_allocations: Mapping[str, Mapping[str, int]] | None = None
 
 
 class PlacementStep(Struct, frozen=True):
-    """The state afterwards. confirmed: the chosen claim holds; None: it does not; the feed brings the rest."""
+    """The state afterwards."""
 
     state: PlacementState
-    confirmed: ConfirmedClaim | None = None
+    confirmed: ConfirmedClaim | None = None  # the chosen claim holds; None: it does not; the feed brings the rest
 
     def carry_out(self, replica: Replica) -> None:
         """Have the replica assume what holds, and nothing else."""
@@ -452,12 +429,10 @@ def _matching_option(
 def external_part(
     state: PlacementState, allocations: Mapping[str, Mapping[str, int]], selector: Selector
 ) -> Mapping[str, Mapping[str, int]]:
-    """What the instance of a foreign control plane holds for this request: on one host, and of what that shares.
-
-    It may also hold what another call has left: the source of an evacuation, which the request ignores; after two of
-    them its first host, which is down; what was claimed by a call that failed. Of several hosts it is the one that the
-    request may have and whose part is what it asks for. What is held of a host that is not known is never its own.
-    """
+    """What the instance of a foreign control plane holds for this request: on one host, and of what that shares."""
+    # It may also hold what another call has left: the source of an evacuation, which the request ignores; after two of
+    # them its first host, which is down; what a failed call claimed. Of several hosts it is the one that the request
+    # may have and whose part is what it asks for. A part on an unknown host is never its own.
     replica, spec = selector.replica, state.spec
     named = {*spec.query.only_roots, spec.query.in_tree} - {None}
     rows = {provider: row for provider in sorted(allocations) if (row := replica.row_of(provider)) is not None}

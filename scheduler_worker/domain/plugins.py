@@ -51,16 +51,12 @@ class HostFilter:
 
 
 class Weigher(Protocol):
-    """Gives each host a number of any scale, more is better; the framework normalises it.
+    """Gives each host a number of any scale, more is better; the framework normalises it."""
 
-    name: `ram` is set by `multipliers.ram` and by aggregate metadata `ram_weight_multiplier`. minimum and maximum:
-    raw weights are clamped to these and scaled between them; None = the smallest or largest seen. sign: -1 where
-    less is better, so that a multiplier is always written as a positive number.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # `ram` is set by `multipliers.ram` and by aggregate metadata `ram_weight_multiplier`
     multiplier: ClassVar[float] = 1.0
-    sign: ClassVar[float] = 1.0
+    sign: ClassVar[float] = 1.0  # -1 where less is better, so that a multiplier is always written as a positive number
+    # minimum, maximum: raw weights are clamped to these and scaled between them (None: the smallest or largest seen)
     minimum: ClassVar[float | None] = None
     maximum: ClassVar[float | None] = None
 
@@ -116,15 +112,12 @@ KEPT_HOSTS = 20_000
 
 
 class Scale(Struct, frozen=True):
-    """One weigher's scale over a set of hosts: the raw weight of 0, and the span to 1 (0: all hosts weigh 0).
-
-    weights: of each host on it; None: not kept.
-    """
+    """One weigher's scale over a set of hosts: the raw weight of 0, and the span to 1 (0: all hosts weigh 0)."""
 
     weighing: Weighing
     low: float
     span: float
-    weights: Floats | None = None
+    weights: Floats | None = None  # of each host on it; None: not kept
 
 
 def clamp(weigher: Weigher, raw: Floats) -> Floats:
@@ -147,9 +140,7 @@ def scale_of(weighing: Weighing, clamped: Floats) -> Scale:
 
 def score(view: HostsView, spec: RequestSpec, weighings: Sequence[Weighing]) -> tuple[Floats, list[Scale]]:
     """Every host's sum of weights, and the scales that make a later score of some of them comparable: of the weighers
-    to which the hosts differ.
-
-    A single host is not weighed.
+    in which the hosts differ. A single host is not weighed.
     """
     total = np.zeros(len(view), dtype=np.float64)
     scales: list[Scale] = []

@@ -1,8 +1,6 @@
-"""A ranking: the hosts that passed for one kind of request, best first, drawn lazily.
-
-Like requests of one batch share a ranking. Each pick is assumed in the replica, so that the next one sees it,
-and only the picked host is weighed again, on the scales of the ranking's start: a pick costs the same at 1,000 and
-at 1,000,000 hosts.
+"""A ranking: the hosts that passed for one kind of request, best first, drawn lazily. Like requests of one batch share
+it. Each pick is assumed in the replica, and only the picked host is weighed again, on the scales of the ranking's
+start, so a pick costs the same at 1,000 and at 1,000,000 hosts.
 """
 
 from __future__ import annotations
@@ -53,14 +51,9 @@ LARGEST_BATCH = 64
 
 
 class CellBatching:
-    """The cell to choose in next, among hosts of equal weight: one cell at a time, so that its batches are large.
-
-    A scheduler sends the choices of one round to each chosen cell as one batch, which passes the cell's conductor,
-    database and compute services, and a batch costs about as much as 25 of its items. Ten boots that are spread over
-    four cells cost four batches; in one cell they cost one. So equal hosts are taken from one cell in a run, and the
-    next run goes to the cell whose last run is the oldest: over all runs equal cells take equal shares.
-
-    The runs are those of one scheduler, from round to round. Cells are given by their index in the host table.
+    """The cell to choose in next among hosts of equal weight: one cell at a time, so that its batches are large
+    (docs/concepts/performance.md). The next cell is the one used longest ago, so equal cells take equal shares. One per
+    scheduler; cells by their index in the host table.
     """
 
     __slots__ = ("_batches", "_cell", "_last", "_remaining")
@@ -102,18 +95,14 @@ Entry = tuple[float, float, int]
 
 
 class RankedHost(Struct, frozen=True):
-    """One host that fits, and what would be claimed there, best first.
+    """One host that fits, and what would be claimed there, best first."""
 
-    uuid: identifies the host for good. row: of the replica, valid at this moment only: after a host has left, its row
-    may be given to another. service: that manages it at this moment.
-    """
-
-    uuid: str
-    row: int
+    uuid: str  # identifies the host for good
+    row: int  # of the replica, valid at this moment only: after a host has left, its row may be another's
     position: int
     score: float
     options: list[ClaimOption]
-    service: str
+    service: str  # that manages it at this moment
 
 
 Weights = Mapping[str, float]
@@ -121,15 +110,12 @@ Weights = Mapping[str, float]
 
 
 class Choice(Struct, frozen=True):
-    """The host to claim, and those to try in its cell when the build fails there. `passing_hosts`: hosts to choose
-    from.
-
-    weights: of the selected host and of each alternate, at the time of the choice; empty: only one passed.
-    """
+    """The host to claim, and those to try in its cell when the build fails there."""
 
     selected: RankedHost
     alternates: tuple[RankedHost, ...]
-    passing_hosts: int
+    passing_hosts: int  # hosts to choose from
+    # of the selected host and each alternate, at the time of the choice; empty: only one passed
     weights: tuple[Weights, ...] = ()
 
     @property
@@ -139,15 +125,13 @@ class Choice(Struct, frozen=True):
 
 
 class GroupExclusions:
-    """The hosts that are full with members of one anti-affinity group, for all of its members in one round.
-
-    placed: {host uuid: members that this round has added, not claimed yet}. A full host stays full for the round.
-    """
+    """The hosts that are full with members of one anti-affinity group, for all of its members in one round."""
 
     __slots__ = ("_known", "_max_per_host", "_members", "_placed", "_replica", "full_hosts")
 
     def __init__(self, replica: Replica, placed: Mapping[str, int], max_per_host: int) -> None:
         self._replica = replica
+        # {host uuid: members that this round has added, not claimed yet}. A full host stays full for the round.
         self._placed = placed
         self._max_per_host = max_per_host
         self._members: dict[str, int] = {}
@@ -171,10 +155,7 @@ class GroupExclusions:
 
 
 class Ranking:
-    """Hosts in order of weight; equal ones in random order with `shuffle`, else in the order of the replica.
-
-    batching: with `shuffle`, equal hosts of several cells come from one cell at a time.
-    """
+    """Hosts in order of weight; equal ones in random order with `shuffle`, else in the order of the replica."""
 
     def __init__(
         self,
@@ -185,6 +166,7 @@ class Ranking:
         *,
         shuffle: bool,
         rng: Random,
+        # with `shuffle`, equal hosts of several cells come from one cell at a time
         batching: CellBatching | None = None,
     ) -> None:
         self.view = view
@@ -207,10 +189,9 @@ class Ranking:
     def pick(
         self, excluded: Container[int], *, subset: int, alternates: int, full_hosts: Container[int] = NONE_FULL
     ) -> Choice | None:
-        """The best host that still fits and is not excluded (rows of the replica), with its alternates.
-
-        `subset`: the choice is drawn at random from this many of the best. full: hosts that are excluded too, and that
-        every later pick with the same `full` excludes: those are drawn once, and not for each pick.
+        """The best host that still fits and is not excluded (rows of the replica), with its alternates. `subset`: it is
+        drawn at random from this many of the best. full: hosts excluded here and in every later pick with the same
+        `full`, drawn once.
         """
         if full_hosts is not self._full:
             self._put_back(self._full_drawn)
@@ -262,10 +243,8 @@ class Ranking:
         drawn: list[Entry],
         count: int,
     ) -> tuple[RankedHost, ...]:
-        """Hosts of the same cell, best first; they are not claimed, and other requests may name them too.
-
-        Each is of another compute service as long as there are others: the death of one service must not take all of
-        them along.
+        """Hosts of the same cell, best first; not claimed, so other requests may name them too. Each is of another
+        compute service while there are others: the death of one service must not take all of them along.
         """
         cell = int(self._cells[selected.position])
         others = [other for other in others if int(self._cells[other.position]) == cell]
@@ -372,10 +351,8 @@ def _batches(order: Rows, column: Rows) -> list[Rows]:
 
 
 class ServiceRotation:
-    """The hosts of one compute service as alternates: best first, and each once before any is repeated.
-
-    A host that is only named is not claimed, so its score does not change; without rotations all builds would name the
-    same few hosts.
+    """The hosts of one compute service as alternates: best first, and each once before any is repeated. A named host is
+    not claimed and keeps its score, so all builds would otherwise name the same few hosts.
     """
 
     def __init__(self, service: int, positions: Rows, scores: Floats, rng: Random | None) -> None:

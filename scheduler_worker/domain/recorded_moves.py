@@ -48,43 +48,37 @@ RequestKey: TypeAlias = tuple[str, str]
 
 
 class Transfer(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A move into another cell, which this record leads (decision 0021).
+    """A move into another cell, which this record leads (decision 0021)."""
 
-    home, away: the cell that it begins in, and the other one. build: what the other one is commanded for. command: what
-    the cell of the move is to do now. back: the host that the instance had at home.
-    """
-
+    # home, away: the cell that it begins in, and the other one
     home: str
     away: str
-    build: CellAction
-    command: CellTransferOut | CellAction
-    back: tuple[Selection, ...] = ()
+    build: CellAction  # what the other cell is commanded for
+    command: CellTransferOut | CellAction  # what the cell of the move does now
+    back: tuple[Selection, ...] = ()  # the host that the instance had at home
 
 
 class RecordedAction(RecordedRequest, frozen=True, kw_only=True):
-    """The record of one request.
-
-    created_at: seconds since the epoch. transfer: of one that leads into another cell; None: of every other one, and
-    once it has ended. drain: of one that a scheduler has made to empty a host (None: a client's).
-    """
+    """The record of one request."""
 
     request_id: str
     kind: ActionKind
     state: ActionState
     funnel: tuple[FunnelStep, ...] = ()
-    created_at: float = 0.0
+    created_at: float = 0.0  # seconds since the epoch
+    # of one that leads into another cell (None: of every other one, and once it has ended)
     transfer: Transfer | None = None
-    drain: str | None = None
+    drain: str | None = None  # of one that a scheduler made to empty a host (None: a client's)
 
 
 class PendingAction(Struct, frozen=True, kw_only=True):
-    """A request that has no outcome yet. batch_index: in its batch. drain: as in RecordedAction."""
+    """A request that has no outcome yet."""
 
-    batch_index: int
+    batch_index: int  # in its batch
     request: ActionRequest
     taken_at: float
     delivery: RequestDelivery = RequestDelivery()
-    drain: str | None = None
+    drain: str | None = None  # as in RecordedAction
 
     @property
     def key(self) -> RequestKey:
@@ -98,15 +92,12 @@ class PendingAction(Struct, frozen=True, kw_only=True):
 
 
 class ActionContext(Struct, frozen=True, kw_only=True):
-    """The records that a request concerns. build_request: as it was built.
-
-    names_instance: the request_id is the uuid of an instance.
-    """
+    """The records that a request concerns."""
 
     action: RecordedAction | None = None
     build: RecordedBuild | None = None
-    build_request: BuildRequest | None = None
-    names_instance: bool = False
+    build_request: BuildRequest | None = None  # as it was built
+    names_instance: bool = False  # the request_id is the uuid of an instance
 
     @property
     def now(self) -> SinceBuild:
@@ -143,12 +134,12 @@ def image_properties_of(known: ActionContext) -> Mapping[str, str]:
 
 
 class WrittenActions(Struct):
-    """The rows that one transaction has written of a batch so far, by their ids. labels: for the metrics."""
+    """The rows that one transaction has written of a batch so far, by their ids."""
 
     actor: Actor
     actions: dict[str, RecordedAction] = {}
     builds: dict[str, RecordedBuild] = {}
-    labels: list[str] = []
+    labels: list[str] = []  # for the metrics
 
     def with_written(self, found: ActionContext, request: ActionRequest) -> ActionContext:
         """The records for a request, as the earlier requests of the batch leave them."""
@@ -300,11 +291,9 @@ def no_hosts(_about: RequestKey, _cell: str) -> Sequence[Selection]:
 def transferred(
     action: RecordedAction | None, build: RecordedBuild, event: ActionEvent, hosts_of: HostsOf = no_hosts
 ) -> tuple[RecordedAction | None, RecordedBuild, list[Message]]:
-    """The instance has left its cell: the next one is commanded to build it, and to delete it if it is to be. Returns
-    the request, the instance and these commands.
-
-    action: as the event leaves it. Where no request is under way that leads there (the schedulers' database was
-    restored), the next cell is queried, with what the former one has stated: that begins nothing.
+    """The instance has left its cell: the request, the instance, and the commands to the next cell to build it, or to
+    delete it. action: as the event leaves it. With no request under way that leads there (a restored database) the next
+    cell is only queried.
     """
     assert event.transfer is not None
     sequence = max(event.sequence, build.sequence)
@@ -417,20 +406,15 @@ def _ended(request_id: str, about: RecordedRequest, kind: ActionKind, to_cell: s
 
 
 class AppliedEvent(Struct, frozen=True):
-    """What became of one event. outcome: `APPLIED`, or why it is not; event: as it was published, or as it came.
-    transferred: the cell that its instance has left for.
-    """
+    """What became of one event."""
 
-    outcome: str
-    event: BuildEvent | ActionEvent
-    transferred: str = ""
+    outcome: str  # `APPLIED`, or why it is not
+    event: BuildEvent | ActionEvent  # as it was published, or as it came
+    transferred: str = ""  # the cell that its instance has left for
 
 
 class CellEventBatch:
-    """The records of a batch as its events leave them, one after the other; and what is published of it.
-
-    timelines: the instances to write, with their new entries; changed: the moves to write.
-    """
+    """The records of a batch as its events leave them, one after the other; and what is published of it."""
 
     def __init__(
         self,
@@ -443,8 +427,8 @@ class CellEventBatch:
         self.builds = builds
         self.actions = actions
         self._now = now
-        self.timelines: dict[str, list[TimelineEntry]] = {}
-        self.changed: dict[str, RecordedAction] = {}
+        self.timelines: dict[str, list[TimelineEntry]] = {}  # the instances to write, with their new entries
+        self.changed: dict[str, RecordedAction] = {}  # the moves to write
         self.messages: list[OutboxMessage] = []
 
     def apply(self, event: BuildEvent | ActionEvent, cell: str, *, waited: bool = False) -> AppliedEvent:

@@ -1,4 +1,4 @@
-"""What a cell whose database was restored is told of its instances, by the map and by placement. Pure."""
+"""What a cell whose database was restored is told of its instances, by the schedulers' map and by placement. Pure."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from scheduler_worker.domain.recorded_moves import ActionContext, RecordedAction
 
 
 class UuidRange(Struct, frozen=True):
-    """The uuids that a page is of, in their order. last: the range ends with this one ("": it has no end)."""
+    """The uuids that a page is of, in their order."""
 
     uuids: tuple[str, ...]
-    last: str = ""
+    last: str = ""  # the range ends with this one ("": it has no end)
 
     def upto(self, last: str) -> UuidRange:
         """The part of it up to a uuid ("": all of it)."""
@@ -50,20 +50,18 @@ def joined(one: UuidRange, other: UuidRange) -> UuidRange:
 
 
 class InstanceSources(Struct, frozen=True):
-    """What is on record of one uuid. actions: of the instance, the newest first; consumers: {uuid: what it holds}, of
-    the instance and its moves.
-    """
+    """What is on record of one uuid."""
 
     known: ActionContext
-    actions: Sequence[RecordedAction]
-    consumers: Mapping[str, ConsumerRecord]
+    actions: Sequence[RecordedAction]  # of the instance, the newest first
+    consumers: Mapping[str, ConsumerRecord]  # {uuid: what it holds}, of the instance and its moves
 
 
 def known_record(
     uuid: str, facts: InstanceSources, host_of: Callable[[str], KnownPlace | None], config: SchedulerConfig
 ) -> KnownRecord:
-    """What the top has of one instance, or of a consumer that is none. host_of(uuid): a host with its name and service;
-    None: it is no host, but a provider that shares with hosts.
+    """What the schedulers and placement have of one instance, or of a consumer that is none. host_of(uuid): a host with
+    its name and service; None: it is a provider that shares with hosts.
     """
     build, own = facts.known.build, facts.consumers.get(uuid)
     others = (facts.consumers.get(one.request_id) for one in facts.actions)

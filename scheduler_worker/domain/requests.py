@@ -1,9 +1,6 @@
-"""What builds, deletes and moves have in common as requests: each rule once, whatever the kind. Pure.
-
-How a request came: by which delivery, and whether another one may follow. Pure, and made in one function.
-
-What a delivery has done before is on record. A claim for a record that is lost is not: it has the claim owner of the
-message.
+"""What builds, deletes and moves have in common as requests: their record, how one came (by which delivery, whether
+another may follow), and the rules, each once. What a delivery has done is on record; a claim for a lost record is not,
+and has the claim owner of the message. Pure.
 """
 
 from __future__ import annotations
@@ -50,22 +47,20 @@ def digest_of(request: BuildRequest | ActionRequest) -> bytes:
 
 
 class RecordedRequest(Struct, frozen=True, kw_only=True):
-    """What is on record of every request. digest: of its whole content, which distinguishes a repeated request from a
-    clash (empty: its delete came, and no request). sequence: of its newest event. terminal: its one terminal event was
-    reported. cell: where it was dispatched to. history: the attempts that its cell has reported.
-    """
+    """What is on record of every request."""
 
     instance_uuid: str
     project_id: str
+    # of its whole content, which distinguishes a repeated request from a clash (empty: its delete came, and no request)
     digest: bytes = b""
-    sequence: int
-    terminal: bool = False
-    cell: str | None = None
+    sequence: int  # of its newest event
+    terminal: bool = False  # its one terminal event was reported
+    cell: str | None = None  # where it was dispatched to
     host: str | None = None
     host_uuid: str | None = None
     code: str = ""
     reason: str = ""
-    history: tuple[AttemptRecord, ...] = ()
+    history: tuple[AttemptRecord, ...] = ()  # the attempts that its cell has reported
 
 
 # --- what is reported of it
@@ -80,10 +75,8 @@ def is_newer(event: BuildEvent | ActionEvent, than: int, *, ends: bool = False) 
 
 
 def timeline_of(event: BuildEvent | ActionEvent, known: int, now: float) -> tuple[TimelineEntry, ...]:
-    """One event as lines of the instance's timeline: the attempts that it reports for the first time, then
-    itself.
-
-    known: how many attempts are on record already. Each line has its own time; the timeline is sorted by it.
+    """One event as lines of the instance's timeline: the attempts that it reports for the first time, then itself.
+    known: how many attempts are on record. Each line has its own time; the timeline is sorted by it.
     """
     actor = f"conductor {event.cell}" if event.cell else "conductor"
     kind = f"{event.kind} " if isinstance(event, ActionEvent) else ""
@@ -124,10 +117,8 @@ def refused_action(
 
 
 def refused_unreadable(malformed: Malformed) -> tuple[Message, ...]:
-    """An unreadable request, answered on the event stream of the project whose routing key it came under.
-
-    The broker has permitted its publisher to use that key; the body's project may be forged, so no other project gets
-    an event of it.
+    """An unreadable request, answered on the event stream of the project whose routing key it came under: the broker
+    permits its publisher that key, while the body's project may be forged.
     """
     project = project_of(malformed.key)
     return unreadable_events(malformed, project) if project else ()
@@ -141,26 +132,20 @@ HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been reported yet")
 
 
 class RequestDelivery(Struct, frozen=True, kw_only=True):
-    """How a request came.
+    """How a request came."""
 
-    attempt: how often its queue has had it retried. is_first: no delivery of it was before, so none has claimed for
-    it (another copy of it that has is delivered again, and reads its end). has_dead_letter: if its handling crashes its
-    queue gives it up, and its dead letter ends it; a dead letter has none. last: it is not retried any more; it ends
-    now.
-    refusal: it ends with this, on record or not (None: it does not end). has_requester: one waits for an answer, and
-    knows that a request whose time is over may be carried out. is_late: whether its time is over, whenever it is asked.
-    is_old: it was sent so long ago that its record may be purged. awaits_hosts: this process has just started, so hosts
-    that were not reported yet may still be, and "no host" would be a guess.
-    """
-
-    attempt: int = 0
+    attempt: int = 0  # how often its queue has had it retried
+    # no delivery of it was before, so none has claimed for it (another copy that has is delivered again, and reads its
+    # end)
     is_first: bool = True
+    # if its handling crashes, its queue gives it up and its dead letter ends it; a dead letter has none
     has_dead_letter: bool = True
-    last: bool = False
-    refusal: Refusal | None = None
-    has_requester: bool = False
-    is_late: Callable[[], bool] = never
-    is_old: bool = False
+    last: bool = False  # it is not retried any more; it ends now
+    refusal: Refusal | None = None  # it ends with this, on record or not (None: it does not end)
+    has_requester: bool = False  # one waits for an answer, and knows that a late request may be carried out
+    is_late: Callable[[], bool] = never  # whether its time is over, at each call
+    is_old: bool = False  # it was sent so long ago that its record may be purged
+    # this process has just started, so hosts that were not reported yet may still be, and "no host" would be a guess
     awaits_hosts: bool = False
 
     @property

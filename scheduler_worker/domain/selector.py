@@ -33,17 +33,13 @@ ANTI_AFFINITY_FILTER = "ServerGroupAntiAffinityFilter"
 
 
 class NoValidHost(Struct, frozen=True):
-    """No host can take the request now. `not_reported`: hosts that only lacked a compute service's report.
-
-    claims: how many claims were submitted before that was known. lost: those of them that got nothing, in order.
-    excluded: the hosts of the funnel, by their rows as they were then.
-    """
+    """No host can take the request now."""
 
     funnel: tuple[FunnelStep, ...]
-    not_reported: int = 0
-    claims: int = 0
-    lost: tuple[FailedClaim, ...] = ()
-    excluded: tuple[RejectedRoots, ...] = ()
+    not_reported: int = 0  # hosts that only lacked a compute service's report
+    claims: int = 0  # how many claims were submitted before that was known
+    lost: tuple[FailedClaim, ...] = ()  # those of them that got nothing, in order
+    excluded: tuple[RejectedRoots, ...] = ()  # the hosts of the funnel, by their rows as they were then
 
     @property
     def remaining(self) -> int:
@@ -200,12 +196,10 @@ class Selector:
         return [table.uuids[index] for index in np.flatnonzero(missing).tolist()]
 
     def hosts_matching(self, name: str, *, is_warming_up: bool = False) -> list[str]:
-        """The hosts that an operator may mean by a name or uuid: reported, in placement, or kept out of use.
-
-        A host with a decision on record counts even if no service has reported it to this scheduler: a fenced host may
-        be gone for good, or is offered only after its fence has been lifted. So does a host of placement, whose service
-        may be dead; while hosts may still be reported, it may have another name.
-        """
+        """The hosts that an operator may mean by a name or uuid: reported, in placement, or kept out of use."""
+        # A host with a decision on record counts even unreported: a fenced host may be gone for good, or is offered
+        # only after its fence has been lifted. So does a host of placement, whose service may be dead; while hosts may
+        # still be reported, it may have another name.
         decided = self.table.decided_about(name)
         if is_warming_up:
             return self.uuids_of(name) or decided
@@ -413,7 +407,7 @@ def _rejected(view: HostsView, filters: Sequence[Filter], spec: RequestSpec) -> 
 
 
 class HostFiltering:
-    """Hosts while step after step leaves some of them out. names: whether to say which."""
+    """Hosts while step after step leaves some of them out."""
 
     def __init__(
         self,
@@ -421,7 +415,7 @@ class HostFiltering:
         funnel: Sequence[FunnelStep] = (),
         excluded: Sequence[RejectedRoots] = (),
         *,
-        names: bool = False,
+        names: bool = False,  # whether to say which
     ) -> None:
         self.view = view
         self.funnel = list(funnel)
@@ -463,12 +457,13 @@ class _AssumedChoice(Struct, frozen=True):
 
 
 class AssumedUsage:
-    """The choices in order of time. A claim is the cell's, so this process learns of it by the feed alone.
-
-    A hold ends when the usage of its providers has risen by its amounts: the claim is counted now, and a hold beside it
-    would count the room twice. Another request's claim of that size ends it early; the move's then races as any other.
-    It ends at its time as well, and before a decision that no host is left.
+    """Choices that count as used, in order of time: the claim is the cell's, so this process learns of it by the feed
+    alone. A hold ends when its providers' usage has risen by its amounts, at its time, and before a decision that no
+    host is left.
     """
+
+    # The claim is counted once usage has risen; a hold beside it would count the room twice. Another request's claim of
+    # that size ends it early; the move then races as any other.
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica

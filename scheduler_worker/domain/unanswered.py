@@ -1,6 +1,5 @@
-"""Which requests have had no event for too long, and what their cells are sent. Pure.
-
-Times are one process's own (monotonic): clocks of different hosts do not decide how old an event is.
+"""Which requests have had no event for too long, and what their cells are sent. Times are one process's own
+(monotonic): clocks of different hosts do not decide how old an event is. Pure.
 """
 
 from __future__ import annotations
@@ -31,16 +30,14 @@ BUILD, DELETE = "build", "delete"
 
 
 class AwaitedRequest(Struct, frozen=True):
-    """A request without an end: a build, the delete of one, or a move. cell: that has to end it ("": none has it yet).
-    sequence: of its newest event; code: of its record.
-    """
+    """A request without an end: a build, the delete of one, or a move."""
 
     request_id: str
     instance_uuid: str
     kind: str
-    cell: str
-    sequence: int
-    code: str
+    cell: str  # that has to end it ("": none has it yet)
+    sequence: int  # of its newest event
+    code: str  # of its record
 
     @property
     def is_action(self) -> bool:
@@ -54,10 +51,8 @@ class AwaitedRequest(Struct, frozen=True):
 
 
 def open_build(build: RecordedBuild) -> AwaitedRequest | None:
-    """The build, or its delete, if it has no end. Its id is its instance's.
-
-    A delete waits while a move of its instance is under way, which may be on its way to another cell: that is watched
-    itself, and a cell that has not received the instance yet would take it for deleted.
+    """The build, or its delete, if it has no end. Its id is its instance's. A delete waits while a move of its instance
+    is under way: a cell that has not received the instance yet would take it for deleted.
     """
     is_delete = build.state is BuildState.DELETING
     if build.state not in OPEN or (is_delete and build.now.under_way is not None):
@@ -84,29 +79,22 @@ def open_now(request: AwaitedRequest, known: ActionContext) -> AwaitedRequest | 
 
 
 class Watched(Struct, frozen=True):
-    """One request that has not ended. seen: as it was at its newest event, since since_s.
+    """One request that has not ended."""
 
-    due_s: when it is queried about next. queried: how often it was in all: the pause grows with it until the request
-    ends, whatever is answered. unanswered: how often since its newest event.
-    """
-
-    seen: AwaitedRequest
-    since_s: float
-    due_s: float
-    queried: int = 0
-    unanswered: int = 0
+    seen: AwaitedRequest  # as it was at its newest event
+    since_s: float  # when that event came, monotonic
+    due_s: float  # when it is queried about next
+    queried: int = 0  # how often in all: the pause grows with it until the request ends, whatever is answered
+    unanswered: int = 0  # how often since its newest event
 
 
 class Watching(Struct, frozen=True):
-    """The findings of one pass. query: about these. silent: those among them whose records are to state it.
-
-    waiting: how many have been queried without an answer.
-    """
+    """The findings of one pass."""
 
     watched: dict[RequestKey, Watched]
-    query: tuple[AwaitedRequest, ...] = ()
-    silent: tuple[AwaitedRequest, ...] = ()
-    waiting: int = 0
+    query: tuple[AwaitedRequest, ...] = ()  # about these
+    silent: tuple[AwaitedRequest, ...] = ()  # those among them whose records are to state it
+    waiting: int = 0  # how many have been queried without an answer
 
 
 def shared_out(requests: Iterable[AwaitedRequest], limit: int) -> list[AwaitedRequest]:
@@ -166,10 +154,8 @@ def _pause(queried: int, pause_s: float) -> float:
 def messages_to_cell(
     request: AwaitedRequest, known: ActionContext, config: SchedulerConfig, at: float
 ) -> tuple[Message, ...]:
-    """The messages about a request that has had no event: the command once more if a query would end what it has begun,
-    otherwise a query, which begins nothing. at: seconds since the epoch.
-
-    A delete is its own query: nothing revokes it, and its cell carries it out whatever it has lost.
+    """The messages about a request that has had no event: the command again if a query would end what it has begun,
+    otherwise a query, which begins nothing. A delete is its own query: nothing revokes it. at: seconds since the epoch.
     """
     build, requested = known.build, known.build_request
     if request.is_action:

@@ -1,10 +1,6 @@
-"""The hosts as filters and weighers see them: columns of the replica and of the host table, side by side.
-
-One build request as the decision sees it: the query for the replica, what filters and weighers read, the instances
-that it is placed relative to, and how many members of a gang a host may take. Pure.
-
-The answer about other instances may be outdated by the time of the claim. For hints and soft policies that does not
-matter; the hard policies are enforced by the claim.
+"""The hosts as filters and weighers see them (columns of the replica and the host table, side by side), and one request
+as the decision sees it. What is known of other instances may be outdated by the claim, which enforces the hard
+policies; for hints and soft ones that does not matter. Pure.
 """
 
 from __future__ import annotations
@@ -29,14 +25,11 @@ from scheduler_worker.domain.hosts import ADMIN_STATES, OPEN, Floats, HostTable,
 
 
 class Membership:
-    """Which roots are in which configured aggregate, by row of the replica.
-
-    named: {aggregate: uuids of its hosts} where these will soon differ from the replica.
-    """
+    """Which roots are in which configured aggregate, by row of the replica."""
 
     def __init__(self, aggregates: Sequence[Aggregate], named: Mapping[str, Collection[str]] | None = None) -> None:
         self.aggregates = tuple(aggregates)
-        self.named = named or {}
+        self.named = named or {}  # {aggregate: uuids of its hosts} where these will soon differ from the replica
         self._keys = tuple(sorted({key for aggregate in aggregates for key in aggregate.metadata}))
 
     def with_key(self, key: str) -> list[Aggregate]:
@@ -210,44 +203,36 @@ def in_use(replica: Replica, rows: Rows) -> Mask:
 
 
 class RelatedInstances(Struct, frozen=True, kw_only=True):
-    """The instances that a request is placed relative to, and the hosts (uuids) that they are on.
+    """The instances that a request is placed relative to, and the hosts (uuids) that they are on."""
 
-    server_group: the group of the request. members: {host: other members of the group there}. different_hosts,
-    same_hosts: the hosts of the instances that the hints `different_host` and `same_host` name; None: no such hint.
-    is_foreign: the group is another control plane's, whose members may be on several hosts despite its affinity.
-    """
-
-    server_group: ServerGroup | None = None
-    members: Mapping[str, int] = {}
+    server_group: ServerGroup | None = None  # the group of the request
+    members: Mapping[str, int] = {}  # {host: other members of the group there}
+    # different_hosts, same_hosts: the hosts of the instances that the hints `different_host` and `same_host` name;
+    # None: no such hint
     different_hosts: tuple[str, ...] | None = None
     same_hosts: tuple[str, ...] | None = None
+    # another control plane's group, whose members may be on several hosts despite its affinity
     is_foreign: bool = False
 
 
 class RequestSpec(Struct, frozen=True, kw_only=True):
-    """A request with its flavor and the pre-filters applied. Requests with an equal `key` share one ranking.
-
-    preferred_traits, preferred_classes: what the flavor prefers and does not require; a weigher reads them.
-    related: where the instances are that the request names, if it names any. image_properties: as the image has them.
-    forced: no filter is run; pre-filters and the claim are. cell: only hosts of this one, where an instance moves.
-    leaves: no hosts of this one, which is drained.
-    otherwise: what is asked of hosts that do not satisfy the query.
-    """
+    """A request with its flavor and the pre-filters applied. Requests with an equal `key` share one ranking."""
 
     query: Query
     flavor: str
     project_id: str
     extra_specs: Mapping[str, str] = {}
     availability_zone: str | None = None
+    # preferred_traits, preferred_classes: what the flavor prefers and does not require; a weigher reads them
     preferred_traits: tuple[str, ...] = ()
     preferred_classes: tuple[str, ...] = ()
     key: tuple[str, ...] = ()
-    related: RelatedInstances | None = None
-    image_properties: Mapping[str, str] = {}
-    forced: bool = False
-    cell: str | None = None
-    leaves: str | None = None
-    otherwise: Query | None = None
+    related: RelatedInstances | None = None  # where the instances are that the request names
+    image_properties: Mapping[str, str] = {}  # as the image has them
+    forced: bool = False  # no filter is run; pre-filters and the claim are
+    cell: str | None = None  # only hosts of this cell, where an instance moves
+    leaves: str | None = None  # no hosts of this cell, which is drained
+    otherwise: Query | None = None  # the query for hosts that do not satisfy `query`
 
     @property
     def queries(self) -> tuple[Query, ...]:
@@ -329,13 +314,11 @@ def has_related(request: SchedulableRequest) -> bool:
 
 
 def locate_requests(request: SchedulableRequest, members: Sequence[str] = ()) -> tuple[LocateRequest, ...]:
-    """The queries to placement, the same for all members of a group: they share its answer. members: instances of its
+    """The queries to placement, the same for all members of a group, which share the answer. members: instances of its
     server group that placement may not know as such. Several where those named are more than one query may name.
-
-    An instance that holds a claim of an earlier claim owner is counted with the others. Its next claim, or the probe
-    where no host is left to it, finds that claim. One query for each such member would read the group's members that
-    many times.
     """
+    # An instance with a claim of an earlier claim owner is counted with the others; its next claim, or the probe where
+    # no host is left, finds that claim. One query for each such member would read the group's members that many times.
     named = tuple(dict.fromkeys((*request.different_host, *request.same_host, *members)))
     group = request.server_group.uuid if request.server_group is not None else None
     first = LocateRequest(project_id=request.project_id, server_group=group, consumers=named[:MAX_NAMED])
@@ -397,10 +380,9 @@ def find_matching_option(
 
 
 def member_capacity(members: Sequence[Query], view: HostsView) -> Rows:
-    """Per host, the most members that its tree has enough of each class for, if the smallest are taken.
-
-    A host may take fewer, because a member takes each class from one provider. A class that other trees share with
-    hosts bounds nothing.
+    """Per host, the most members for which its tree has enough of each class, if the smallest are taken: an upper
+    bound, because a member takes each class from one provider. A class that other trees share with hosts bounds
+    nothing.
     """
     room = np.full(len(view), len(members), dtype=np.intp)
     needed = [total_resources(query) for query in members]

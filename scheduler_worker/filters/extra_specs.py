@@ -16,11 +16,10 @@ AGGREGATE_SCOPE = "aggregate_instance_extra_specs"
 
 
 class AggregateInstanceExtraSpecsFilter:
-    """Compares un-scoped and `aggregate_instance_extra_specs:` extra specs with the metadata of the host's aggregates.
+    """Compares un-scoped and `aggregate_instance_extra_specs:` extra specs with metadata of the host's aggregates."""
 
-    As in Nova: a key that none of the host's aggregates has rejects it; of several values (aggregates, or a comma list)
-    one must match. ComputeCapabilitiesFilter reads un-scoped keys too: use scopes when both are enabled.
-    """
+    # As in Nova: a key that none of the host's aggregates has rejects it; of several values (aggregates, or a comma
+    # list) one must match. ComputeCapabilitiesFilter reads un-scoped keys too: use scopes when both are enabled.
 
     name: ClassVar[str] = "AggregateInstanceExtraSpecsFilter"
 
@@ -66,10 +65,9 @@ CAPABILITIES = "capabilities"
 
 
 class ComputeCapabilitiesFilter:
-    """Compares `capabilities:` and un-scoped extra specs with the host's reported attributes.
-
-    As in Nova: a host without an attribute is rejected where the key has the scope, and passes where it has none.
-    Flavors carry un-scoped keys that are meant for a driver or for another filter.
+    """Compares `capabilities:` and un-scoped extra specs with the host's reported attributes. As in Nova: a missing
+    attribute rejects where the key has the scope, and passes without: un-scoped keys may be meant for a driver or
+    another filter.
     """
 
     name: ClassVar[str] = "ComputeCapabilitiesFilter"

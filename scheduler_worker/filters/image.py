@@ -16,10 +16,8 @@ from scheduler_worker.domain.view import HostsView, Membership, RequestSpec
 
 
 class AggregateImagePropertiesIsolation:
-    """Where an aggregate's metadata has a property that the image has too, the values must match.
-
-    As in Nova: the aggregate may have a comma list. A property that no aggregate of the host has, or that the image
-    does not have, restricts nothing.
+    """Where an aggregate's metadata (a value, or a comma list) has a property of the image, the values must match, as
+    in Nova. A property that only one of the two has restricts nothing.
     """
 
     name: ClassVar[str] = "AggregateImagePropertiesIsolation"
@@ -68,12 +66,11 @@ _COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 class ImagePropertiesFilter:
-    """Compares the image's architecture, hypervisor type and VM mode with those that the host reports.
+    """Compares the image's architecture, hypervisor type and VM mode with those that the host reports."""
 
-    As in Nova: one triple must have all properties of the image. An image without them runs anywhere; an image with
-    them does not run on a host that reports nothing. For an image with one of them the hypervisor's version and the
-    width of addresses count as well, on a host that reports these.
-    """
+    # As in Nova: one triple must have all properties of the image. An image without them runs anywhere; an image with
+    # them does not run on a host that reports nothing. For an image with one of them the hypervisor's version and the
+    # width of addresses count as well, on a host that reports these.
 
     name: ClassVar[str] = "ImagePropertiesFilter"
     run_on_rebuild: ClassVar[bool] = True

@@ -29,10 +29,8 @@ class ServerGroupAntiAffinityFilter:
 
 
 class ServerGroupAffinityFilter:
-    """Passes the host that has the members; all hosts while there is none. Of two first members the claim grants one.
-
-    While a member moves it is on two hosts and may end on either: no host passes until its move is over. Of a foreign
-    control plane's group each host that has a member passes, as in Nova.
+    """Passes the host that has the members; all hosts while there is none (of two first members the claim grants one).
+    While a member moves no host passes. Of a foreign control plane's group each host with a member passes, as in Nova.
     """
 
     name: ClassVar[str] = "ServerGroupAffinityFilter"

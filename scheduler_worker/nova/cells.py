@@ -36,10 +36,9 @@ CellsFound = tuple[dict[str, str], frozenset[str]]  # {host: cell}, the disabled
 
 
 class CellMap(Protocol):
-    """The cells of hosts. disabled: those (uuids) that take no new servers, as of the last answer; what they have may
-    move within them.
-    """
+    """The cells of hosts."""
 
+    # those (uuids) that take no new servers, as of the last answer; what they have may move within them
     disabled: frozenset[str]
 
     async def of_hosts(self, hosts: Collection[str]) -> Mapping[str, str]:

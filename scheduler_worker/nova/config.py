@@ -131,9 +131,8 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def as_amqp(url: str, options: RabbitOptions | None = None) -> str:
     """A URL as nova.conf has it (`rabbit://USER:PASSWORD@HOST,USER:PASSWORD@HOST/VHOST`) in berth's form, with the user
-    before the first host alone. Another one stays as it is. Raises BadBusUrl: the users differ.
-
-    options: with `ssl` it is an `amqps://` URL, with their files.
+    before the first host alone; any other stays as it is. options: with `ssl` it is `amqps://`, with their files.
+    Raises BadBusUrl: the users differ.
     """
     scheme, _, rest = url.partition("://")
     if scheme != "rabbit":

@@ -32,14 +32,13 @@ _STATELESS = frozenset({"amd-sev-snp", "intel-tdx"})  # memory encryption that n
 
 
 class Cpus(Struct, frozen=True):
-    """What the CPU policy makes of a flavor's CPUs. pcpus, vcpus: None where the flavor's own number is meant as VCPU.
+    """What the CPU policy makes of a flavor's CPUs."""
 
-    hyperthreading: whether the trait of hyperthreads is required (True), forbidden (False) or not looked at.
-    """
-
+    # pcpus, vcpus: None where the flavor's own number is meant as VCPU
     pcpus: int | None = None
     vcpus: int | None = None
     is_dedicated: bool = False
+    # whether the trait of hyperthreads is required (True), forbidden (False) or not looked at
     hyperthreading: bool | None = None
 
 

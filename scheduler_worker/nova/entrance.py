@@ -1,10 +1,5 @@
-"""From the topic to the queue of the frontends: the calls that this frontend takes, one after the other.
-
-The topic is acknowledged first, and a call is published once the broker has confirmed that. The other way round, a copy
-that the topic delivers again could go to a stock nova-scheduler while a frontend carries the published one out, and
-both would claim. A frontend that is killed between the two steps loses the one call that is under way; a stock
-nova-scheduler that is killed loses each call in flight. What has certainly not left when the connection is lost, is
-carried out here.
+"""From the topic to the queue of the frontends: the calls that this frontend takes, one after the other. Each is
+acknowledged on the topic first, and published once the broker has confirmed that.
 """
 
 from __future__ import annotations
@@ -35,18 +30,21 @@ async def unblocked(transport: RabbitTransport, clock: Clock) -> None:
 
 
 class TopicIntake:
-    """Of one frontend. frontends: the queue. refused: takes a call that the queue does not; nobody else has it.
-    changed: called when a call is over.
-    """
+    """Takes calls from the topic and publishes them to the frontends' queue. One per frontend."""
+
+    # The other way round, a copy that the topic delivers again could go to a stock nova-scheduler while a frontend
+    # carries the published one out, and both would claim. A frontend killed between the two steps loses the one call
+    # under way; a stock nova-scheduler that is killed loses each call in flight. What has certainly not left when the
+    # connection is lost is carried out here.
 
     def __init__(
         self,
         transport: RabbitTransport,
-        frontends: str,
+        frontends: str,  # the queue of the frontends
         *,
         clock: Clock,
-        refused: Callable[[Call], None],
-        changed: Callable[[], None],
+        refused: Callable[[Call], None],  # takes a call that the queue does not take, and that nobody else has
+        changed: Callable[[], None],  # called when a call is over
     ) -> None:
         self._transport = transport
         self._frontends = frontends

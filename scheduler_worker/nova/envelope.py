@@ -1,11 +1,6 @@
-"""oslo.messaging's envelope: a call of Nova's as it comes, and the replies to it.
-
-The form is that of oslo.messaging's `_drivers/common.py` and `_drivers/amqp.py`, envelope version 2.0: a JSON object of
-`oslo.version` and `oslo.message`; the latter is a text, the JSON of the call. Its keys are `method`, `args`, `version`,
-`namespace`; `_msg_id`, `_reply_q` and `_timeout` of a call that is answered; `_unique_id`; and `_context_*`.
-
-Bodies are hostile until `parse_call` or `parse_reply` has returned: bytes, depth and the types of what is read here are
-bounded, and `arguments` are plain JSON values that their reader checks.
+"""oslo.messaging's envelope 2.0 (`_drivers/common.py`, `_drivers/amqp.py`): calls as they come, and replies. Bodies are
+hostile until `parse_call` or `parse_reply` has returned: bytes, depth and types are bounded here, and `arguments` are
+plain JSON values that their reader checks.
 """
 
 from __future__ import annotations
@@ -45,29 +40,25 @@ class CallUnreadable(Fault):
 
 
 class Call(Struct, frozen=True, kw_only=True):
-    """One call (with a reply queue) or cast (without), as its client sent it.
-
-    arguments, context: JSON values, not checked further. unique_id: oslo.messaging's id of this message, the same when
-    it is delivered again; "" when there is none. timeout_s: after so many seconds without a heartbeat the client gives
-    up (`call_monitor_timeout`); 0: it wants none. limit_s: so many seconds it waits altogether; None: it does not say.
-    redelivered: whether it was delivered before; it may have been answered then. body: the envelope as it came.
-    unread: the code of why nothing else is known of it than whom to answer; "": it is.
-    """
+    """One call (with a reply queue) or cast (without), as its client sent it."""
 
     method: str
+    # arguments, context: JSON values, not checked further
     arguments: dict[str, Any] = {}
     version: str = "1.0"
     namespace: str = ""
     context: dict[str, Any] = {}
     reply_queue: str = ""
     message_id: str = ""
+    # oslo.messaging's id of this message, the same when it is delivered again; "" when there is none
     unique_id: str = ""
+    # the client gives up after so many seconds without a heartbeat (`call_monitor_timeout`); 0: it wants none
     timeout_s: int = 0
-    limit_s: float | None = None
+    limit_s: float | None = None  # seconds that it waits altogether (None: not stated)
     fanout: bool = False
-    redelivered: bool = False
-    body: bytes = b""
-    unread: str = ""
+    redelivered: bool = False  # it was delivered before, and may have been answered
+    body: bytes = b""  # the envelope as it came
+    unread: str = ""  # why only whom to answer is known of it (a code); "": it was read
 
     @property
     def is_answered(self) -> bool:
@@ -107,10 +98,9 @@ class Call(Struct, frozen=True, kw_only=True):
 
 
 class RemoteFault(Exception):
-    """An exception that the client of a call is to raise: oslo.messaging rebuilds it from its class and module.
-
-    Only classes of the modules that the client allows are rebuilt, for Nova `nova.exception` and `builtins`; of others
-    it raises RemoteError with the class name and the message. arguments, keywords: what the class is called with.
+    """An exception that the client of a call raises: oslo.messaging rebuilds it from its class and module. Of modules
+    that the client does not allow (Nova allows `nova.exception` and `builtins`) it raises RemoteError with the class
+    name and the message.
     """
 
     def __init__(
@@ -119,7 +109,7 @@ class RemoteFault(Exception):
         message: str,
         *,
         module: str = "nova.exception",
-        arguments: Sequence[object] | None = None,
+        arguments: Sequence[object] | None = None,  # arguments, keywords: what the class is called with
         keywords: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(message)
@@ -150,11 +140,11 @@ def no_such_method(method: str) -> RemoteFault:
 
 
 class RemoteReply(Struct, frozen=True, kw_only=True):
-    """One reply, as far as its bearer reads it. ending: False of a heartbeat. body: as it came."""
+    """One reply, as far as its bearer reads it."""
 
     message_id: str
-    ending: bool
-    body: bytes
+    ending: bool  # False of a heartbeat
+    body: bytes  # as it came
 
 
 class CallOutcome(Struct, frozen=True, kw_only=True):
@@ -165,6 +155,8 @@ class CallOutcome(Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
+# A JSON object of `oslo.version` and `oslo.message`, a text that is the JSON of the call: `method`, `args`, `version`,
+# `namespace`; `_msg_id`, `_reply_q` and `_timeout` of a call that is answered; `_unique_id`; and `_context_*`.
 def parse_call(
     body: bytes,
     *,

@@ -1,9 +1,6 @@
-"""What the scheduler knows of a Nova cloud beside placement: hosts, services, aggregates and cells.
-
-Everything here is Nova's state as it was read last; nothing is kept. It is put into the scheduler's own host table in
-the terms of that table, so that filters and weighers run on Nova's hosts unchanged: a nova-compute is a compute
-service, a compute node is a host (its uuid is that of the root provider), a Nova cell is a cell (by its uuid).
-Pure: what is read and when comes in.
+"""What the scheduler knows of a Nova cloud beside placement, as read last: a nova-compute is a compute service, a
+compute node a host (by its root provider's uuid), a Nova cell a cell (by its uuid) of the scheduler's own host table,
+so filters and weighers run unchanged. Pure: what is read and when comes in.
 """
 
 from __future__ import annotations
@@ -43,20 +40,15 @@ DOWN = "service.silent"
 
 
 class ComputeNode(Struct, frozen=True, kw_only=True):
-    """A compute node of Nova.
+    """A compute node of Nova. Names are as Nova has them."""
 
-    uuid: its own, which is its root provider's. host: the name of its nova-compute, which aggregates, zones and forced
-    hosts name. nodename: of the hypervisor; with most drivers equal to `host`. Names are as Nova has them.
-    hypervisor_version: 0: unknown. cpu_info: its plain values by path ("arch", "topology:cores").
-    """
-
-    uuid: str
-    host: str
-    nodename: str
+    uuid: str  # its root provider's
+    host: str  # its nova-compute's name, which aggregates, zones and forced hosts name
+    nodename: str  # of the hypervisor; with most drivers equal to `host`
     hypervisor_type: str = ""
-    hypervisor_version: int = 0
+    hypervisor_version: int = 0  # 0: unknown
     host_ip: str = ""
-    cpu_info: Mapping[str, str] = {}
+    cpu_info: Mapping[str, str] = {}  # its plain values by path ("arch", "topology:cores")
 
 
 def supported_instances(node: ComputeNode) -> str:
@@ -71,28 +63,24 @@ def supported_instances(node: ComputeNode) -> str:
 
 
 class NovaService(Struct, frozen=True, kw_only=True):
-    """A nova-compute. is_up: by Nova's service group; False also of one that an operator has forced down, and of one
-    whose cell Nova cannot reach. is_read: False: only its host could be read.
-    """
+    """A nova-compute."""
 
     host: str
+    # by Nova's service group; also False when an operator has forced it down, or Nova cannot reach its cell
     is_up: bool
     is_disabled: bool = False
     reason: str = ""
-    is_read: bool = True
+    is_read: bool = True  # False: only its host could be read
 
 
 class NovaAggregate(Struct, frozen=True, kw_only=True):
-    """A host aggregate of Nova; hosts: names of nova-computes. A zone is its metadata `availability_zone`.
-
-    is_read: False: its name and metadata could not be read.
-    """
+    """A host aggregate of Nova. A zone is its metadata `availability_zone`."""
 
     uuid: str
     name: str
     metadata: Mapping[str, str] = {}
-    hosts: tuple[str, ...] = ()
-    is_read: bool = True
+    hosts: tuple[str, ...] = ()  # names of nova-computes
+    is_read: bool = True  # False: its name and metadata could not be read
 
 
 def host_table() -> HostTable:
@@ -195,7 +183,7 @@ class NovaState:
         """The hosts whose nova-compute is up and of which no compute node is known."""
         return frozenset(one.host for one in self._services.values() if one.is_up and one.host not in self._by_host)
 
-    # --- written by the keeper
+    # --- written by the facts keeper
 
     def put_services(self, services: Iterable[NovaService], *, complete: bool) -> None:
         """Take the states of nova-computes over. complete: those are all, and others are gone. Otherwise they come with

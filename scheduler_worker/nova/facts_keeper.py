@@ -49,10 +49,9 @@ class NovaStateUpdates(Protocol):
         ...
 
     async def ask(self, unknown: Collection[str] = ()) -> bool:
-        """Read services and aggregates now, and the compute nodes of these root providers; whether a fact has changed.
-
-        Before "no valid host" is final. Callers at the same time share one read, and reads are a second apart at
-        least. False also when Nova does not answer in time: what is known counts.
+        """Before "no valid host" is final: read services, aggregates, and these root providers' compute nodes now;
+        whether a fact has changed. Callers share one read, at most one a second. False also when Nova does not answer
+        in time.
         """
         ...
 

@@ -177,10 +177,10 @@ def _first(value: object) -> object:
 
 
 class _Event(NamedTuple):
-    """A notification that is to be published. at: Unix time."""
+    """A notification that is to be published."""
 
     name: str
-    at: float
+    at: float  # Unix time
     spec: object
     context: Mapping[str, Any]
     request_id: str

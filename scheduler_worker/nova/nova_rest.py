@@ -245,10 +245,9 @@ class NovaRest:
         version: tuple[int, int] | None = None,
         marker: str | None = "id",
     ) -> AsyncIterator[dict[str, Any]]:
-        """A list page by page, until a page is empty. marker: the field of the last row; None: pages go by offset.
-
-        Nova leaves rows out of a page without a link to the next (compute nodes whose service was deleted), so a page
-        that is not full is not the last one. Raises NovaUnavailable, NovaRefused.
+        """A list page by page, until a page is empty: Nova leaves rows out (compute nodes of deleted services), so a
+        page that is not full is not the last. marker: the field of the last row; None: by offset. Raises
+        NovaUnavailable, NovaRefused.
         """
         asked = {**(params or {}), "limit": str(self._page_size)}
         seen = 0

@@ -38,16 +38,13 @@ _TRAITS_OF_PROPERTIES: Final = {
 
 
 class Additions(Struct, frozen=True, kw_only=True):
-    """What the pre-filters add. of_pci: traits that the groups of PCI requests must have.
-
-    member_of: of each tuple of aggregates one must hold.
-    """
+    """What the pre-filters add."""
 
     root_required: frozenset[str]
     root_forbidden: frozenset[str]
-    member_of: tuple[tuple[str, ...], ...]
+    member_of: tuple[tuple[str, ...], ...]  # of each tuple of aggregates one must hold
     forbidden_aggregates: frozenset[str]
-    of_pci: frozenset[str]
+    of_pci: frozenset[str]  # traits that the groups of PCI requests must have
 
 
 def prefilter(

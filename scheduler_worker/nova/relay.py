@@ -1,9 +1,5 @@
-"""The fallback: calls that berth does not decide, taken to a stock nova-scheduler on another virtual host and back.
-
-A call leaves as it came but for its reply queue, which is this process's own, and its answer goes to the client byte by
-byte. The stock scheduler claims by itself, so a call must not reach it twice: it leaves once Nova's broker has
-confirmed that it is acknowledged. So one that is delivered again has never left. A process that is killed in between
-loses the call, as a stock nova-scheduler that is killed does.
+"""The fallback: calls that berth does not decide are taken to a stock nova-scheduler on another virtual host, as they
+came but for the reply queue, and answered byte by byte.
 """
 
 from __future__ import annotations
@@ -64,28 +60,29 @@ class Fallback(Protocol):
 
 
 class _Awaited:
-    """A call under way. sign: set by each reply, heartbeats among them."""
+    """A call under way."""
 
     def __init__(self) -> None:
-        self.sign = asyncio.Event()
+        self.sign = asyncio.Event()  # set by each reply, heartbeats among them
         self.answer: bytes | None = None
         self.abandoned = False
 
 
 class StockForwarder:
-    """Calls on their way to a stock nova-scheduler. transport: of its virtual host; it is opened and closed here.
+    """Calls on their way to a stock nova-scheduler."""
 
-    unique: what tells the reply queue from those of other processes. in_flight: calls at a time; a further one fails.
-    """
+    # The stock scheduler claims by itself, so a call must not reach it twice: it leaves once Nova's broker has
+    # confirmed that it is acknowledged, so a call that is delivered again has never left. A process killed in between
+    # loses the call, as a killed stock nova-scheduler does.
 
     def __init__(
         self,
-        transport: RabbitTransport,
+        transport: RabbitTransport,  # of its virtual host; it is opened and closed here
         *,
         control_exchange: str,
-        unique: str,
+        unique: str,  # what tells the reply queue from those of other processes
         clock: Clock,
-        in_flight: int = IN_FLIGHT,
+        in_flight: int = IN_FLIGHT,  # calls at a time; a further one fails
     ) -> None:
         self._transport = transport
         self._exchange = control_exchange
@@ -116,10 +113,8 @@ class StockForwarder:
             awaited.sign.set()
 
     async def call(self, call: Call, reason: str, acknowledge_first: Callable[[], Awaitable[None]]) -> bytes:
-        """As Fallback has it. It may be cancelled.
-
-        Raises ForwardFailed: no broker or scheduler takes it, too many wait already, or none gave a sign of life for as
-        long as the client would wait.
+        """As Fallback has it. It may be cancelled. Raises ForwardFailed: no broker or scheduler takes it, too many wait
+        already, or none gave a sign of life for as long as the client would wait.
         """
         outcome = "cancelled"
         try:

@@ -1,8 +1,6 @@
-"""Nova's RequestSpec as it comes in a call, parsed.
-
-A versioned object on the wire is a mapping of `nova_object.name`, `.namespace`, `.version` and `.data`
-(oslo.versionedobjects). Everything is hostile until `parse_request_spec` has returned: of each object the name and the
-major version are checked, fields that placing does not read are ignored, and a field that is not set is its default.
+"""Nova's RequestSpec as it comes in a call, parsed: objects of oslo.versionedobjects (`nova_object.name`, `.namespace`,
+`.version`, `.data`). Hostile until `parse_request_spec` has returned: name and major version of each object are
+checked, fields that placing does not read are ignored, absent ones have their default.
 """
 
 from __future__ import annotations
@@ -38,15 +36,12 @@ class SpecRefused(Fault):
 
 
 class NotDecided(Exception):
-    """Berth does not decide this request; a stock nova-scheduler does.
-
-    reason: a stable word by which such calls are counted. detail: for a person.
-    """
+    """Berth does not decide this request; a stock nova-scheduler does."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
-        self.detail = detail
+        self.reason = reason  # a stable word by which such calls are counted
+        self.detail = detail  # for a person
 
 
 class NovaFlavor(Struct, frozen=True, kw_only=True):
@@ -64,14 +59,12 @@ class NovaFlavor(Struct, frozen=True, kw_only=True):
 
 
 class NovaImage(Struct, frozen=True, kw_only=True):
-    """`ImageMeta` 1.x. properties: those of `ImageMetaProps` that are set, as Nova's field types have coerced them.
-
-    traits_required: of the image's properties `trait:X` = required.
-    """
+    """`ImageMeta` 1.x."""
 
     disk_format: str | None = None
+    # those of `ImageMetaProps` that are set, as Nova's field types have coerced them
     properties: dict[str, str | int | float | bool | list[Any] | None] = {}
-    traits_required: tuple[str, ...] = ()
+    traits_required: tuple[str, ...] = ()  # of the image's properties `trait:X` = required
 
     def text(self, name: str) -> str | None:
         """A property that is a text."""
@@ -86,27 +79,25 @@ class NovaCell(Struct, frozen=True, kw_only=True):
 
 
 class NovaDestination(Struct, frozen=True, kw_only=True):
-    """`Destination` 1.x: the host, the node (by hypervisor hostname) and the cell that the call asks for.
-
-    aggregates: each item is uuids separated by commas, of which one must hold; all items must.
-    """
+    """`Destination` 1.x: the host, the node (by hypervisor hostname) and the cell that the call asks for."""
 
     host: str | None = None
     node: str | None = None
     cell: NovaCell | None = None
+    # each item is uuids separated by commas, of which one must hold; all items must
     aggregates: tuple[str, ...] | None = None
     forbidden_aggregates: frozenset[str] | None = None
     allow_cross_cell_move: bool = False
 
 
 class NovaGroup(Struct, frozen=True, kw_only=True):
-    """`InstanceGroup` 1.x. members: uuids of instances."""
+    """`InstanceGroup` 1.x."""
 
     uuid: str | None = None
     policy: str | None = None
     policies: tuple[str, ...] = ()
     rules: dict[str, str] = field(name="_rules", default_factory=dict)
-    members: tuple[str, ...] | None = None
+    members: tuple[str, ...] | None = None  # uuids of instances
 
     @property
     def group_policy(self) -> str | None:
@@ -115,17 +106,14 @@ class NovaGroup(Struct, frozen=True, kw_only=True):
 
 
 class NovaRequestGroup(Struct, frozen=True, kw_only=True):
-    """`RequestGroup` 1.x: what a port, a device profile or a PCI request asks of one provider.
-
-    requester_id: its suffix in the query. aggregates: of each inner tuple one must hold.
-    """
+    """`RequestGroup` 1.x: what a port, a device profile or a PCI request asks of one provider."""
 
     resources: dict[str, Amount] = {}
     required_traits: frozenset[str] = frozenset()
     forbidden_traits: frozenset[str] = frozenset()
-    aggregates: tuple[tuple[str, ...], ...] = ()
+    aggregates: tuple[tuple[str, ...], ...] = ()  # of each inner tuple one must hold
     forbidden_aggregates: frozenset[str] = frozenset()
-    requester_id: str | None = None
+    requester_id: str | None = None  # its suffix in the query
     in_tree: str | None = None
 
     @property
@@ -144,14 +132,12 @@ class NovaRequestLevel(Struct, frozen=True, kw_only=True):
 
 
 class NovaPciRequest(Struct, frozen=True, kw_only=True):
-    """`InstancePCIRequest` 1.x. requester_id: a port's uuid or a flavor's alias says where it comes from.
-
-    spec: what the device must be; the tags of a port's request are in it (`physical_network`, `remote_managed`).
-    """
+    """`InstancePCIRequest` 1.x."""
 
     request_id: str | None = None
-    requester_id: str | None = None
+    requester_id: str | None = None  # a port's uuid or a flavor's alias says where it comes from
     alias_name: str | None = None
+    # what the device must be; the tags of a port's request are in it (`physical_network`, `remote_managed`)
     spec: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -177,10 +163,7 @@ class NovaNetworks(Struct, frozen=True, kw_only=True):
 
 
 class NovaRequest(Struct, frozen=True, kw_only=True):
-    """`RequestSpec` 1.x, all that placing reads. Names and units are Nova's; None is null or not set.
-
-    ignore_hosts, force_hosts, force_nodes: names. numa_topology: as it came, not looked into.
-    """
+    """`RequestSpec` 1.x, all that placing reads. Names and units are Nova's; None is null or not set."""
 
     flavor: NovaFlavor
     image: NovaImage | None = None
@@ -188,6 +171,7 @@ class NovaRequest(Struct, frozen=True, kw_only=True):
     user_id: str | None = None
     availability_zone: str | None = None
     is_bfv: bool | None = None
+    # ignore_hosts, force_hosts, force_nodes: names
     ignore_hosts: tuple[str, ...] | None = None
     force_hosts: tuple[str, ...] | None = None
     force_nodes: tuple[str, ...] | None = None
@@ -197,7 +181,7 @@ class NovaRequest(Struct, frozen=True, kw_only=True):
     requested_resources: tuple[NovaRequestGroup, ...] | None = None
     request_level_params: NovaRequestLevel = NovaRequestLevel()
     requested_networks: NovaNetworks | None = None
-    numa_topology: Any = None
+    numa_topology: Any = None  # as it came, not looked into
     pci_requests: NovaPciRequests | None = None
 
     @property

@@ -1,8 +1,5 @@
-"""A RequestSpec as a candidate query: what Nova's ResourceRequest and its pre-filters make of one, by the same rules
-(Nova 34, `nova/scheduler/utils.py`).
-
-`resource_request` gives the query that berth searches by; `querystring` writes it as Nova asks it of Placement's
-`GET /allocation_candidates`, which is how the translation is tested against Nova's own.
+"""A RequestSpec as a candidate query, by the rules of Nova's ResourceRequest and pre-filters (Nova 34,
+`nova/scheduler/utils.py`). `querystring` writes it as `GET /allocation_candidates`, for tests against Nova's own.
 """
 
 from __future__ import annotations
@@ -76,24 +73,20 @@ class CloudState(Protocol):
 
 
 class ResourceRequest(Struct, frozen=True, kw_only=True):
-    """The query of one request.
-
-    limit: the most candidates that Nova would ask for; None: all. cpu_pinning_requested: Nova asks a second time with
-    `pinning=False`, as VCPU, and takes the candidates of both.
-    """
+    """The query of one request."""
 
     query: Query
-    limit: int | None
+    limit: int | None  # the most candidates that Nova would ask for (None: all)
+    # Nova asks a second time with `pinning=False`, as VCPU, and takes the candidates of both
     cpu_pinning_requested: bool = False
 
 
 def undecided(
     request: NovaRequest, settings: PrefilterSettings, enabled: Collection[str], lacking: Sequence[str] = ()
 ) -> NotDecided | None:
-    """Why berth does not decide this request, if so: one of Nova's filters that berth does not have reads a part of it.
-
-    enabled: names of filters. What only others read is ignored, as in Nova. lacking: enabled filters that berth
-    does not have, and of which it does not know what they read: it may be any request.
+    """Why berth does not decide this request, if so: a Nova filter that berth does not have reads a part of it.
+    enabled: names of filters; what only others read is ignored. lacking: enabled filters of which berth does not know
+    what they read.
     """
     if lacking:
         return NotDecided("filter", ", ".join(lacking))
@@ -144,13 +137,11 @@ def resource_request(
     requires_owner: bool,
     pinning: bool = True,
 ) -> ResourceRequest | Unsatisfiable:
-    """The query of a request, pre-filters applied; Unsatisfiable where Nova finds no host without asking for one, or by
-    a query that Placement refuses.
-
-    requires_owner: every compute node's provider has the trait OWNER_NOVA, so that it can be required (Nova compares
-    versions of compute services, which its API does not tell). pinning: translate the CPU policy to PCPU (Nova's
-    enable_pinning_translate). Raises NotDecided.
+    """The query of a request, pre-filters applied; Unsatisfiable where Nova finds no host without asking, or Placement
+    refuses the query. requires_owner: every compute node has the trait OWNER_NOVA, which is required. pinning:
+    translate the CPU policy to PCPU (enable_pinning_translate). Raises NotDecided.
     """
+    # OWNER_NOVA stands for a comparison of the versions of compute services, which Nova's API does not tell.
     asked = translated(request, settings, nova_state, requires_owner=requires_owner, pinning=pinning)
     if isinstance(asked, Unsatisfiable):
         return asked
@@ -298,11 +289,11 @@ class _Draft(Struct):
 
 
 class _Drafted(Struct):
-    """All groups while they are put together. suffixes_of_flavor: how many groups the flavor's extra specs name."""
+    """All groups while they are put together."""
 
     groups: dict[str, _Draft] = {}
     group_policy: Literal["none", "isolate"] | None = None
-    suffixes_of_flavor: int = 0
+    suffixes_of_flavor: int = 0  # how many groups the flavor's extra specs name
     cpu_pinning_requested: bool = False
 
     def group(self, suffix: str = UNNUMBERED) -> _Draft:

@@ -1,10 +1,5 @@
-"""The RPC server of topic `scheduler`, as Nova's own scheduler is one: what oslo.messaging's rabbit driver does.
-
-Any number of these and of stock nova-schedulers take from the queue of the topic. A call that one of these takes it
-puts into a queue of theirs (`entrance`), and carries it out when it comes from there. It is acknowledged once its reply
-is confirmed, so one whose server is killed is delivered again, to any of these, with the same `unique_id`. A stock
-nova-scheduler must not get it again: it takes what the first delivery has claimed for a server that moves, and claims a
-second host. So a call is forwarded to one only when the broker has confirmed that it is acknowledged.
+"""The RPC server of topic `scheduler`, in the place of Nova's own scheduler: what oslo.messaging's rabbit driver does.
+Any number of these and of stock nova-schedulers take from the topic's queue.
 """
 
 from __future__ import annotations
@@ -58,13 +53,11 @@ class CallDispatcher(Protocol):
     """What answers calls. The server has checked method and version, and answers `ping` itself."""
 
     async def call(self, call: Call) -> object:
-        """The result of a call as JSON values; of a cast nothing is done with it. Casts come one after the other.
-
-        It may be cancelled (the client has given up), and called again with the same `unique_id` after any part of
-        it was done. Raises RemoteFault, which the client raises then; NotDecided: the call is forwarded to a stock
-        nova-scheduler; Transient: it is called again until the client gives up. Any other exception is logged, and
-        the client told that the call failed.
+        """The result of a call as JSON values; ignored for casts, which come one after the other. May be cancelled, and
+        called again with the same `unique_id` after any part was done. Raises RemoteFault, which the client raises;
+        NotDecided: forwarded to a stock nova-scheduler; Transient: called again until the client gives up.
         """
+        # Any other exception is logged, and the client told that the call failed.
 
 
 class _DeliveredCall:
@@ -105,25 +98,28 @@ class _DeliveredCall:
 
 
 class RpcServer:
-    """One server of the topic. transport: of Nova's virtual host; it is opened and closed here. host: this server's
-    name (`scheduler.HOST`). unique: what tells the fanout queue from those of other processes. fallback: None: what
-    berth does not decide fails. prefetch: calls in flight of one queue.
-    """
+    """One server of the topic."""
+
+    # A call taken from the topic is put into a queue of the frontends (`TopicIntake`), and carried out when it comes
+    # from there. It is acknowledged once its reply is confirmed, so one whose server is killed is delivered again, to
+    # any frontend, with the same `unique_id`. A stock nova-scheduler must not get it again: it takes what the first
+    # delivery has claimed for a server that moves, and claims a second host. So a call is forwarded to one only when
+    # the broker has confirmed that it is acknowledged.
 
     def __init__(
         self,
-        transport: RabbitTransport,
+        transport: RabbitTransport,  # of Nova's virtual host; it is opened and closed here
         dispatcher: CallDispatcher,
         *,
-        host: str,
-        unique: str,
+        host: str,  # this server's name (`scheduler.HOST`)
+        unique: str,  # what tells the fanout queue from those of other processes
         options: RabbitOptions,
         control_exchange: str,
         clock: Clock,
         rng: random.Random,
-        fallback: Fallback | None = None,
+        fallback: Fallback | None = None,  # None: what berth does not decide fails
         recorder: CallRecorder | None = None,
-        prefetch: int = PREFETCH,
+        prefetch: int = PREFETCH,  # calls in flight of one queue
     ) -> None:
         self._transport = transport
         self._dispatcher = dispatcher

@@ -1,8 +1,6 @@
-"""`select_destinations` of topic `scheduler`: a RequestSpec of Nova, placed by berth's own placer.
-
-The instances of a call are requests of one placing: on the replica, through filters and weighers, claimed as a gang
-where they are several. Their claims are external ones, named by the id of the call's message: a call that is delivered
-again adopts what it had claimed. Nothing is kept: the state is Nova's and placement's.
+"""`select_destinations` of topic `scheduler`: a RequestSpec of Nova, placed by berth's own placer, several instances as
+a gang. Claims are external ones, owned by the id of the call's message, so a redelivered call adopts what it had
+claimed. Nothing is kept: the state is Nova's and placement's.
 """
 
 from __future__ import annotations
@@ -98,21 +96,21 @@ class SelectionContended(Transient):
 
 
 class SelectArguments(Struct, frozen=True, kw_only=True):
-    """The arguments of a call, version 4.5. instance_uuids: None from a conductor older than Nova 16."""
+    """The arguments of a call, version 4.5."""
 
     spec_obj: Any
+    # None from a conductor older than Nova 16
     instance_uuids: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_CLAIMS_TOGETHER)] | None = None
     return_objects: bool = False
     return_alternates: bool = False
 
 
 class Ended(Struct, frozen=True, kw_only=True):
-    """Why a call ends without hosts. reason: for the user of the request, without names of hosts. lost, funnel: with
-    them.
-    """
+    """Why a call ends without hosts."""
 
-    reason: str
+    reason: str  # for the user of the request, without names of hosts
     step: str = ""
+    # lost, funnel: with them
     lost: tuple[str, ...] = ()
     funnel: tuple[DecisionStep, ...] = ()
 
@@ -131,11 +129,7 @@ class NovaInstance(Struct, frozen=True, kw_only=True):
 
 
 class Destinations:
-    """Answers the calls and takes the casts of topic `scheduler`. One per process.
-
-    configure: puts newer state of Nova into the selector. lacking: enabled filters that berth does not have: every call
-    is left to the fallback then. recorder: takes how each call was decided. The rest is the scheduler's own.
-    """
+    """Answers the calls and takes the casts of topic `scheduler`. One per process."""
 
     def __init__(
         self,
@@ -145,12 +139,13 @@ class Destinations:
         source: NovaStateUpdates,
         follower: ReplicaFollower,
         *,
-        configure: Callable[[], None],
+        configure: Callable[[], None],  # puts newer state of Nova into the selector
         notifier: Notifier,
         config: NovaConfig,
         clock: Clock,
+        # enabled filters that berth does not have: every call is left to the fallback then
         lacking: Sequence[str] = (),
-        recorder: CallRecorder | None = None,
+        recorder: CallRecorder | None = None,  # takes how each call was decided
     ) -> None:
         self._placer = placer
         self._selector = selector
@@ -171,11 +166,9 @@ class Destinations:
         self._unnamed: frozenset[str] = frozenset()  # those of them that Nova has named no compute node for
 
     async def call(self, call: Call) -> object:
-        """The result of a call (`CallDispatcher`). Raises NotDecided, RemoteFault, SpecRefused, Transient.
-
-        What is not decided here may have been before: by a frontend that was killed, or while placement's answer was
-        lost. A stock nova-scheduler would claim a second host beside that claim.
-        """
+        """The result of a call (`CallDispatcher`). Raises NotDecided, RemoteFault, SpecRefused, Transient."""
+        # What is not decided here may have been before: by a frontend that was killed, or while placement's answer was
+        # lost. A stock nova-scheduler would claim a second host beside that claim.
         if call.method in CASTS:
             return self._source.apply_cast(call.method, call.arguments)
         if call.method != METHOD or not call.is_answered:  # for nobody, a cast would claim
@@ -399,11 +392,9 @@ class Destinations:
         ]
 
     def _ended(self, spec: RequestSpec, results: Sequence[PlacementResult]) -> Ended:
-        """Why not all of the instances have a host. Raises Transient: it is not known, or worth another try.
-
-        Nothing is given back: several are claimed together or not at all, so what one of them holds all the same is of
-        an earlier delivery of this call, and its instance may run by now.
-        """
+        """Why not all of the instances have a host. Raises Transient: it is not known, or worth another try."""
+        # Nothing is given back: several are claimed together or not at all, so what one of them holds is of an earlier
+        # delivery of this call, and its instance may run by now.
         for result in results:
             if isinstance(result, PlacementUnavailable):
                 raise result

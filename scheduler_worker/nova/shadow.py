@@ -1,9 +1,5 @@
-"""The shadow: a stock nova-scheduler decides, berth decides beside it without a claim, and the difference is reported.
-
-A call goes to the stock scheduler as those of the fallback do, and its answer goes to the client as it came. berth's
-decision begins when the call has left, so that it sees placement as it is before the stock scheduler claims; its
-choices count as taken until the stock scheduler has answered. It is made by the one placer, whose claims are granted
-here and sent to nobody. Nothing waits for it, and what fails in it is counted and logged.
+"""The shadow: a stock nova-scheduler decides and answers; berth decides beside it without a claim, by the one placer,
+and the difference is reported. Nothing waits for berth's decision, and its failures are counted and logged.
 """
 
 from __future__ import annotations
@@ -68,15 +64,12 @@ class Difference(StrEnum):
 
 
 class SchedulerAnswer(Struct, frozen=True, kw_only=True):
-    """One scheduler's answer to a call: the host of each instance, or why there are none.
+    """One scheduler's answer to a call: the host of each instance, or why there are none."""
 
-    took_s: seconds. is_decided: False: it is no answer: berth would forward the call, or the stock scheduler failed.
-    """
-
-    took_s: float = 0.0
+    took_s: float = 0.0  # seconds
     hosts: Hosts = ()
     reason: str = ""
-    is_decided: bool = True
+    is_decided: bool = True  # False: it is no answer: berth would forward the call, or the stock scheduler failed
 
 
 class ShadowedDestinations(Protocol):
@@ -137,7 +130,10 @@ class UpstreamDecides:
 
 
 class ShadowingForwarder:
-    """The fallback of such a server: berth decides beside each call. recorder: takes differences."""
+    """The fallback of such a server: berth decides beside each call."""
+
+    # A call goes to the stock scheduler as those of the fallback do. berth's decision begins when it has left, so that
+    # it sees placement as it is before the stock scheduler claims; its choices count as taken until that has answered.
 
     def __init__(
         self,
@@ -145,7 +141,7 @@ class ShadowingForwarder:
         fallback: Fallback,
         replica: Replica,
         clock: Clock,
-        recorder: CallRecorder | None = None,
+        recorder: CallRecorder | None = None,  # takes differences
     ) -> None:
         self._destinations = destinations
         self._recorder = recorder or CallRecorder()

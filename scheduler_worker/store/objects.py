@@ -1,8 +1,6 @@
-"""What operators define and ask as rows: objects, the moves of drains, and queries. The statements of the store's
-PostgreSQL adapter, and what its memory adapter keeps.
-
-The statements of queries are not hot, and are made by SQLAlchemy Core. A condition that a query does not name is no
-part of its statement, so that PostgreSQL plans for those that it has.
+"""What operators define and ask, as rows: objects, the moves of drains, queries. The statements of the PostgreSQL
+adapter, made by SQLAlchemy Core, and what the memory adapter keeps. A condition that a query does not name is no part
+of its statement, so that PostgreSQL plans for those that it has.
 """
 
 from __future__ import annotations

@@ -44,11 +44,11 @@ class Purged(Struct, frozen=True):
 
 
 class OpenBuilds(Struct, frozen=True):
-    """Builds that have no end. last: when the last build that was examined was requested, and its instance, where
-    the next page begins (None: there is none after it).
-    """
+    """Builds that have no end."""
 
     builds: Sequence[RecordedBuild]
+    # when the last build that was examined was requested, and its instance, where the next page begins (None: there is
+    # none after it)
     last: tuple[float, str] | None = None
 
 
@@ -62,10 +62,10 @@ class WithoutHost(Struct, frozen=True):
 
 
 class CellInstances(Struct, frozen=True):
-    """A page of a cell's instances, by uuid. last: all up to this uuid were looked at ("": all there are)."""
+    """A page of a cell's instances, by uuid."""
 
     instances: Sequence[str]
-    last: str = ""
+    last: str = ""  # all up to this uuid were looked at ("": all there are)
 
 
 class BuildUnit(Protocol):
@@ -165,12 +165,10 @@ class SchedulerStore(Flushed, Protocol):
         """Set the relay that publishes what units emit. Before the first unit."""
 
     def unit(self, *, durable: bool = True, optimistic: bool = False) -> AbstractAsyncContextManager[BuildUnit]:
-        """A transaction. Not durable: for rows that a redelivered message would write again after a crash.
-
-        optimistic: it expects that every request is new, every decided build awaits its decision, and every locked one
-        is as this process left it; at its end it raises Conflict if that is not so. For PostgreSQL this is one round
-        trip instead of five.
+        """A transaction. Not durable: for rows that a redelivered message would write again after a crash. optimistic:
+        expects new requests, awaited decisions, and rows as this process left them, else raises Conflict at its end.
         """
+        # For PostgreSQL an optimistic unit is one round trip instead of five.
 
     def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
         """A durable transaction for operations."""
@@ -192,14 +190,12 @@ class SchedulerStore(Flushed, Protocol):
         """The instances of these projects that have no host: offloaded, or between two hosts. Along an index."""
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
-        """Delete builds that ended without a machine and moves that ended, and last changed before this time: the
-        oldest first, builds from a creation time on. limit: of each.
-
-        Those of an instance that awaits a confirm or a revert stay: the id of its move is that of a migration, and no
-        other request may have it.
-
-        A build's cell mapping goes with it. A build that has a machine, or may get one, is kept whatever its age.
+        """Delete builds without a machine and moves that ended and last changed before this time (seconds since the
+        epoch), oldest first, at most `limit` of each, builds from a creation time on; with a build its cell mapping.
+        Builds that have a machine, or may get one, stay.
         """
+        # Moves of an instance that awaits a confirm or a revert stay: the id of its move is that of a migration, and no
+        # other request may have it.
 
     async def actions(self, query: ActionQuery) -> list[ActionRecord]:
         """One request, or a page of them, newest first."""
@@ -249,12 +245,12 @@ class SchedulerStore(Flushed, Protocol):
 
 
 class BuildWrites(WriteSet, kw_only=True):
-    """The writes of one unit: inserts must be new, decisions must be awaited. at: the time of all writes."""
+    """The writes of one unit: inserts must be new, decisions must be awaited."""
 
     inserts: Sequence[NewBuild] = ()
     decisions: Sequence[BuildUpdate] = ()
     updates: Sequence[BuildUpdate] = ()
-    at: float = 0.0
+    at: float = 0.0  # the time of all writes
 
     def is_empty(self) -> bool:
         """Whether there is nothing to write and nothing to compare."""

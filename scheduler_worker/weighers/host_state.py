@@ -15,11 +15,9 @@ from scheduler_worker.domain.view import HostsView, RequestSpec
 
 
 class HealthWeigher(Weigher):
-    """Puts hosts with a warning below all without, and above those with failed builds.
-
-    A warning is the host's attribute `health`, or a sensor of it that reads warning or critical. (A critical sensor
-    alone, for instance one of two power supplies, stops nothing: the host's manager disables a host that is not to be
-    used.)
+    """Puts hosts with a warning below all without, and above those with failed builds. A warning is the attribute
+    `health`, or a sensor that reads warning or critical; a critical one alone stops nothing: the host's manager
+    disables hosts.
     """
 
     name: ClassVar[str] = "health"

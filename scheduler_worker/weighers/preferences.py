@@ -12,10 +12,8 @@ from scheduler_worker.domain.view import HostsView, RequestSpec
 
 
 class PreferenceWeigher(Weigher):
-    """Prefers hosts that have the flavor's preferences; by default its multiplier outweighs all but build failures.
-
-    A trait counts on any provider of the host's tree, a class when any of it is free. A flavor without preferences adds
-    no weight.
+    """Prefers hosts that have the flavor's preferences: a trait on any provider of the tree, a class of which any is
+    free. By default its multiplier outweighs all but build failures. A flavor without preferences adds no weight.
     """
 
     name: ClassVar[str] = "preferred"

@@ -286,6 +286,15 @@ def test_a_tuple_has_all_of_its_parts() -> None:
     assert list(jsonschema.Draft7Validator(schema).iter_errors(short))
 
 
+def test_a_field_is_described_by_the_meaning_beside_it() -> None:
+    schemas = document()["components"]["schemas"]
+    page, request = schemas["BuildPage"]["properties"], schemas["BuildRequest"]["properties"]
+    assert request["host"]["description"] and request["max_attempts"]["description"]  # at its line, and above it
+    assert request["image_source"]["description"]  # of a base
+    assert page["searched_to"]["description"] == page["searched_to_instance"]["description"]  # of two fields
+    assert all(one.get("description") for one in schemas["StageTimes"]["items"])
+
+
 def test_the_command_prints_it() -> None:
     for words in (["asyncapi"], ["asyncapi", "--public"]):
         result = CliRunner().invoke(app, words)
