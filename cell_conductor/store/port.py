@@ -194,7 +194,7 @@ class InstanceStore(Flushed, Protocol):
         """Disconnect."""
 
     async def has_due(self, now: float) -> bool:
-        """Whether a sweep would find anything: a deadline that has passed, or a database that was restored, or may be."""
+        """Whether a sweep would find anything: a passed deadline, or a database that was or may be restored."""
         # One round trip without locks, instead of a transaction that nearly always finds nothing.
 
     def transaction(self) -> AbstractAsyncContextManager[LockingTransaction]:
