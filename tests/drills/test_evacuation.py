@@ -112,6 +112,11 @@ async def drill(whole: Rig, fence: Callable[[HostRecord], Awaitable[None]]) -> N
     await processes.ready([WORKER])
     await decide(client, host, AdminState.ENABLED)
     await until(lambda: in_state(client, host, AdminState.ENABLED), PATIENCE_S)  # its cell has lifted the fence
+
+    async def heard() -> bool:  # its service's lease is given again with the next heartbeat that the cell reads
+        return all(one.holds for one in await whole.verdicts() if one.name == OF_THE_DEAD)
+
+    await until(heard, PATIENCE_S)
     await whole.assert_invariants()
 
 
