@@ -1,6 +1,6 @@
 """The effect of a notification: take a node out of placement at once, or only read the node.
 
-The source is lossy, late and sometimes wishful (README, "Traps"), so a notification never gives a node back.
+The source is lossy, late and sometimes wishful (`TRAPS.md`), so a notification never gives a node back.
 """
 
 from __future__ import annotations

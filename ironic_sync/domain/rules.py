@@ -1,6 +1,6 @@
 """Nova's rules for the inventory of a node (virt/ironic/driver.py of Nova 34), and berth's rules where they differ.
 
-The differences, each on purpose, are listed in this package's README.
+The differences, each on purpose, are listed in docs/operate/bare-metal.md.
 """
 
 from __future__ import annotations

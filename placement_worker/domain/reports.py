@@ -2,7 +2,7 @@
 
 An update from the bus is applied or refused as a whole, and must not block the later updates of its reporter. So a
 provider or class that a report no longer names and a consumer still uses, or a provider to which others gave something,
-is no error: it becomes *orphaned* (capacity 0, no new allocations; docs/decisions/0002-stranded-inventory.md).
+is no error: it becomes *orphaned* (capacity 0, no new allocations; docs/decisions/0002-orphaned-inventory.md).
 """
 
 from __future__ import annotations

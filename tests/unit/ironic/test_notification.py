@@ -176,7 +176,7 @@ def test_reserved_as_in_nova(state: str) -> None:
         assert (inventory.total, inventory.reserved) == (total, reserved), given
 
 
-# Deviations from Nova on purpose, with the reason: see ironic_sync/README.md.
+# Deviations from Nova on purpose, with the reason: see docs/operate/bare-metal.md.
 DEVIATIONS = {"CUSTOM_GOLD": "CUSTOM_GOLD"}
 
 
