@@ -190,7 +190,7 @@ class ServerGroup(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 
 
 class ClaimOutcome(StrEnum):
-    """How a claim ended. Each outcome calls for another reaction (docs/concepts/architecture.md, "One boot")."""
+    """How a claim ended. Each outcome calls for another reaction (docs/concepts/builds-and-actions.md, "Claims")."""
 
     CLAIMED = "claimed"
     CONFLICT = "conflict"  # the spec generation it was chosen for has changed: fold in and retry the same host
