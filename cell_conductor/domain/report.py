@@ -281,6 +281,8 @@ def _unknown_reason(record: InstanceSummary | None, one: Running, host_uuid: str
         return NO_RECORD
     if record.state is State.ABSENT:
         return UNREADABLE
+    if record.code == MACHINE_EXISTS:  # its build was refused because of this machine: it has commanded nothing
+        return NO_RECORD
     if host_uuid in record.protected_hosts and is_provably_ended(record, one.attempt, host_uuid):
         return PROTECTED
     is_here = (one.attempt, host_uuid) == (record.attempt, record.host_uuid)

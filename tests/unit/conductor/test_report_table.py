@@ -123,7 +123,9 @@ def outcome(
         (moved(State.RESIZED, source=host(3)), OURS, ON_OTHER_HOST),
         (moved(State.RESIZED, source=host(3)), SECOND, ON_OTHER_HOST),
         (moved(State.PREPARING, 2, HERE, host(3)), SECOND, ON_OTHER_HOST),
-        (summary(State.FAILED, code="build.machine_exists"), OURS, RUNS),
+        (summary(State.FAILED, code="build.machine_exists"), OURS, NO_RECORD),
+        (summary(State.FAILED, 2, code="build.machine_exists"), OURS, NO_RECORD),
+        (summary(State.DELETED, code="build.machine_exists"), OURS, NO_RECORD),
         # What it explains.
         (summary(State.ACTIVE), OURS, AGREES),
         (summary(State.ACTIVE), BUILDING, AGREES),
