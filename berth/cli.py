@@ -46,8 +46,6 @@ COMMANDS = {
     "workers": ("hosts", "workers"),
     "drain": ("drain", "drain"),
     "drains": ("drain", "drains"),
-    "load": ("load", "load"),
-    "trace-settings": ("load", "trace_settings"),
     "check": ("audits", "check"),
     "audit": ("audits", "audit"),
     "web": ("serving", "web"),

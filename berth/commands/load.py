@@ -1,4 +1,4 @@
-"""`berth load`: many builds against a running system; `trace-settings`: settings with the hosts of a real cluster."""
+"""`scripts/load`: many builds against a running system; `trace-settings`: settings with the hosts of a real cluster."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import msgspec
 import typer
 from msgspec import Struct
 
+from berth.cli import PLAIN
 from berth.commands.as_toml import as_toml
 from berth.commands.common import Exit, Stop, Timeout, client, err, out, settings_of
+from berth.commands.options import CommandGroup
 from berth.load import LoadPlan, LoadRun, PlanError
 from berth.load.compare import compare as compare_records
 from berth.load.fleet import read_hosts, settings_like
@@ -33,10 +35,15 @@ DEFAULT_MIX = "m1.tiny=40,m1.small=40,m1.medium=15,m1.large=5"
 EXIT_INTERRUPTED = 130
 STDOUT = Path("-")
 
+app = CommandGroup(name="load", **PLAIN)
+
 
 class LoadOptions(Struct, frozen=True, kw_only=True):
-    """The options of `berth load`, each with its bounds and its help."""
+    """The options of `scripts/load`, each with its bounds and its help."""
 
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Settings file; else $BERTH_CONFIG, else ./berth.toml.")
+    ] = None
     boots: Annotated[
         int | None,
         typer.Option(min=1, max=MAX_BOOTS, help="How many builds; default 1000, or all of a ramp or trace."),
@@ -81,6 +88,7 @@ class LoadOptions(Struct, frozen=True, kw_only=True):
     ] = None
 
 
+@app.default
 async def load(context: typer.Context, *, options: LoadOptions) -> int:
     """Fire builds at a system and print what became of each.
 
@@ -92,6 +100,7 @@ async def load(context: typer.Context, *, options: LoadOptions) -> int:
         if options.report is not None:
             raise typer.BadParameter("--compare prints text: no --report with it")
         return _compare(*options.compare)
+    context.obj = options.config
     settings = settings_of(context, bus=options.bus)
     plan = _plan(settings, options)
     for path in (options.json_file, options.report):
@@ -249,13 +258,14 @@ def _write(path: Path, body: bytes) -> None:
 SECTIONS = ("cells", "up", "compute", "scheduler")
 
 
+@app.command("trace-settings")
 async def trace_settings(
     hosts: Annotated[Path, typer.Argument(help="CSV of the hosts: cpu_milli, memory_mib, gpu, model.")],
-    requests: Annotated[Path, typer.Argument(help="CSV of the requests, as for `berth load --trace`.")],
+    requests: Annotated[Path, typer.Argument(help="CSV of the requests, as for --trace.")],
 ) -> None:
     """Print settings with a real cluster's hosts and flavors.
 
-    For --config of `berth up` and `berth load --trace`.
+    For --config of `berth` and `scripts/load`.
     """
     try:
         known, requested = read_hosts(hosts), read_requests(requests)
@@ -277,3 +287,12 @@ def differing(settings: Settings) -> dict[str, object]:
     for section in SECTIONS[1:]:
         found[section] = {name: value for name, value in plain[section].items() if value != usual[section][name]}
     return found
+
+
+def main() -> None:
+    """Entry point of `scripts/load`."""
+    app(prog_name="scripts/load")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """The record of one load run: the requests, the outcome of every boot, the state of the system meanwhile.
 
-`berth load --json FILE` writes it; `berth.load.report` renders it, and compares two. The large parts are columns
+`scripts/load --json FILE` writes it; `berth.load.report` renders it, and compares two. The large parts are columns
 (parallel lists), so that a million boots stay readable to any program: row `i` of every column of `Operations` is the
 same boot, row `i` of every column of `Samples` the same moment. `None` in a column: not known, or it never happened.
 

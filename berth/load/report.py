@@ -39,7 +39,7 @@ WHAT_STAGES_ARE = (
 def render(record: LoadRecord) -> str:
     """The report of one run."""
     timeline = Timeline(record)
-    title = f"berth load: {record.totals.boots:,} boots, {record.settings.mode}"
+    title = f"Load on berth: {record.totals.boots:,} boots, {record.settings.mode}"
     return page(
         title,
         [

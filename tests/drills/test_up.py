@@ -37,9 +37,9 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
 
 
-def berth(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+def berth(env: dict[str, str], *arguments: str, module: str = "berth") -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "berth", *arguments],
+        [sys.executable, "-m", module, *arguments],
         env=env, capture_output=True, text=True, timeout=PATIENCE_S * 2, check=False,
     )  # fmt: skip
     assert "Traceback" not in done.stderr + done.stdout, done.stderr
@@ -47,7 +47,7 @@ def berth(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[s
 
 
 def load(env: dict[str, str], directory: Path, *arguments: str) -> LoadRecord:
-    done = berth(env, "load", *arguments, "--json", str(directory / "load.json"))
+    done = berth(env, *arguments, "--json", str(directory / "load.json"), module="berth.commands.load")
     assert done.returncode == 0, done.stderr + done.stdout
     return decode((directory / "load.json").read_bytes())
 

@@ -65,9 +65,17 @@ class Berth:
         self.zygote = self.start("tests.system.zygote", stdin=subprocess.PIPE, stderr=None)
 
     def __call__(self, *arguments: str, settings: Mapping[str, str] | None = None, given: str = "") -> Ran:
+        return self._run("berth", arguments, settings or {}, given)
+
+    def load(self, *arguments: str) -> Ran:
+        """Run `scripts/load`."""
+        return self._run("scripts/load", arguments, {}, "")
+
+    def _run(self, program: str, arguments: tuple[str, ...], settings: Mapping[str, str], given: str) -> Ran:
         requested = {
+            "program": program,
             "arguments": arguments,
-            "settings": settings or {},
+            "settings": settings,
             "given": given,
             "directory": str(self.directory),
         }

@@ -244,22 +244,22 @@ def test_dead_letters_are_listed_shown_replayed_and_purged(berth: Berth) -> None
 
 
 def test_a_load_is_reported_and_judged(berth: Berth) -> None:
-    report = berth("load", "--boots", "60", "--rate", "200", "--churn", "0.5", "--seed", "4", "--json", "load.json")
+    report = berth.load("--boots", "60", "--rate", "200", "--churn", "0.5", "--seed", "4", "--json", "load.json")
     assert report.status == 0, report.err
     record = decode((berth.directory / "load.json").read_bytes())
     assert record.totals.outcomes == {"active": 60}
     assert record.totals.deletes == record.totals.delete_outcomes["deleted"] == len(record.deletes) > 10
     assert set(record.boots.stages) == set(STAGES) and len(record.utilisation.hosts) >= 16
     assert "scheduler.requests" in record.samples.depths
-    closed = berth("load", "--boots", "20", "--concurrency", "5", "--mix", "small=3,gold=1", "--json", "-")
+    closed = berth.load("--boots", "20", "--concurrency", "5", "--mix", "small=3,gold=1", "--json", "-")
     assert closed.data["totals"]["boots"] == 20 and set(closed.data["boots"]["kinds"]) == {"vm", "metal"}
-    ramp = berth("load", "--ramp", "10..40/1")
+    ramp = berth.load("--ramp", "10..40/1")
     assert "25 boots, 25 accepted: 25 active" in ramp.out and "knee" in ramp.out
 
 
 def test_an_interrupted_load_ends_with_its_summary(berth: Berth) -> None:
     arguments = ("--boots", "100000", "--rate", "20", "--json", "cut.json")
-    with berth.start("berth", "load", *arguments, stderr=subprocess.PIPE) as load:
+    with berth.start("berth.commands.load", *arguments, stderr=subprocess.PIPE) as load:
         assert load.stderr is not None
         load.stderr.readline()  # the first line of progress: it is under way
         load.send_signal(signal.SIGINT)
@@ -274,7 +274,7 @@ def test_a_load_replays_a_trace_of_arrivals_and_deletions(berth: Berth) -> None:
     (berth.directory / "trace.csv").write_text(
         "name,cpu_milli,memory_mib,num_gpu,creation_time,deletion_time\n" + "\n".join(rows) + "\n"
     )
-    replay = berth("load", "--trace", "trace.csv", "--speed", "1000", "--json", "-")
+    replay = berth.load("--trace", "trace.csv", "--speed", "1000", "--json", "-")
     assert replay.status == 0, replay.err
     totals = replay.data["totals"]
     assert totals["outcomes"] == {"active": 20} and totals["delete_outcomes"] == {"deleted": 15}
@@ -345,12 +345,6 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (USAGE, "leave --count away", ("boot", "--flavor", "x", "--count", "2", "--uuid", UNKNOWN), {}),
     (USAGE, "cannot read", ("boot", "--flavor", "x", "--volumes", "nowhere.json"), {}),
     (USAGE, "leave --count away", ("boot", "--flavor", "x", "--count", "2", "--volumes", "nowhere.json"), {}),
-    (USAGE, "weights above 0", ("load", "--mix", "m1.small=inf"), {}),
-    (USAGE, "not a weight", ("load", "--mix", "m1.small=lots"), {}),
-    (USAGE, "a ramp is", ("load", "--ramp", "1..2"), {}),
-    (USAGE, "one way or the other", ("load", "--rate", "5", "--concurrency", "3"), {}),
-    (USAGE, "cannot read", ("load", "--trace", "nowhere.csv"), {}),
-    (USAGE, "cannot write", ("load", "--boots", "1", "--json", "no/such/place.json"), {}),
     (USAGE, "accepted", ("list", "--state", "floating"), {}),
     (USAGE, "No such command", ("frobnicate",), {}),
     (NO, "flavor.unknown", ("boot", "--flavor", "nope", "--wait", "--json"), {}),
@@ -401,6 +395,24 @@ def test_a_mistake_is_reported_in_a_sentence(
 ) -> None:
     done = berth(*arguments, settings=settings)
     assert (done.status, sentence in done.out + done.err) == (status, True), done
+
+
+WRONG_LOADS: list[tuple[str, tuple[str, ...]]] = [
+    ("no settings file", ("--config", "missing.toml")),
+    ("weights above 0", ("--mix", "m1.small=inf")),
+    ("not a weight", ("--mix", "m1.small=lots")),
+    ("a ramp is", ("--ramp", "1..2")),
+    ("one way or the other", ("--rate", "5", "--concurrency", "3")),
+    ("cannot read", ("--trace", "nowhere.csv")),
+    ("cannot write", ("--boots", "1", "--json", "no/such/place.json")),
+]
+
+
+@pytest.mark.parametrize(("sentence", "arguments"), WRONG_LOADS, ids=lambda value: str(value)[:40])
+def test_a_mistake_of_a_load_is_reported_in_a_sentence(berth: Berth, sentence: str, arguments: tuple[str, ...]) -> None:
+    done = berth.load(*arguments)
+    assert (done.status, done.out) == (USAGE, "")
+    assert sentence in done.err
 
 
 def test_a_running_system_is_backed_up_and_is_no_target_for_a_restore(berth: Berth) -> None:

@@ -1,6 +1,6 @@
-"""Runs many `berth` commands, each in a process of its own, and pays for Python and its imports only once.
+"""Runs many commands of berth and of `scripts/load`, each in a process of its own, and pays for imports only once.
 
-A line of JSON on its input starts for one command; a forked child runs it as `berth` would be run. The answer is
+A line of JSON on its input starts for one command; a forked child runs it as the program would be run. The answer is
 a line of JSON: the exit status and what was printed.
 """
 
@@ -13,7 +13,10 @@ import tempfile
 from typing import Any
 
 from berth.cli import app
+from berth.commands.load import app as load
 from tests.kit.preloading import preload
+
+PROGRAMS = {"berth": app, "scripts/load": load}
 
 
 def main() -> None:
@@ -44,7 +47,7 @@ def command(requested: dict[str, Any]) -> int:
     sys.stdin = open(0)  # noqa: SIM115  (the child ends with it)
     status = 0
     try:
-        app(requested["arguments"], prog_name="berth")
+        PROGRAMS[requested["program"]](requested["arguments"], prog_name=requested["program"])
     except SystemExit as ended:
         status = int(ended.code or 0)
     except BaseException:

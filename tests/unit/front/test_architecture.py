@@ -238,7 +238,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 COMMAND_TIMEOUT_S = 120.0
 
-# The workers, and what only the commands of a load, of the pages or of `berth up` need.
+# The workers, what only the commands of the pages or of `berth up` need, and `scripts/load`.
 OTHERS = {
     "cell_conductor.app",
     "compute_sim.app",

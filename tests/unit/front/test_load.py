@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from typer.testing import CliRunner
 
 from berth.client import RequestWatch
-from berth.commands.as_toml import as_toml
-from berth.commands.load import differing
+from berth.commands.load import app
 from berth.load import LoadPlan, LoadRun, PlanError, draw_requests, percentiles, run_load, sampler, sum_up
 from berth.load import run as run_module
 from berth.load.fleet import GPU_CLASS, HostKind, flavor_of, read_hosts, settings_like
@@ -53,7 +53,7 @@ def test_a_seed_draws_the_same_requests_and_weights_are_kept() -> None:
 
 
 def test_the_same_seed_requests_the_same_flavors_but_never_for_the_same_machines() -> None:
-    """`berth load --seed 2` twice: the second requested machines that were there, and took their ages for latencies."""
+    """`scripts/load --seed 2` twice: the second requested machines of the first and took their ages for latencies."""
     plan = LoadPlan(boots=200, mix={"a": 3.0, "b": 1.0}, churn=0.5)
     one, two = (list(draw(plan, random.Random(2), random.Random(chance))) for chance in (5, 6))
     assert [arrival for arrival, _ in one] == [arrival for arrival, _ in two]
@@ -509,11 +509,10 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
 
 
 def test_hosts_and_flavors_are_those_of_the_files_after_a_round_trip_through_a_settings_file(tmp_path: Path) -> None:
-    hosts = read_hosts(written(tmp_path, "hosts.csv", HOSTS))
-    path = written(tmp_path, "requests.csv", REQUESTS)
-    made = settings_like(hosts, read_requests(path))
-    settings = read_settings(written(tmp_path, "like.toml", as_toml(differing(made))), {})
-    assert settings == made
+    hosts, path = written(tmp_path, "hosts.csv", HOSTS), written(tmp_path, "requests.csv", REQUESTS)
+    done = CliRunner().invoke(app, ["trace-settings", str(hosts), str(path)])
+    settings = read_settings(written(tmp_path, "like.toml", done.stdout), {})
+    assert settings == settings_like(read_hosts(hosts), read_requests(path))
 
     plans = plan_hosts(settings.compute, "cell1", "cell1-c1")
     kinds = Counter((plan.size.vcpus, plan.size.memory_mb, len(plan.devices)) for plan in plans)

@@ -183,7 +183,7 @@ def read(record: LoadRecord) -> Page:
 @pytest.mark.parametrize("boots", [0, 1, 2, 20_000])
 def test_a_report_of_any_size_is_a_whole_page(boots: int) -> None:
     page = read(made_up(boots, hosts=2_000 if boots > 2 else boots))
-    assert f"berth load: {boots:,} boots, open" in page.text
+    assert f"Load on berth: {boots:,} boots, open" in page.text
     assert page.seen.count("svg") == {0: 0, 20_000: 9}.get(boots, 8), "and no empty plot"
     for name in ("Throughput", "Latency", "Settings and machine", "How they ended"):
         assert name in page.text
