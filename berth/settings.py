@@ -19,6 +19,7 @@ from bus.rabbitmq.address import BadBusUrl, parse_bus_url
 from bus.service.settings import Secret, SettingsError, load
 from cell_conductor.config import ConductorConfig
 from compute_sim.config import ComputeConfig, IronicConfig
+from compute_sim.simulated_config import SimulatedConfig
 from gateway.config import GatewayConfig
 from ironic_sync.config import IronicSyncConfig
 from placement_worker.config import PlacementConfig
@@ -95,6 +96,13 @@ class TraceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
 
+class ComputeSettings(ComputeConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One compute service."""
+
+    simulated: SimulatedConfig = SimulatedConfig()
+    """For `driver` = `simulated`."""
+
+
 class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The processes that `berth up` starts."""
 
@@ -103,7 +111,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     placements: Annotated[int, Bound(ge=1, le=16)] = 1
     """Placement processes. They share one database, which bounds what more of them add."""
     computes_per_cell: Annotated[int, Bound(ge=0, le=64)] = 2
-    """Compute services of each cell; the simulated hosts are `compute.hosts` of each service."""
+    """Compute services of each cell; the simulated hosts are `compute.simulated.hosts` of each service."""
     nodes: Annotated[int, Bound(ge=0, le=10_000)] = 10
     """Bare-metal nodes of the simulated Ironic."""
     ironic_url: str = ""
@@ -184,7 +192,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of each process in front of a Nova."""
     conductor: ConductorConfig = ConductorConfig()
     """Of each cell conductor process."""
-    compute: ComputeConfig = ComputeConfig(hosts=25)
+    compute: ComputeSettings = ComputeSettings()
     """Of each compute service."""
     ironic_sync: IronicSyncConfig = IronicSyncConfig()
     """Of each ironic_sync process."""
@@ -207,7 +215,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return Path(base) / "berth"
 
     @property
-    def kept_compute(self) -> ComputeConfig:
+    def kept_compute(self) -> ComputeSettings:
         """The settings of compute services with the directory of their machines, which outlive the process as placement
         does: else each would be lost at the next start. The files there are named after the cell and the service. An
         empty directory stays empty: in memory.

@@ -11,10 +11,10 @@ from bus.consuming.consumer import Consumer
 from bus.service.presence import add_heartbeat
 from bus.service.service import WorkerRuntime
 from compute_sim.config import ComputeConfig
-from compute_sim.driver import Driver
-from compute_sim.fleet import Fleet
+from compute_sim.driver_plugin import DriverParts
 from compute_sim.name import QUEUE, reporter_name
 from compute_sim.parts import Parts
+from compute_sim.records import Records
 
 if TYPE_CHECKING:
     from bus.service.environment import Environment
@@ -32,19 +32,22 @@ def build(
     cell: str,
     service: str,
     *,
-    fleet: Fleet | None = None,
-    driver: Driver | None = None,
+    records: Records | None = None,
+    driver: DriverParts | None = None,
+    driver_state: object | None = None,
     die: Callable[[], None] | None = None,
 ) -> WorkerRuntime:
-    """One compute service of one cell, over that cell's bus alone. die: how a planned death of the service happens.
-    fleet: the machines and the service's memory. driver: instead of the one that the configuration names.
+    """One compute service of one cell, over that cell's bus alone. records, driver_state: of the service that this one
+    follows. driver: instead of the one that the configuration names. die: how a planned death happens.
+    Raises SettingsError.
     """
-    # Give the same fleet again to restart the service in this process. By default `die` ends the service with a fault;
-    # a process of its own may rather kill itself.
-    if fleet is None and not config.state_dir:  # a fleet that is given is kept by its giver
+    # By default `die` ends the service with a fault; a process of its own may rather kill itself.
+    if records is None and not config.state_dir:  # records that are given are kept by their giver
         reason = "its machines and its records are lost with this process: set compute.state_dir"
         log.warning("compute.in_memory", service=service, cell=cell, reason=reason)
-    parts = Parts(env, config, cell=cell, service=service, fleet=fleet, driver=driver, die=die)
+    parts = Parts(
+        env, config, cell=cell, service=service, records=records, driver=driver, driver_state=driver_state, die=die
+    )
     result = WorkerRuntime(f"compute {service}", clock=env.clock, log=log.bind(service=service, cell=cell))
     result.add_resource(parts.connect, parts.bus.close)
     result.add_resource(parts.open, parts.close)
@@ -69,13 +72,12 @@ def _add_tasks(result: WorkerRuntime, env: Environment, parts: Parts) -> None:
     result.add_task("host conflicts", parts.host_conflicts.report_refused)
     result.add_task("jobs", parts.agent.watch)
     result.add_task("destructions", parts.agent.retry_destroys)
-    result.add_task("crash plan", parts.crash_plan.wait)
     if (measuring := parts.measuring()) is not None:
         result.add_task("measuring", measuring.run)
     if (waiting := parts.waiting()) is not None:
         result.add_task("waiting", waiting.run)
-    if parts.ironic is not None:
-        result.add_task("nodes", parts.ironic.watch)
+    for name, run in parts.tasks:
+        result.add_task(name, run)
 
 
 def _add_consumers(result: WorkerRuntime, parts: Parts, service: str) -> None:

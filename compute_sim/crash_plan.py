@@ -9,9 +9,9 @@ import structlog
 
 from bus.contracts.cell import Spawn
 from bus.faults import Fault
-from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import plan_attempt
 from compute_sim.fleet import Fleet
+from compute_sim.simulated_config import SimulatedConfig
 
 log = structlog.get_logger()
 
@@ -25,7 +25,7 @@ class ServiceDied(Fault):
 class CrashPlan:
     """Planned deaths of the whole service."""
 
-    def __init__(self, config: ComputeConfig, fleet: Fleet, die: Callable[[], None] | None) -> None:
+    def __init__(self, config: SimulatedConfig, fleet: Fleet, die: Callable[[], None] | None) -> None:
         self._faults = config.faults
         self._seed = config.seed
         self._fleet = fleet

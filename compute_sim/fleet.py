@@ -12,10 +12,10 @@ import structlog
 from msgspec import Struct
 
 from bus.contracts.base import Resources
-from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.hosts import HostPlan, plan_hosts
 from compute_sim.journal import Journal
 from compute_sim.records import Records
+from compute_sim.simulated_config import HostSize, SimulatedConfig
 
 REWRITE_AFTER = 100_000  # journal rows beyond four times the number of live ones
 
@@ -80,7 +80,7 @@ class Host:
 
 
 class Fleet:
-    """The machines of one service, and that service's own memory, which lives on them too (`records`)."""
+    """The machines of one service. records: that service's, which are opened before the fleet."""
 
     def __init__(self, plans: Sequence[HostPlan], records: Records, path: Path | None = None) -> None:
         self._hosts = {plan.uuid: Host(plan) for plan in plans}
@@ -90,18 +90,17 @@ class Fleet:
         self.records = records
 
     @classmethod
-    def planned(cls, config: ComputeConfig, cell: str, service: str) -> Fleet:
-        """Return the fleet of this configuration, with the same uuids and names each time."""
-        plans = plan_hosts(config, cell, service) if config.driver == "simulated" else ()
-        if not config.state_dir:
-            return cls(plans, Records())
-        base = Path(config.state_dir)
-        records = Records(base / f"{cell}.{service}.records", synced=config.driver != "simulated")
-        return cls(plans, records, base / f"{cell}.{service}.machines")
+    def planned(
+        cls, config: SimulatedConfig, cell: str, service: str, records: Records, state_dir: str | None = None
+    ) -> Fleet:
+        """Return the fleet of this configuration, with the same uuids and names each time. Without a directory it is
+        in memory.
+        """
+        path = Path(state_dir) / f"{cell}.{service}.machines" if state_dir else None
+        return cls(plan_hosts(config, cell, service), records, path)
 
     def open(self) -> None:
         """Read the earlier state back. Raises JournalInUse, JournalUnusable."""
-        self.records.open()
         if self._journal is not None:
             for row in self._journal.open():
                 self._apply(row)
@@ -121,8 +120,7 @@ class Fleet:
                 self.put(host, SimulatedMachine(instance, entry.attempt, {}, database_id=entry.database_id))
 
     def close(self) -> None:
-        """Let go of the files; the machines stay."""
-        self.records.close()
+        """Let go of the file; the machines stay."""
         if self._journal is not None:
             self._journal.close()
 

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import structlog
 
-from bus.clock import Clock
+from bus.contracts.base import reason_of
 from bus.retrying import Retrying, RetryPolicy
+from bus.service.settings import SettingsError
 from compute_sim.agent import Agent, Limits
 from compute_sim.announcer import ResultSender
 from compute_sim.config import ComputeConfig
 from compute_sim.contested import HostConflicts
-from compute_sim.crash_plan import CrashPlan
-from compute_sim.driver import Driver, DriverUnavailable, MeasuringDriver, WaitingDriver
-from compute_sim.drivers.hypervisor import SimulatedDriver
-from compute_sim.drivers.ironic.driver import IronicDriver, ring_name
+from compute_sim.driver import DriverUnavailable, MeasuringDriver, WaitingDriver
+from compute_sim.driver_plugin import INVALID, DriverContext, DriverParts, DriverPlugin, load
 from compute_sim.finding import MachineLookup
-from compute_sim.fleet import Fleet
 from compute_sim.guarded import isolate_driver
 from compute_sim.handlers import ComputeHandlers
 from compute_sim.host_changes import PendingHostReports
@@ -32,10 +31,9 @@ from compute_sim.measuring import Measuring
 from compute_sim.name import ServiceName
 from compute_sim.offering import StartupGate
 from compute_sim.quarantine import Quarantine
+from compute_sim.records import Records
 from compute_sim.reporter import Reporter
-from compute_sim.ring import Ring
 from compute_sim.survey import MachineScanner
-from compute_sim.unreliable import FaultyResultSender
 from compute_sim.waiting import WaitingReporter
 
 if TYPE_CHECKING:
@@ -60,8 +58,9 @@ class Parts:
         *,
         cell: str,
         service: str,
-        fleet: Fleet | None,
-        driver: Driver | None,
+        records: Records | None,
+        driver: DriverParts | None,
+        driver_state: object | None,
         die: Callable[[], None] | None,
     ) -> None:
         self._env = env
@@ -70,17 +69,13 @@ class Parts:
         self._service = service
         self.bus = env.bus(cell)
         self.clock = env.clock
-        self.fleet = fleet or Fleet.planned(config, cell, service)
-        self.records = self.fleet.records
-        self.crash_plan = CrashPlan(config, self.fleet, die)
-        self._driver = driver or make_driver(config, self.fleet, env.clock, cell=cell, service=service)
+        self.records, self._driver_parts = self._records_and_driver(records, driver, driver_state, die)
+        self._driver = self._driver_parts.driver
         self.driver = isolate_driver(self._driver)
-        self.ironic = self._driver if isinstance(self._driver, IronicDriver) else None
+        self.ring = self._driver_parts.ring
+        self.tasks = self._driver_parts.tasks
         self.name = self._name()
         self.announcer = self._announcer()
-        self.result_sender = FaultyResultSender(
-            self.announcer.send, self.fleet, config.faults, seed=config.seed, clock=env.clock
-        )
         self.changes = PendingHostReports(env.clock)
         self.host_conflicts = HostConflicts(service=service, changes=self.changes, clock=env.clock)
         self.startup_gate = self._startup_gate()
@@ -94,12 +89,29 @@ class Parts:
         self.inventory = self._inventory()
         self.handlers = self._handlers()
 
-    @property
-    def ring(self) -> Ring | None:
-        """The services that share the nodes of one Ironic; None where the hosts are this service's own."""
-        return None if self.ironic is None else self.ironic.ring
-
     # --- construction
+
+    def _records_and_driver(
+        self, records: Records | None, driver: DriverParts | None, state: object | None, die: Callable[[], None] | None
+    ) -> tuple[Records, DriverParts]:
+        if driver is not None:
+            return records or self._new_records(synced=True), driver
+        plugin = load(self._config.driver)
+        records = records or self._new_records(synced=plugin.synced)
+        context = DriverContext(
+            config=_settings_of(plugin, self._config),
+            cell=self._cell,
+            service=self._service,
+            clock=self.clock,
+            records=records,
+            state_dir=self._config.state_dir,
+            state=state,
+            die=die,
+        )
+        return records, plugin.make(context)
+
+    def _new_records(self, *, synced: bool) -> Records:
+        return Records.of_service(self._config.state_dir, self._cell, self._service, synced=synced)
 
     def _name(self) -> ServiceName:
         return ServiceName(
@@ -137,7 +149,7 @@ class Parts:
             driver=self.driver,
             records=self.records,
             scanner=self.scanner,
-            send=self.result_sender.send,
+            send=self._driver_parts.wrap_sender(self.announcer.send),
             clock=self.clock,
             rng=self._env.rng,
             limits=Limits(
@@ -148,7 +160,7 @@ class Parts:
                 destroy_attempts=config.destroy_attempts,
             ),
             on_failures=self.changes.on_failures_changed,
-            on_accepted=self.crash_plan.accepted,
+            on_accepted=self._driver_parts.on_accepted,
             on_destroys_done=self.startup_gate.on_destroys_done,
             started=self.startup_gate.opened,
             owner_of=self.host_conflicts.owner_of,
@@ -252,7 +264,8 @@ class Parts:
 
     async def open(self) -> None:
         """Read the records, find the machines, continue unfinished work."""
-        self.fleet.open()
+        self.records.open()
+        self._driver_parts.open()
         await Retrying(DRIVER, self.clock, self.bus.rng).call(
             self._ready,
             lambda error: isinstance(error, DriverUnavailable),
@@ -277,14 +290,17 @@ class Parts:
     async def close(self) -> None:
         """Stop at once."""
         await self.agent.stop(0)
-        self.result_sender.stop()
         await self.driver.close()
-        self.fleet.close()
+        self._driver_parts.close()
+        self.records.close()
 
 
-def make_driver(config: ComputeConfig, fleet: Fleet, clock: Clock, *, cell: str, service: str) -> Driver:
-    """The driver that the configuration names."""
-    if config.driver == "ironic":
-        ring = Ring(ring_name(config.ironic), service)
-        return IronicDriver(config.ironic, cell=cell, service=service, clock=clock, records=fleet.records, ring=ring)
-    return SimulatedDriver(fleet, config.faults, seed=config.seed, clock=clock, nested=config.nested)
+def _settings_of(plugin: DriverPlugin[Any], config: ComputeConfig) -> Any:
+    """The driver's own settings: the table of its name, else `compute.options`. Raises SettingsError."""
+    table = getattr(config, config.driver, None)
+    if isinstance(table, plugin.config_type):
+        return table
+    try:
+        return msgspec.convert(config.options, plugin.config_type, strict=False)
+    except msgspec.ValidationError as error:
+        raise SettingsError(INVALID, f"compute.options of {config.driver}: {reason_of(error)}") from error

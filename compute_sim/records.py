@@ -135,6 +135,11 @@ class Records:
         self.scans = 0  # of the hosts, begun in this process: orders results and reports, whatever clocks do
         self.accepted = 0  # builds accepted since the first start in this process
 
+    @classmethod
+    def of_service(cls, state_dir: str | None, cell: str, service: str, *, synced: bool) -> Records:
+        """The records of this service: in a file below this directory, or in memory without one."""
+        return cls(Path(state_dir) / f"{cell}.{service}.records", synced=synced) if state_dir else cls()
+
     def open(self) -> None:
         """Read the journal, if there is one."""
         if self._journal is not None:

@@ -16,14 +16,14 @@ from msgspec import Struct
 
 from berth.load.plan import PlanError
 from berth.load.trace import WHOLE_GPU, TraceRequest, TraceRow, amount, csv_rows, model
-from berth.settings import Settings, UpSettings
-from compute_sim.config import ComputeConfig, Device, HostSize
+from berth.settings import ComputeSettings, Settings, UpSettings
+from compute_sim.simulated_config import Device, HostSize, SimulatedConfig
 from scheduler_worker.config import Flavor, SchedulerConfig
 
 GPU_CLASS = "CUSTOM_GPU_MILLI"
 GPU_TRAIT = "CUSTOM_GPU_MODEL_{}"
 NEEDED = ("cpu_milli", "memory_mib")
-MAX_KINDS = 64  # as many as ComputeConfig.sizes may be
+MAX_KINDS = 64  # as many as SimulatedConfig.sizes may be
 MAX_GPUS = 64  # as many as HostSize.devices may be
 MAX_GROUPS = 16
 
@@ -103,11 +103,13 @@ def settings_like(hosts: Counter[HostKind], requests: Sequence[TraceRow]) -> Set
     return Settings(
         cells={"cell1": Settings().cells["cell1"]},
         up=UpSettings(computes_per_cell=1, nodes=0),
-        compute=ComputeConfig(
-            hosts=hosts.total(),
-            sizes=tuple(size_of(kind) for kind in kinds),
-            counts=tuple(hosts[kind] for kind in kinds),
-            gpu_share=0.0,
+        compute=ComputeSettings(
+            simulated=SimulatedConfig(
+                hosts=hosts.total(),
+                sizes=tuple(size_of(kind) for kind in kinds),
+                counts=tuple(hosts[kind] for kind in kinds),
+                gpu_share=0.0,
+            )
         ),
         scheduler=SchedulerConfig(default_flavors=(), flavors={one.flavor: flavor_of(one) for one in requested}),
     )

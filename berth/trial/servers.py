@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from berth.client import BuildClient
-from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
+from berth.settings import BusSettings, CellSettings, ComputeSettings, DatabaseSettings, Settings
 from berth.site import Site
 from berth.trial.embedded.postgres import Postgres
 from berth.trial.embedded.process import GuardedProcess
@@ -21,7 +21,7 @@ from berth.trial.embedded.rabbitmq import RabbitMQ
 from berth.trial.worker_processes import WorkerProcesses
 from bus.faults import Transient
 from bus.port import BusError
-from compute_sim.config import ComputeConfig
+from compute_sim.simulated_config import SimulatedConfig
 
 API_VHOST = "berth"
 HOSTS_KNOWN_S = 300.0  # a hundred thousand hosts take minutes to report
@@ -38,7 +38,7 @@ class SystemPlan(Struct, frozen=True, kw_only=True):
     placements: int = 2
     conductors_per_cell: int = 1
     computes_per_cell: int = 1
-    compute: ComputeConfig = ComputeConfig(hosts=50)
+    compute: ComputeSettings = ComputeSettings(simulated=SimulatedConfig(hosts=50))
     durable: bool = True
 
 
@@ -93,7 +93,7 @@ async def hosts_known(client: BuildClient, plan: SystemPlan) -> None:
 
     Raises TimeoutError.
     """
-    count = len(plan.cells) * plan.computes_per_cell * plan.compute.hosts
+    count = len(plan.cells) * plan.computes_per_cell * plan.compute.simulated.hosts
     async with asyncio.timeout(HOSTS_KNOWN_S):
         in_a_row = 0
         while in_a_row < ANSWERS_IN_A_ROW * plan.schedulers:

@@ -18,7 +18,7 @@ import ironic_sync.app
 import placement_worker.app
 import scheduler_worker.app
 from berth.in_process import InProcessWorkers
-from berth.settings import EMBEDDED, MEMORY, Settings
+from berth.settings import EMBEDDED, MEMORY, ComputeSettings, Settings
 from berth.site import Brokers, Runtime, Site, process_name, write_runtime
 from berth.trial.embedded.postgres import Postgres
 from berth.trial.ironic_stand_in import AmqpAnnouncer, Behaviour, IronicStandIn, MemoryAnnouncer, NotificationAnnouncer
@@ -31,8 +31,9 @@ from bus.faults import DatabaseForbidden, Fault
 from bus.local import LocalServer
 from bus.port import BusError
 from bus.service.service import WorkerRuntime
-from compute_sim.config import ComputeConfig
+from compute_sim.driver_plugin import load as load_driver
 from compute_sim.fleet import Fleet
+from compute_sim.records import Records
 from placement_worker.rest.config import RestConfig
 
 
@@ -144,7 +145,7 @@ async def site(
 
 
 class LocalSystem:
-    """All workers of one process, as the settings count them. Fleets outlive their services, as machines do."""
+    """All workers of one process, as the settings count them. Fleets and records outlive their services."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -165,7 +166,7 @@ class LocalSystem:
                 self.services[cell].append(service)
             if ironic_url is not None:
                 ironic = msgspec.structs.replace(base.ironic, url=ironic_url, share=number, shares=len(self.site.cells))
-                metal = msgspec.structs.replace(base, driver="ironic", hosts=0, ironic=ironic)
+                metal = msgspec.structs.replace(base, driver="ironic", ironic=ironic)
                 self._computes[f"{cell}-metal"] = self._compute(metal, cell, f"{cell}-metal")
                 self.services[cell].append(f"{cell}-metal")
         await start(self._computes)
@@ -222,10 +223,14 @@ class LocalSystem:
         environment = self.site.environment(f"conductor-{cell}")
         return cell_conductor.app.build(environment, self.site.settings.conductor, cell)
 
-    def _compute(self, config: ComputeConfig, cell: str, service: str) -> Callable[[], WorkerRuntime]:
-        fleet = self.fleets[service] = Fleet.planned(config, cell, service)
+    def _compute(self, config: ComputeSettings, cell: str, service: str) -> Callable[[], WorkerRuntime]:
+        records = Records.of_service(config.state_dir, cell, service, synced=load_driver(config.driver).synced)
+        fleet = None
+        if config.driver == "simulated":
+            fleet = Fleet.planned(config.simulated, cell, service, records, config.state_dir)
+            self.fleets[service] = fleet
         return lambda: compute_sim.app.build(
-            self.site.environment(service, "compute"), config, cell, service, fleet=fleet
+            self.site.environment(service, "compute"), config, cell, service, records=records, driver_state=fleet
         )
 
 

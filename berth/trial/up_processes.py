@@ -258,7 +258,6 @@ def _metal(settings: Settings, url: str, share: int, shares: int) -> dict[str, s
     ironic = replace(settings.compute.ironic, url=url, share=share, shares=shares)
     return {
         "BERTH_COMPUTE__DRIVER": "ironic",
-        "BERTH_COMPUTE__HOSTS": "0",
         "BERTH_COMPUTE__IRONIC": msgspec.json.encode(ironic).decode(),
     }
 

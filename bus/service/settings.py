@@ -36,6 +36,8 @@ _PASSWORD = re.compile(r"(?<=[?&]password=)[^&]+")
 _SECRET = "secret"
 Secret = Annotated[str, msgspec.Meta(extra={_SECRET: True})]
 """A text that is never shown: `redact` hides it."""
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
 
 class SettingsError(Exception):

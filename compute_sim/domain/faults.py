@@ -13,8 +13,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-Rate = Annotated[float, Bound(ge=0, le=1)]
-Seconds = Annotated[float, Bound(ge=0, le=86_400)]
+from bus.service.settings import Rate, Seconds
 
 
 class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.placement import Inventory, ProviderReport
-from compute_sim.config import ComputeConfig, HostSize
+from compute_sim.simulated_config import HostSize, SimulatedConfig
 
 _SPACE = UUID("6f6a9b7e-6c1c-5d0e-9f57-3a1d2f5b8c11")  # ours alone, so that planned uuids meet no other's
 
@@ -38,7 +38,7 @@ class HostPlan(Struct, frozen=True):
         return (*self.numa, *self.gpus, *self.devices)
 
 
-def plan_hosts(config: ComputeConfig, cell: str, service: str) -> tuple[HostPlan, ...]:
+def plan_hosts(config: SimulatedConfig, cell: str, service: str) -> tuple[HostPlan, ...]:
     """The hosts of one service, by name. GPU and NUMA hosts are spread evenly over them."""
     dealt = deal(config.sizes, config.counts)
     return tuple(_plan_host(config, cell, service, index, dealt[index % len(dealt)]) for index in range(config.hosts))
@@ -52,7 +52,7 @@ def deal(sizes: Sequence[HostSize], counts: Sequence[int]) -> tuple[HostSize, ..
     return tuple(sizes[at] for _, at in sorted(places))
 
 
-def _plan_host(config: ComputeConfig, cell: str, service: str, index: int, size: HostSize) -> HostPlan:
+def _plan_host(config: SimulatedConfig, cell: str, service: str, index: int, size: HostSize) -> HostPlan:
     root = uuid5(_SPACE, f"{config.seed}/{cell}/{service}/{index}")
     gpus = config.gpus_per_host if _chosen(config.gpu_share, index) else 0
     # Offset by half a turn, so that hosts with both kinds of children exist only when the shares force it.

@@ -28,13 +28,15 @@ from msgspec import Struct
 
 from berth.client import BuildClient
 from berth.load import percentiles
+from berth.settings import ComputeSettings
 from berth.site import Site
 from berth.trial.embedded.process import Account, GuardedProcess, free_port
 from berth.trial.servers import RealServers, SystemPlan, real_servers, running_processes
 from berth.trial.worker_processes import WorkerProcesses
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
-from compute_sim.config import ComputeConfig, IronicConfig
+from compute_sim.config import IronicConfig
+from compute_sim.simulated_config import SimulatedConfig
 from lab.benchmarks import probe
 from lab.benchmarks.command import as_json, measured, parser_of, positive, write
 from lab.benchmarks.street_systems import connected, progress
@@ -120,7 +122,6 @@ class MetalBench:
         config = IronicConfig(url=str(self._ironic.base_url))
         settings = {
             "BERTH_COMPUTE__DRIVER": "ironic",
-            "BERTH_COMPUTE__HOSTS": "0",
             "BERTH_COMPUTE__IRONIC": msgspec.json.encode(config).decode(),
         }
         self._processes.start(COMPUTE, "compute", "--cell", CELL, "--service", SERVICE, settings=settings)
@@ -201,7 +202,12 @@ async def measure(options: argparse.Namespace) -> MetalFigures:
     """A system of its own, through all of it."""
     figures = MetalFigures(nodes=options.nodes, deploys=options.deploys)
     plan = SystemPlan(
-        cells=(CELL,), schedulers=1, placements=1, computes_per_cell=0, compute=ComputeConfig(hosts=0), durable=True
+        cells=(CELL,),
+        schedulers=1,
+        placements=1,
+        computes_per_cell=0,
+        compute=ComputeSettings(simulated=SimulatedConfig(hosts=0)),
+        durable=True,
     )
     with real_servers((CELL,), durable=True) as servers:
         async with running_processes(servers, plan) as (processes, here):

@@ -16,9 +16,10 @@ from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
 from berth.client import BuildClient
 from berth.load import LoadPlan, LoadReport, percentiles, run_load
+from berth.settings import ComputeSettings
 from berth.site import Site, process_name
 from berth.trial.servers import SystemPlan, hosts_known
-from compute_sim.config import ComputeConfig, HostSize
+from compute_sim.simulated_config import HostSize, SimulatedConfig
 from lab.benchmarks.bare import Bare, Pipeline
 from lab.benchmarks.costs import Costs, Instruments
 from lab.benchmarks.street_report import Result
@@ -54,7 +55,7 @@ class Street:
         self, boots: int, idle_boots: int, plain: Bare | None, *, shares: bool, held: Sequence[float]
     ) -> Result:
         """Warm up, boot one at a time, then all at once, then at the rates; judge."""
-        hosts = len(self._plan.cells) * self._plan.compute.hosts
+        hosts = len(self._plan.cells) * self._plan.compute.simulated.hosts
         progress(f"waiting until {hosts:,} hosts are known")
         await hosts_known(self._client, self._plan)
         progress(f"warming up, then {idle_boots} boots one at a time")
@@ -168,7 +169,7 @@ def plan_of(hosts: int, cells: int, *, schedulers: int, placements: int) -> Syst
         cells=tuple(f"cell{number}" for number in range(1, cells + 1)),
         schedulers=schedulers,
         placements=placements,
-        compute=ComputeConfig(hosts=math.ceil(hosts / cells), gpu_share=0.0, sizes=(BIG,)),
+        compute=ComputeSettings(simulated=SimulatedConfig(hosts=math.ceil(hosts / cells), gpu_share=0.0, sizes=(BIG,))),
     )
 
 

@@ -9,9 +9,10 @@ from enum import StrEnum
 import msgspec
 from msgspec import Struct
 
+from berth.settings import ComputeSettings
 from berth.trial.servers import SystemPlan
-from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.faults import Faults
+from compute_sim.simulated_config import HostSize, SimulatedConfig
 
 BROKER = "broker"
 DATABASE = "database"
@@ -164,10 +165,12 @@ class ChaosPlan(Struct, frozen=True, kw_only=True):
         conductors_per_cell=2,
         computes_per_cell=2,
         durable=False,
-        compute=ComputeConfig(
-            hosts=25,
-            sizes=(HostSize(vcpus=16, memory_mb=65_536, disk_gb=2_000),),
-            gpu_share=0.0,
-            faults=Faults(delay_max_s=0.2, fail_rate=0.05, leftover_rate=0.3, duplicate_rate=0.05),
+        compute=ComputeSettings(
+            simulated=SimulatedConfig(
+                hosts=25,
+                sizes=(HostSize(vcpus=16, memory_mb=65_536, disk_gb=2_000),),
+                gpu_share=0.0,
+                faults=Faults(delay_max_s=0.2, fail_rate=0.05, leftover_rate=0.3, duplicate_rate=0.05),
+            )
         ),
     )

@@ -31,15 +31,15 @@ from berth.load import LoadPlan, LoadReport, run_load
 from berth.load.plan import draw_requests, is_metal
 from berth.load.summary import Failure
 from berth.render import printable, render_funnel, render_results, render_rows
-from berth.settings import BusSettings, DatabaseSettings, Settings, UpSettings
+from berth.settings import BusSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
 from berth.trial.embedded.__main__ import EXIT_NO_SERVER
 from berth.trial.embedded.process import ServerFailed, ServerMissing
 from berth.trial.ironic_stand_in import Behaviour, IronicStandIn
 from berth.trial.up import LocalSystem, simulated_ironic, site
 from bus.service.telemetry import configure_logging
-from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.faults import Faults
+from compute_sim.simulated_config import HostSize, SimulatedConfig
 from ironic_sync.config import IronicSyncConfig
 from lab.feed_watch import FeedWatch, RecordingClient
 
@@ -95,13 +95,11 @@ def settings(seed: int) -> Settings:
         database=DatabaseSettings(),
         up=UpSettings(schedulers=2, placements=2, computes_per_cell=2, nodes=NODES),
         ironic_sync=IronicSyncConfig(resync_interval_s=2.0),
-        compute=ComputeConfig(
+        compute=ComputeSettings(
+            simulated=SimulatedConfig(
+                hosts=HYPERVISORS_PER_SERVICE, sizes=(HOST,), seed=seed, faults=faults, numa_share=0.05
+            ),
             report_interval_s=3.0,
-            hosts=HYPERVISORS_PER_SERVICE,
-            sizes=(HOST,),
-            seed=seed,
-            faults=faults,
-            numa_share=0.05,
         ),
     )
 

@@ -15,17 +15,21 @@ import compute_sim.app
 import ironic_sync.app
 import placement_worker.app
 import scheduler_worker.app
+from berth.settings import ComputeSettings
 from bus.persistence.memory_database import MemorySession
 from bus.service.environment import Environment
 from bus.service.service import WorkerRuntime
 from cell_conductor.config import ConductorConfig
 from cell_conductor.store.memory import MemoryInstances
-from compute_sim.config import ComputeConfig, IronicConfig
-from compute_sim.driver import ChangeOrder, ChangeResult, Driver
+from compute_sim import plugin as simulated
+from compute_sim.config import IronicConfig
+from compute_sim.driver import ChangeOrder, ChangeResult
 from compute_sim.drivers.hypervisor import SimulatedDriver
+from compute_sim.drivers.ironic import plugin as ironic
 from compute_sim.drivers.ironic.driver import ring_name
 from compute_sim.fleet import Fleet
 from compute_sim.ring import Ring
+from compute_sim.simulated_config import SimulatedConfig
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.source.rest import IronicRestClient
 from ironic_sync.store.memory import MemoryPositions
@@ -151,7 +155,9 @@ class Wiring:
             return self._compute(env, rest, context, fleets[rest])
         if kind == "second":
             cell, fleet = world.cell_of(rest).name, world.seconds[rest]
-            return compute_sim.app.build(env, self.config(rest), cell, f"{rest}-second", fleet=fleet)
+            return compute_sim.app.build(
+                env, self.config(rest), cell, f"{rest}-second", records=fleet.records, driver_state=fleet
+            )
         if kind.startswith("scheduler"):
             store = MemoryBuilds(context.session("scheduler"))
             return scheduler_worker.app.build(
@@ -168,12 +174,12 @@ class Wiring:
             answer=answer,
         )
 
-    def config(self, service: str) -> ComputeConfig:
+    def config(self, service: str) -> ComputeSettings:
         """The settings of a compute service, as they are now."""
         plan = self._world.plan
         if service in [name for _, name in plan.metal_services]:
             share, shares = self.share_of(service)
-            ironic = IronicConfig(
+            nodes = IronicConfig(
                 url=URL,
                 poll_interval_s=0.5,
                 deploy_timeout_s=METAL_LIMIT_S,
@@ -181,19 +187,25 @@ class Wiring:
                 share=share,
                 shares=shares,
             )
-            return ComputeConfig(
-                driver="ironic", ironic=ironic, seed=plan.seed, heartbeat_interval_s=2.0, report_interval_s=REPORT_S
+            return ComputeSettings(
+                simulated=SimulatedConfig(hosts=0),
+                driver="ironic",
+                ironic=nodes,
+                heartbeat_interval_s=2.0,
+                report_interval_s=REPORT_S,
             )
         hosts = dict(self._world.cell_of(service).services)
         number = list(hosts).index(service)
-        return ComputeConfig(
-            hosts=hosts[service],
-            sizes=SIZES[number % len(SIZES) :] + SIZES[: number % len(SIZES)],
-            gpu_share=0.5,
-            numa_share=plan.numa_share,
-            nested=service not in self._world.flat,
-            seed=plan.seed,
-            faults=plan.computes,
+        return ComputeSettings(
+            simulated=SimulatedConfig(
+                hosts=hosts[service],
+                sizes=SIZES[number % len(SIZES) :] + SIZES[: number % len(SIZES)],
+                gpu_share=0.5,
+                numa_share=plan.numa_share,
+                nested=service not in self._world.flat,
+                seed=plan.seed,
+                faults=plan.computes,
+            ),
             heartbeat_interval_s=2.0,
             report_interval_s=REPORT_S,
             max_build_s=3600.0,
@@ -206,7 +218,6 @@ class Wiring:
 
     def _compute(self, env: Environment, service: str, context: ProcessContext, fleet: Fleet) -> WorkerRuntime:
         world, config = self._world, self.config(service)
-        driver: Driver
         cell = world.cell_of(service).name
         if config.driver == "ironic":
             assert world.ironic is not None
@@ -221,12 +232,15 @@ class Wiring:
                 ring=Ring(ring_name(config.ironic), service),
             )
             driver.failed = world.ironic.check_power_failure
+            parts = ironic.parts_of(driver)
         else:
-            driver = CalmedSimulatedDriver(
-                fleet, config.faults, seed=config.seed, clock=env.clock, nested=config.nested
+            settings = config.simulated
+            calmed = CalmedSimulatedDriver(
+                fleet, settings.faults, seed=settings.seed, clock=env.clock, nested=settings.nested
             )
-            driver.network_faults = world.network_faults
-        return compute_sim.app.build(env, config, cell, service, fleet=fleet, driver=driver)
+            calmed.network_faults = world.network_faults
+            parts = simulated.parts_of(calmed, fleet, settings, clock=env.clock)
+        return compute_sim.app.build(env, config, cell, service, records=fleet.records, driver=parts)
 
     def _ironic(self, env: Environment, context: ProcessContext) -> WorkerRuntime:
         world = self._world

@@ -27,6 +27,7 @@ from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.drivers.ironic.node import DEPLOYED
 from compute_sim.fleet import Host, SimulatedMachine
 from compute_sim.name import QUEUE as NAME_QUEUE
+from compute_sim.records import Records
 from ironic_sync.store.memory import MemoryPositionTable
 from lab.simulation.breaker_watch import BreakerWatch
 from lab.simulation.databases import SimDatabases
@@ -313,7 +314,7 @@ class World:
         self.machines.has_forgotten = lambda: any(table.taken_back for table in self.cells.values())
 
     def _fleet(self, cell: str, service: str) -> WatchedFleet:
-        fleet = WatchedFleet.planned(self.wiring.config(service), cell, service)
+        fleet = WatchedFleet.planned(self.wiring.config(service).simulated, cell, service, Records())
         assert isinstance(fleet, WatchedFleet)
         fleet.watch, fleet.fail, fleet.destroyed = self.machines, self.fail, self._destroyed
         fleet.moves = self.move_watch.put
@@ -350,7 +351,9 @@ class World:
 
     def second_fleet(self, service: str) -> SecondFleet:
         """Hosts of the same uuids as this service's, and other machines: none is ever built there."""
-        fleet = SecondFleet.planned(self.wiring.config(service), self.cell_of(service).name, service)
+        fleet = SecondFleet.planned(
+            self.wiring.config(service).simulated, self.cell_of(service).name, service, Records()
+        )
         assert isinstance(fleet, SecondFleet)
         fleet.fail = self.fail
         return fleet

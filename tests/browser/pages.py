@@ -68,7 +68,7 @@ def berth_up(berth: str, hosts: int, directory: Path) -> Iterator[tuple[str, str
         "BERTH_UP__NODES": "2",
         "BERTH_UP__REST": "false",
         "BERTH_UP__COMPUTES_PER_CELL": "1",
-        "BERTH_COMPUTE__HOSTS": str(max(1, hosts // 2)),
+        "BERTH_COMPUTE__SIMULATED__HOSTS": str(max(1, hosts // 2)),
     }
     with (directory / "log").open("w") as log:
         up = subprocess.Popen([berth, "up"], env=env, cwd=directory, stdout=subprocess.PIPE, stderr=log, text=True)

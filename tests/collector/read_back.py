@@ -204,7 +204,7 @@ def berth(command: str, directory: Path, **traces: str) -> Iterator[dict[str, st
         BERTH_UP__NODES="0",
         BERTH_UP__REST="false",
         BERTH_UP__WEB="false",
-        BERTH_COMPUTE__HOSTS="4",
+        BERTH_COMPUTE__SIMULATED__HOSTS="4",
         BERTH_TRACES__RATIO="1.0",
         BERTH_TRACES__MOST_PER_S="1000",
         **traces,

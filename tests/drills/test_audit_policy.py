@@ -14,6 +14,7 @@ import asyncpg
 import pytest
 
 from berth.audit.gather import rest
+from berth.settings import ComputeSettings
 from berth.site import Site
 from berth.trial.servers import SystemPlan, variables
 from bus.clock import new_uuid
@@ -24,7 +25,7 @@ from bus.contracts.objects import ObjectKind, ObjectLogPage, ObjectLogQuery
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.tables import INSERT, columns, with_parameters
-from compute_sim.config import ComputeConfig
+from compute_sim.simulated_config import SimulatedConfig
 from tests.system.worker_processes import Rig, rig
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
@@ -32,7 +33,9 @@ pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, py
 PATIENCE_S = 60.0
 LIMIT_S = 90.0  # of all that follows once the workers are ready: 5 s on a quiet machine
 CELL = "cell1"
-PLAN = SystemPlan(durable=False, cells=(CELL,), compute=ComputeConfig(hosts=3, heartbeat_interval_s=0.5))
+PLAN = SystemPlan(
+    durable=False, cells=(CELL,), compute=ComputeSettings(simulated=SimulatedConfig(hosts=3), heartbeat_interval_s=0.5)
+)
 AT = {"VCPU": 1}
 
 

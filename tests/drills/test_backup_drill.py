@@ -20,13 +20,14 @@ from berth.audit.invariants import Facts, check_invariants
 from berth.backup.copying import save
 from berth.backup.restoring import restore
 from berth.client import BuildClient
+from berth.settings import ComputeSettings
 from berth.site import Site
 from berth.trial.servers import SystemPlan, variables
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest
 from cell_conductor.store.postgres_keyed import PostgresKeyed
 from cell_conductor.store.safety import DESTROY, DecidedMachine, Safety
-from compute_sim.config import ComputeConfig
+from compute_sim.simulated_config import SimulatedConfig
 from tests.system.worker_processes import rig
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.rabbitmq, pytest.mark.timeout(600)]
@@ -35,7 +36,7 @@ PLAN = SystemPlan(
     cells=("cell1",),
     schedulers=1,
     placements=1,
-    compute=ComputeConfig(hosts=12, heartbeat_interval_s=0.5, report_interval_s=2.0),
+    compute=ComputeSettings(simulated=SimulatedConfig(hosts=12), heartbeat_interval_s=0.5, report_interval_s=2.0),
     durable=False,
 )
 WITH_DATABASE = ("placement1", "conductor-cell1-1", "scheduler1")

@@ -15,15 +15,16 @@ import pytest
 from berth.client import BuildClient
 from berth.fencing.fencer import Fencer
 from berth.fencing.plugin import load
-from berth.settings import FencingSettings
+from berth.settings import ComputeSettings, FencingSettings
 from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from berth.trial.servers import SystemPlan, variables
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.build import BuildRequest, HostRecord
 from bus.contracts.moves import ActionKind, ActionPage, ActionQuery, ActionState
 from bus.contracts.operations import AdminState, EvacuationPolicy, SetAdminState
-from compute_sim.config import ComputeConfig, HostSize, IronicConfig
+from compute_sim.config import IronicConfig
 from compute_sim.domain.faults import Faults
+from compute_sim.simulated_config import HostSize, SimulatedConfig
 from tests.kit.forks import run_berth
 from tests.kit.waiting import until
 from tests.system.worker_processes import Rig, rig
@@ -41,8 +42,10 @@ PLAN = SystemPlan(
     cells=(CELL,),
     schedulers=2,
     placements=1,
-    compute=ComputeConfig(
-        hosts=HOSTS - 1, sizes=(HostSize(vcpus=64, memory_mb=262_144, disk_gb=4_000),), gpu_share=0.0
+    compute=ComputeSettings(
+        simulated=SimulatedConfig(
+            hosts=HOSTS - 1, sizes=(HostSize(vcpus=64, memory_mb=262_144, disk_gb=4_000),), gpu_share=0.0
+        )
     ),
     durable=False,
 )
@@ -89,7 +92,9 @@ async def test_a_silent_host_is_switched_off_and_fenced_without_a_person() -> No
 async def drill(whole: Rig, fence: Callable[[HostRecord], Awaitable[None]]) -> None:
     """Kill one host's service, have it fenced, wait for its instances elsewhere, and take the host back."""
     client, processes = whole.client, whole.processes
-    processes.start(WORKER, "compute", "--cell", CELL, "--service", SERVICE, settings={"BERTH_COMPUTE__HOSTS": "1"})
+    processes.start(
+        WORKER, "compute", "--cell", CELL, "--service", SERVICE, settings={"BERTH_COMPUTE__SIMULATED__HOSTS": "1"}
+    )
     await processes.ready([WORKER])
     (host,) = await until(lambda: hosts_of_the_service(client), PATIENCE_S)
     await boot(whole)
@@ -173,7 +178,7 @@ async def check(whole: Rig) -> tuple[int, dict[str, dict[str, object]]]:
 
 
 async def test_builds_of_a_service_that_is_killed_go_on_elsewhere_and_none_is_lost_or_doubled() -> None:
-    compute = ComputeConfig(hosts=20, faults=Faults(delay_max_s=3.0))
+    compute = ComputeSettings(simulated=SimulatedConfig(hosts=20, faults=Faults(delay_max_s=3.0)))
     plan = SystemPlan(cells=("cell1",), computes_per_cell=2, compute=compute, durable=False)
     async with rig(plan) as whole:
         before = await whole.load(100, timeout_s=PATIENCE_S)

@@ -7,11 +7,12 @@ import re
 
 import pytest
 
+from berth.settings import ComputeSettings
 from berth.trial.servers import SystemPlan
 from berth.trial.worker_processes import WorkerProcesses
 from bus.contracts.build import BuildPage, BuildQuery
-from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.faults import Faults
+from compute_sim.simulated_config import HostSize, SimulatedConfig
 from tests.system.worker_processes import Rig, rig
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
@@ -23,7 +24,7 @@ ROLES = ("scheduler1", "placement1", "conductor-cell1-1", "compute-cell2-c1", "s
 
 
 async def test_a_thousand_boots_then_each_role_killed_then_the_broker() -> None:
-    plan = SystemPlan(compute=ComputeConfig(hosts=50, faults=FAULTS), durable=False)
+    plan = SystemPlan(compute=ComputeSettings(simulated=SimulatedConfig(hosts=50, faults=FAULTS)), durable=False)
     async with rig(plan) as whole:
         calm = await whole.load(1000)
         assert (calm.active + calm.failed, calm.unfinished, calm.refused) == (1000, 0, 0)
@@ -74,7 +75,11 @@ async def restart_the_broker(whole: Rig) -> None:
 async def test_two_schedulers_race_for_few_hosts() -> None:
     """Few hosts, many requests, two schedulers: claims conflict and are distinguished, nothing is overcommitted."""
     small = HostSize(vcpus=4, memory_mb=8192, disk_gb=100, cpu_ratio=1.0, reserved_memory_mb=0)
-    plan = SystemPlan(cells=("cell1",), compute=ComputeConfig(hosts=10, sizes=(small,), gpu_share=0.0), durable=False)
+    plan = SystemPlan(
+        cells=("cell1",),
+        compute=ComputeSettings(simulated=SimulatedConfig(hosts=10, sizes=(small,), gpu_share=0.0)),
+        durable=False,
+    )
     async with rig(plan) as whole:
         for races in range(1, MOST_RACES + 1):
             report = await whole.load(200, mix={"m1.tiny": 1.0})

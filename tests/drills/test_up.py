@@ -83,7 +83,7 @@ def env(directory: Path) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "BERTH_STATE_DIR": str(directory / "state"),
         "BERTH_UP__NODES": "6",
-        "BERTH_COMPUTE__HOSTS": "10",
+        "BERTH_COMPUTE__SIMULATED__HOSTS": "10",
     }
 
 
@@ -169,7 +169,7 @@ class Up:
             "PYTHONPATH": str(ROOT),
             "BERTH_STATE_DIR": str(self.state),
             "BERTH_UP__NODES": "0",
-            "BERTH_COMPUTE__HOSTS": "4",
+            "BERTH_COMPUTE__SIMULATED__HOSTS": "4",
         }
         self.log = directory / "up.log"
         self.output = directory / "commands.log"

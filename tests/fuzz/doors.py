@@ -50,8 +50,8 @@ from bus.wire import (
     single,
 )
 from compute_sim import fleet, records
-from compute_sim.config import ComputeConfig
 from compute_sim.domain.hosts import plan_hosts
+from compute_sim.simulated_config import SimulatedConfig
 from ironic_sync.domain.effect import effect_of
 from ironic_sync.domain.notification import Notification, Rejected
 from ironic_sync.domain.notification import parse as parse_notification
@@ -370,7 +370,7 @@ class Journals:
     def __init__(self) -> None:
         self._kinds = hostile.kinds([fleet.MachineRow, fleet.DestroyedRow, records.HostAttemptRow, records.PurgeRow])
         self._folder = _folder()
-        self._config = ComputeConfig(hosts=2, state_dir=str(self._folder))
+        self._config = SimulatedConfig(hosts=2)
         self._hosts = [plan.uuid for plan in plan_hosts(self._config, "c1", "s")]
         self._base = self._folder
 
@@ -385,8 +385,7 @@ class Journals:
         steps, which, at, other = given
         for old in self._base.iterdir():
             old.unlink()
-        before = fleet.Fleet.planned(self._config, "c1", "s")
-        before.open()
+        before = self._opened()
         for host, instance, attempt, stays in steps:
             key = (host, instance)
             before.put(host, fleet.SimulatedMachine(instance, attempt, {}, database_id="d"))
@@ -397,13 +396,12 @@ class Journals:
                     key,
                     records.HostAttempt(attempt, records.AttemptPhase.GONE, max_ended_attempt=attempt, database_id="d"),
                 )
-        before.close()
+        self._close(before)
         path = self._base / f"c1.s.{which}"
         raw = bytearray(path.read_bytes())
         raw[at % len(raw)] ^= other
         path.write_bytes(raw)
-        after = fleet.Fleet.planned(self._config, "c1", "s")
-        after.open()
+        after = self._opened()
         kept = self._base / f"c1.s.{which}.damaged-1"
         must(kept.exists() and kept.read_bytes() == raw, "a damaged byte, and no file was kept aside")
         there = {(host, machine.instance_uuid): machine.attempt for host, machine in after.machines()}
@@ -413,7 +411,18 @@ class Journals:
                 must(there.get((host, machine.instance_uuid), 0) >= machine.attempt, "a machine was forgotten")
         for key, entry in before.records.running().items():
             must(which == "records" or after.records.running().get(key) == entry, "a record was changed")
-        after.close()
+        self._close(after)
+
+    def _opened(self) -> fleet.Fleet:
+        own = records.Records.of_service(str(self._folder), "c1", "s", synced=False)
+        own.open()
+        found = fleet.Fleet.planned(self._config, "c1", "s", own, str(self._folder))
+        found.open()
+        return found
+
+    def _close(self, opened: fleet.Fleet) -> None:
+        opened.close()
+        opened.records.close()
 
 
 class RestBodies:

@@ -16,10 +16,11 @@ import pytest
 from berth.audit.gather import gather, rest
 from berth.backup.copying import save
 from berth.backup.restoring import restore
+from berth.settings import ComputeSettings
 from berth.trial.servers import SystemPlan
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
-from compute_sim.config import ComputeConfig, IronicConfig
+from compute_sim.config import IronicConfig
 from lab.ironic.laboratory import Lab, Nodes, lab
 from tests.drills.test_backup_drill import age, breaches, decide, delete, repaired
 from tests.kit.real_metal import FLAVOR, WAIT_S, until
@@ -30,7 +31,7 @@ PLAN = SystemPlan(
     schedulers=1,
     placements=1,
     computes_per_cell=0,
-    compute=ComputeConfig(driver="ironic", hosts=0, heartbeat_interval_s=0.5, report_interval_s=2.0),
+    compute=ComputeSettings(driver="ironic", heartbeat_interval_s=0.5, report_interval_s=2.0),
     durable=False,
 )
 COMPUTE, SYNC = "compute-cell1-metal", "ironic-sync"

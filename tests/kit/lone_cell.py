@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 import cell_conductor.app
 import compute_sim.app
+from berth.settings import ComputeSettings
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.consumer import Consumer
@@ -36,8 +37,8 @@ from bus.service.service import WorkerRuntime
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from compute_sim.config import ComputeConfig, IronicConfig
-from compute_sim.fleet import Fleet
+from compute_sim.config import IronicConfig
+from compute_sim.records import Records
 from tests.kit.waiting import until
 
 WAIT_S = 300.0
@@ -83,7 +84,7 @@ class LoneCell:
         self.broker = MemoryBroker(self.clock)
         self.bus = Bus(name, MemoryTransport(self.broker, "ears"), process="ears", clock=self.clock, rng=self.rng)
         self.table = MemoryInstanceTable(self.clock)
-        self.fleet: Fleet | None = None
+        self.records = Records()
         self.reports: list[ComputeHosts] = []
         self.events: list[BuildEvent] = []
         self.alarms: list[UnknownMachinesFound | BreakerTripped] = []
@@ -108,17 +109,14 @@ class LoneCell:
         """A conductor on the table, and a compute service; what the latter remembers is kept over its lives."""
         store = MemoryInstances(self.table.session())
         conductor = cell_conductor.app.build(self._environment("conductor"), CONDUCTOR, self.name, store=store)
-        config = ComputeConfig(
+        config = ComputeSettings(
             driver="ironic",
-            hosts=0,
             ironic=replace(self.ironic, share=share, shares=shares),
             heartbeat_interval_s=0.2,
             report_interval_s=60.0,
         )
         service = f"{self.name}-a"
-        if self.fleet is None:
-            self.fleet = Fleet.planned(config, self.name, service)
-        compute = compute_sim.app.build(self._environment("compute"), config, self.name, service, fleet=self.fleet)
+        compute = compute_sim.app.build(self._environment("compute"), config, self.name, service, records=self.records)
         self._lives = [Life(conductor), Life(compute)]
         try:
             for life in self._lives:

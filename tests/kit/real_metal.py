@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
 from berth.client import BuildClient, RequestWatch
-from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
+from berth.settings import BusSettings, CellSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import process_name
 from berth.trial.up import LocalSystem, site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, HostsPage, HostsQuery
 from bus.contracts.deploy import ConfigDrive, ImageSource
 from cell_conductor.config import ConductorConfig
-from compute_sim.config import ComputeConfig, IronicConfig
+from compute_sim.config import IronicConfig
 from ironic_sync.config import IronicSyncConfig, NotificationBroker
 from lab.ironic.laboratory import Lab, Nodes, lab
 from tests.kit import waiting
@@ -155,7 +155,7 @@ def settings_of(here: Lab, compute: dict[str, Any], sync: dict[str, Any]) -> Set
         database=DatabaseSettings(),
         up=UpSettings(nodes=0, computes_per_cell=0, schedulers=1, rest=False, web=False),
         conductor=ConductorConfig(report_grace_s=0.1, sweep_interval_s=0.2),
-        compute=ComputeConfig(ironic=replace(ironic, **compute), heartbeat_interval_s=0.5, report_interval_s=5.0),
+        compute=ComputeSettings(ironic=replace(ironic, **compute), heartbeat_interval_s=0.5, report_interval_s=5.0),
         ironic_sync=IronicSyncConfig(broker=NotificationBroker(url=here.broker_url), bind_retry_s=0.5, **sync),
     )
 

@@ -242,7 +242,7 @@ OTHER_NAMES = {
         "cells.*.url compute.ironic.microversion gateway.url ironic_sync.microversion ironic_sync.notifications"
     ),
     "files, packages, formats, entry points": (
-        "placement.token berth.fencing berth.load.v1 berth.migrations.* berth.placement.v3 "
+        "placement.token berth.drivers berth.fencing berth.load.v1 berth.migrations.* berth.placement.v3 "
         "cell_conductor.store.migrations ironic_sync.store.migrations placement_worker.store.migrations "
         "scheduler_worker.store.migrations *.store.migrations *.libs *.machines"
     ),

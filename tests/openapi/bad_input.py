@@ -69,7 +69,7 @@ def whole_berth(command: str) -> Iterator[str]:
             "BERTH_UP__REST": "false",
             "BERTH_UP__WEB": "false",
             "BERTH_UP__NODES": "1",
-            "BERTH_COMPUTE__HOSTS": "2",
+            "BERTH_COMPUTE__SIMULATED__HOSTS": "2",
         }
         with contextlib.ExitStack() as stack:
             up = stack.enter_context(_process([command, "up"], env))

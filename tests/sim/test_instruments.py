@@ -26,10 +26,11 @@ from cell_conductor.domain import build_repeat_rules
 from cell_conductor.domain.events import BuildRequested, DeleteRequested
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.steps import Step, StepContext
-from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from compute_sim.driver import ChangeFault, ChangeOrder
 from compute_sim.fleet import Fleet, SimulatedMachine
+from compute_sim.records import Records
+from compute_sim.simulated_config import SimulatedConfig
 from lab.simulation.__main__ import read_plan, written
 from lab.simulation.draw import plan_of
 from lab.simulation.loop import EPOCH
@@ -50,7 +51,7 @@ from lab.simulation.wiring import CalmedSimulatedDriver
 
 async def test_a_change_neither_fails_nor_hangs_when_faults_have_ended() -> None:
     """Four in a row failed, the last of them 18 minutes after the load (seed 4300346)."""
-    fleet = Fleet.planned(ComputeConfig(hosts=1), "c1", "s1")
+    fleet = Fleet.planned(SimulatedConfig(hosts=1), "c1", "s1", Records())
     (host,) = fleet.hosts
     uuid = "00000000-0000-4000-9000-000000000001"
     fleet.put(host.plan.uuid, SimulatedMachine(uuid, 1, {host.plan.uuid: {"VCPU": 1}}))

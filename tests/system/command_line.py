@@ -53,9 +53,9 @@ class Berth:
             "PYTHONPATH": str(ROOT),
             "BERTH_STATE_DIR": str(directory / "state"),
             "BERTH_UP__NODES": "2",
-            "BERTH_COMPUTE__HOSTS": "4",
+            "BERTH_COMPUTE__SIMULATED__HOSTS": "4",
             # One host always fails: builds that begin there go to an alternate.
-            "BERTH_COMPUTE__FAULTS__FAIL_HOSTS": '["cell1-c1-00000"]',
+            "BERTH_COMPUTE__SIMULATED__FAULTS__FAIL_HOSTS": '["cell1-c1-00000"]',
             "BERTH_SCHEDULER__ACTIONS_ACROSS_CELLS": "true",
             "COLUMNS": "200",
         }

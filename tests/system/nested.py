@@ -15,14 +15,15 @@ import compute_sim.app
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import Facts, check_invariants
 from berth.client import RequestWatch
-from berth.settings import CellSettings, Settings, UpSettings, read_settings
+from berth.settings import CellSettings, ComputeSettings, Settings, UpSettings, read_settings
 from berth.site import process_name
 from berth.trial.up import LocalSystem, site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildPage, BuildQuery, BuildRequest
 from bus.contracts.placement import InventoryResult, InventoryUpdate
-from compute_sim.config import ComputeConfig, Device, HostSize
 from compute_sim.fleet import Fleet
+from compute_sim.records import Records
+from compute_sim.simulated_config import Device, HostSize, SimulatedConfig
 from lab.feed_watch import RecordingClient
 
 PAGE = Path(__file__).parents[2] / "docs" / "use" / "nested-hosts.md"
@@ -39,7 +40,9 @@ UPGRADED = HostSize(
     numa=2,
     devices=tuple(Device(name=f"card{n}", under=f"numa{n}", inventories={"PGPU": 8}) for n in range(2)),
 )
-FLAT = ComputeConfig(hosts=1, gpu_share=0.0, sizes=(UPGRADED,), nested=False, heartbeat_interval_s=0.5)
+FLAT = ComputeSettings(
+    simulated=SimulatedConfig(hosts=1, gpu_share=0.0, sizes=(UPGRADED,), nested=False), heartbeat_interval_s=0.5
+)
 
 
 def blocks(kind: str) -> list[str]:
@@ -52,7 +55,9 @@ def page_settings(directory: Path) -> Settings:
     path = directory / "berth.toml"
     path.write_text("\n".join(blocks("toml")))
     settings = read_settings(path, {})
-    compute = replace(settings.compute, hosts=len(settings.compute.sizes), gpu_share=0.0, heartbeat_interval_s=0.5)
+    simulated = settings.compute.simulated
+    simulated = replace(simulated, hosts=len(simulated.sizes), gpu_share=0.0)
+    compute = replace(settings.compute, simulated=simulated, heartbeat_interval_s=0.5)
     up = UpSettings(schedulers=2, placements=2, computes_per_cell=1, nodes=0)
     return replace(settings, compute=compute, up=up, cells={CELL: CellSettings()})
 
@@ -121,9 +126,11 @@ class Example:
         """Start the service of the host that is upgraded; killed first, if it runs."""
         if OLD in self.system.in_process.members:
             await self.system.in_process.kill(OLD)
-        config = replace(FLAT, nested=nested)
+        config = replace(FLAT, simulated=replace(FLAT.simulated, nested=nested))
         environment = self.system.site.environment(OLD)
-        service = compute_sim.app.build(environment, config, CELL, OLD, fleet=self._old)
+        service = compute_sim.app.build(
+            environment, config, CELL, OLD, records=self._old.records, driver_state=self._old
+        )
         await self.system.in_process.start((OLD, service))
 
 
@@ -140,7 +147,7 @@ async def example(directory: Path) -> AsyncIterator[Example]:
                 update = msgspec.json.decode(body, type=InventoryUpdate)
                 result = await client.bus.request(update, InventoryResult, timeout_s=PATIENCE_S)
                 assert result.outcome == "applied"
-            made = Example(system, client, Fleet.planned(FLAT, CELL, OLD))
+            made = Example(system, client, Fleet.planned(FLAT.simulated, CELL, OLD, Records()))
             await made.old_service(nested=False)
             yield made
         finally:

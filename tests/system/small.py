@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from berth.settings import Settings
+from berth.settings import ComputeSettings, Settings
 from berth.site import Site
 from berth.trial.servers import API_VHOST, RealServers, SystemPlan, start_all, variables
 from berth.trial.worker_processes import WorkerProcesses
-from compute_sim.config import ComputeConfig
+from compute_sim.simulated_config import SimulatedConfig
 from tests.kit.forks import ForkedProcess
 from tests.kit.lent import lent_servers
 
@@ -23,7 +23,7 @@ PLAN = SystemPlan(
     cells=("cell1",),
     schedulers=1,
     placements=1,
-    compute=ComputeConfig(hosts=4, heartbeat_interval_s=0.5),
+    compute=ComputeSettings(simulated=SimulatedConfig(hosts=4), heartbeat_interval_s=0.5),
     durable=False,
 )
 

@@ -20,7 +20,15 @@ from berth.audit.repairing import chosen, release_ended
 from berth.client import BuildClient
 from berth.client.moves import ActionClient
 from berth.commands.book import audited
-from berth.settings import AuditSettings, BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
+from berth.settings import (
+    AuditSettings,
+    BusSettings,
+    CellSettings,
+    ComputeSettings,
+    DatabaseSettings,
+    Settings,
+    UpSettings,
+)
 from berth.site import Site, process_name
 from berth.trial.up import LocalSystem, site
 from bus.clock import new_uuid
@@ -44,8 +52,8 @@ from bus.contracts.placement import (
 )
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.tables import INSERT, columns, with_parameters
-from compute_sim.config import ComputeConfig
 from compute_sim.fleet import SimulatedMachine
+from compute_sim.simulated_config import SimulatedConfig
 from scheduler_worker.config import SchedulerConfig
 from tests.kit.waiting import until
 
@@ -102,7 +110,7 @@ async def one_process(query_s: float = 0.5) -> AsyncIterator[tuple[Site, LocalSy
         cells={CELL: CellSettings()},
         database=DatabaseSettings(),
         up=UpSettings(nodes=0, computes_per_cell=1, schedulers=1, rest=False, web=False),
-        compute=ComputeConfig(hosts=3),
+        compute=ComputeSettings(simulated=SimulatedConfig(hosts=3)),
         scheduler=SchedulerConfig(action_query_s=query_s),
     )
     async with site(settings, directory=None) as place:

@@ -19,7 +19,7 @@ from berth.audit.invariants import check_invariants
 from berth.client import BuildClient
 from berth.commands.book import audited
 from berth.commands.common import check_cell
-from berth.settings import MEMORY, BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
+from berth.settings import MEMORY, BusSettings, CellSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from berth.trial.servers import variables
@@ -41,7 +41,7 @@ from bus.contracts.objects import (
 from bus.contracts.operations import AdminState, DeleteHost, DeleteService, HostDeleted, ServiceDeleted, SetAdminState
 from bus.faults import RequestRefused
 from bus.service.settings import SettingsError
-from compute_sim.config import ComputeConfig
+from compute_sim.simulated_config import SimulatedConfig
 from tests.kit.forks import run_berth
 from tests.kit.waiting import until
 
@@ -171,7 +171,7 @@ async def running(url: str, prefix: str, database_url: str, monkeypatch: pytest.
         cells={"cell1": CellSettings()},
         database=DatabaseSettings(url=database_url),
         up=UpSettings(nodes=0, computes_per_cell=1, schedulers=1, rest=False, web=False),
-        compute=ComputeConfig(hosts=1, heartbeat_interval_s=0.5),
+        compute=ComputeSettings(simulated=SimulatedConfig(hosts=1), heartbeat_interval_s=0.5),
     )
     async with local_site(settings, directory=None) as place:
         system = LocalSystem(place)

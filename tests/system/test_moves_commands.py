@@ -15,6 +15,7 @@ import pytest
 
 from berth.client import drains as client_drains
 from berth.client.moves import ActionClient
+from berth.settings import ComputeSettings
 from berth.trial.servers import SystemPlan
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRequest
@@ -22,8 +23,8 @@ from bus.contracts.drains import DrainProgress, DrainQuery, DrainsQuery, DrainSt
 from bus.contracts.feed import SnapshotPage, SnapshotRequest
 from bus.contracts.moves import ActionKind, ActionPage, ActionQuery, ActionRequest
 from bus.contracts.operations import AdminState, SetAdminState
-from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
+from compute_sim.simulated_config import SimulatedConfig
 from tests.system import command_line
 from tests.system.command_line import NO, TIME, TIMEOUT_S, USAGE, Berth, boot
 from tests.system.worker_processes import Rig, rig
@@ -338,7 +339,10 @@ SLOW = Faults(
     delay_min_s=3.0, delay_max_s=3.0, change_min_s=0.8, change_max_s=0.8
 )  # of builds, and of each step of a move
 DRAINS_PLAN = SystemPlan(
-    cells=("cell1",), placements=1, compute=ComputeConfig(hosts=4, gpu_share=0.0, faults=SLOW), durable=False
+    cells=("cell1",),
+    placements=1,
+    compute=ComputeSettings(simulated=SimulatedConfig(hosts=4, gpu_share=0.0, faults=SLOW)),
+    durable=False,
 )
 
 
@@ -432,7 +436,11 @@ async def test_a_drain_is_done_when_its_host_holds_nothing() -> None:
 
 
 KILLED_PLAN = SystemPlan(
-    cells=("cell1",), schedulers=2, placements=1, compute=ComputeConfig(hosts=4, gpu_share=0.0), durable=False
+    cells=("cell1",),
+    schedulers=2,
+    placements=1,
+    compute=ComputeSettings(simulated=SimulatedConfig(hosts=4, gpu_share=0.0)),
+    durable=False,
 )
 AT_ONCE = 2
 

@@ -14,7 +14,7 @@ import compute_sim.app
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import InvariantResult, check_invariants
 from berth.client import BuildClient
-from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
+from berth.settings import BusSettings, CellSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
 from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from berth.trial.up import LocalSystem, announcer, site
@@ -26,8 +26,7 @@ from cell_conductor.domain.instance import State
 from cell_conductor.domain.report import UnknownMachineKind
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.safety import DESTROY, PROTECT, DecidedMachine
-from compute_sim.config import ComputeConfig, IronicConfig
-from compute_sim.fleet import Fleet
+from compute_sim.config import IronicConfig
 from tests.kit.lone_cell import LoneCell
 from tests.kit.waiting import until
 
@@ -197,11 +196,10 @@ class Metal:
     async def start(self, service: str, state: Path | None = None) -> None:
         """One more process; nothing else is configured with it. state: where `berth run` finds berth's state."""
         base = self.place.settings.compute
-        config = replace(base, driver="ironic", hosts=0, ironic=replace(base.ironic, url=self.ironic.url))
+        config = replace(base, driver="ironic", ironic=replace(base.ironic, url=self.ironic.url))
         if state is not None:
             config = replace(self.place.settings, state_dir=str(state), compute=config).kept_compute
-        fleet = Fleet.planned(config, CELL, service)
-        built = compute_sim.app.build(self.place.environment(service), config, CELL, service, fleet=fleet)
+        built = compute_sim.app.build(self.place.environment(service), config, CELL, service)
         await self.system.in_process.start((service, built))
 
     async def by_service(self) -> dict[str, list[str]]:
@@ -229,7 +227,7 @@ async def metal() -> AsyncIterator[Metal]:
         database=DatabaseSettings(),
         up=UpSettings(nodes=NODES, computes_per_cell=0, schedulers=1, rest=False, web=False),
         conductor=ConductorConfig(report_grace_s=0.1, sweep_interval_s=0.2),
-        compute=ComputeConfig(ironic=IronicConfig(poll_interval_s=0.05)),
+        compute=ComputeSettings(ironic=IronicConfig(poll_interval_s=0.05)),
     )
     async with site(settings, directory=None) as place:
         quick = Behaviour(verify_s=0.01, deploy_s=0.05, undeploy_s=0.01, clean_s=0.05)

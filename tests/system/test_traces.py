@@ -18,7 +18,15 @@ import pytest
 from msgspec import Struct
 
 from berth.client import BuildClient
-from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, TraceSettings, UpSettings
+from berth.settings import (
+    BusSettings,
+    CellSettings,
+    ComputeSettings,
+    DatabaseSettings,
+    Settings,
+    TraceSettings,
+    UpSettings,
+)
 from berth.site import Site
 from berth.trial.ironic_stand_in import Behaviour
 from berth.trial.servers import SystemPlan
@@ -33,8 +41,8 @@ from bus.contracts.build import BuildEvent, BuildRequest
 from bus.port import Outgoing
 from bus.tracing.context import TraceContext
 from cell_conductor.config import ConductorConfig
-from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
+from compute_sim.simulated_config import SimulatedConfig
 from scheduler_worker.config import SchedulerConfig
 from tests.kit.forks import run_berth
 from tests.kit.otlp import OtlpReceiver, ReceivedSpan, otlp_receiver
@@ -135,7 +143,7 @@ async def traced_system(
     amqp: tuple[str, str],
     postgres_url: str,
     *,
-    compute: ComputeConfig,
+    compute: ComputeSettings,
     ratio: float = 1.0,
     nodes: int = 0,
 ) -> AsyncIterator[TracedSystem]:
@@ -145,9 +153,11 @@ async def traced_system(
             cells={CELL: CellSettings()},
             database=DatabaseSettings(url=postgres_url),
             traces=TraceSettings(endpoint=receiver.url, ratio=ratio, most_per_s=1000.0),
-            up=UpSettings(nodes=nodes, computes_per_cell=min(compute.hosts, 1), schedulers=1, rest=False, web=False),
+            up=UpSettings(
+                nodes=nodes, computes_per_cell=min(compute.simulated.hosts, 1), schedulers=1, rest=False, web=False
+            ),
             compute=compute,
-            scheduler=SchedulerConfig(build_timeout_s=0.5 if compute.faults.hang_rate else 60.0),
+            scheduler=SchedulerConfig(build_timeout_s=0.5 if compute.simulated.faults.hang_rate else 60.0),
             conductor=ConductorConfig(answer_timeout_s=0.2, sweep_interval_s=0.1),
         )
         site = Site(settings, clock=SystemClock(), seed=14)
@@ -174,7 +184,7 @@ def assert_one_tree(spans: list[ReceivedSpan]) -> None:
 async def test_each_hop_of_a_build_is_in_the_trace_that_its_client_began(
     amqp: tuple[str, str], postgres_url: str
 ) -> None:
-    hosts = ComputeConfig(hosts=2)
+    hosts = ComputeSettings(simulated=SimulatedConfig(hosts=2))
     async with traced_system(amqp, postgres_url, compute=hosts) as running:
         uuid = await running.build("m1.small")
         spans = await running.trace_of(uuid)
@@ -186,7 +196,11 @@ async def test_an_alternate_that_the_cell_claims_itself_is_in_the_trace(
     amqp: tuple[str, str], postgres_url: str
 ) -> None:
     """The first host fails, so that the conductor claims and commands another: on its own bus, by its own record."""
-    failing = ComputeConfig(hosts=4, faults=Faults(fail_hosts=tuple(f"{CELL}-c1-0000{number}" for number in (1, 2, 3))))
+    failing = ComputeSettings(
+        simulated=SimulatedConfig(
+            hosts=4, faults=Faults(fail_hosts=tuple(f"{CELL}-c1-0000{number}" for number in (1, 2, 3)))
+        )
+    )
     async with traced_system(amqp, postgres_url, compute=failing) as running:
         uuid = await running.build("m1.small")
         spans = await running.trace_of(uuid)
@@ -198,7 +212,7 @@ async def test_an_alternate_that_the_cell_claims_itself_is_in_the_trace(
 
 async def test_what_a_deadline_makes_of_a_build_is_in_its_trace(amqp: tuple[str, str], postgres_url: str) -> None:
     """Its host never answers: what follows is the conductor's own, from its record of the instance."""
-    hanging = ComputeConfig(hosts=1, faults=Faults(hang_rate=1.0))
+    hanging = ComputeSettings(simulated=SimulatedConfig(hosts=1, faults=Faults(hang_rate=1.0)))
     async with traced_system(amqp, postgres_url, compute=hanging) as running:
         uuid = await running.build("m1.small")
         assert running.client.watches[uuid].state == "failed"
@@ -211,7 +225,9 @@ async def test_what_a_deadline_makes_of_a_build_is_in_its_trace(amqp: tuple[str,
 async def test_the_calls_of_ironic_are_in_the_trace_and_its_notifications_begin_some(
     amqp: tuple[str, str], postgres_url: str
 ) -> None:
-    async with traced_system(amqp, postgres_url, compute=ComputeConfig(hosts=0), nodes=8) as running:
+    async with traced_system(
+        amqp, postgres_url, compute=ComputeSettings(simulated=SimulatedConfig(hosts=0)), nodes=8
+    ) as running:
         uuid = await running.build("bm.gold")
         spans = await running.trace_of(uuid)
     names = {(span.service, span.name) for span in spans}
@@ -228,7 +244,9 @@ async def test_a_move_from_the_command_line_and_a_request_over_http_begin_a_trac
     amqp: tuple[str, str], postgres_url: str
 ) -> None:
     """The command is a process of its own; the web server answers before anything has happened."""
-    async with traced_system(amqp, postgres_url, compute=ComputeConfig(hosts=3)) as running:
+    async with traced_system(
+        amqp, postgres_url, compute=ComputeSettings(simulated=SimulatedConfig(hosts=3))
+    ) as running:
         moved = await running.build("m1.small")
         migrate = ("migrate", moved, "--live", "--wait")
         ran = await asyncio.to_thread(run_berth, *migrate, env=running.environment, timeout_s=WAIT_S)
@@ -267,7 +285,7 @@ async def test_the_last_event_carries_the_trace_that_a_foreign_client_began(
 ) -> None:
     """No sampling of ours, and no header of ours: the client's own decides, and comes back with each event."""
     trace = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7")
-    hosts = ComputeConfig(hosts=2)
+    hosts = ComputeSettings(simulated=SimulatedConfig(hosts=2))
     async with traced_system(amqp, postgres_url, compute=hosts, ratio=0.0) as running:
         transport = running.site.transport("api", process="foreign")
         await transport.open()
@@ -413,7 +431,11 @@ async def until_it_has(client: httpx.AsyncClient, query: str) -> list[dict[str, 
 @pytest.mark.postgres
 async def test_every_query_of_the_dashboard_finds_its_metrics_on_a_running_system(tmp_path: Path) -> None:
     faults = Faults(fail_rate=0.3)
-    plan = SystemPlan(cells=("cell1", "cell2"), compute=ComputeConfig(hosts=5, faults=faults), durable=False)
+    plan = SystemPlan(
+        cells=("cell1", "cell2"),
+        compute=ComputeSettings(simulated=SimulatedConfig(hosts=5, faults=faults)),
+        durable=False,
+    )
     async with rig(plan) as whole, prometheus(tmp_path, whole.processes) as client:
         workers = len(whole.processes.workers)
         await until_it_has(client, f'count(up{{job="berth"}} == 1) == {workers}')

@@ -20,13 +20,13 @@ from msgspec import Struct
 import compute_sim.app
 from berth.client import BuildClient
 from berth.client.moves import ActionClient
-from berth.settings import CellSettings, DatabaseSettings, Settings, UpSettings
+from berth.settings import CellSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
 from berth.trial.up import LocalSystem, site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRequest
 from bus.contracts.moves import ActionKind, ActionRequest
-from compute_sim.config import ComputeConfig
 from compute_sim.driver import Driver, NotOwned
+from compute_sim.driver_plugin import DriverParts
 
 PAGE = (Path(__file__).parents[2] / "docs" / "start" / "first-driver.md").read_text()
 WAIT_S = 60.0
@@ -81,8 +81,10 @@ async def racks(empty_database: str, tmp_path: Path) -> AsyncIterator[Racks]:
     async with site(settings, directory=None) as place:
         system = LocalSystem(place)
         await system.start()
-        config = ComputeConfig(state_dir=str(tmp_path))
-        built = compute_sim.app.build(place.environment("racks"), config, CELL, "racks", driver=driver)
+        config = ComputeSettings(state_dir=str(tmp_path))
+        built = compute_sim.app.build(
+            place.environment("racks"), config, CELL, "racks", driver=DriverParts(driver=driver)
+        )
         await system.in_process.start(("racks", built))
         client = BuildClient(place.bus("client"), clock=place.clock, process="client")
         actions = ActionClient(client.bus, clock=place.clock, process="moves")

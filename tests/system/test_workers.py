@@ -24,6 +24,7 @@ import pytest
 import yaml
 from sqlalchemy.engine import make_url
 
+from berth.settings import ComputeSettings
 from berth.trial.embedded.postgres import Postgres
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from berth.trial.ironic_stand_in import AmqpAnnouncer, IronicStandIn
@@ -33,7 +34,7 @@ from bus.clock import SystemClock
 from bus.consuming import dead_letters
 from bus.contracts.queues import COMMANDS
 from bus.rabbitmq.transport import RabbitTransport
-from compute_sim.config import ComputeConfig
+from compute_sim.simulated_config import SimulatedConfig
 from tests.integration.ironic.test_whole import Site, placement_on
 from tests.kit.forks import ForkedProcess, run_berth
 from tests.kit.lent import lent_servers
@@ -178,7 +179,10 @@ def small() -> Iterator[Small]:
     with lent_servers(PLAN.cells) as servers, tempfile.TemporaryDirectory(prefix="berth-book-") as name:
         settings = servers.settings(PLAN)
         settings = msgspec.structs.replace(
-            settings, compute=ComputeConfig(hosts=4, heartbeat_interval_s=0.5, report_interval_s=1.0)
+            settings,
+            compute=ComputeSettings(
+                simulated=SimulatedConfig(hosts=4), heartbeat_interval_s=0.5, report_interval_s=1.0
+            ),
         )
         env = {**variables(settings), "BERTH_STATE_DIR": f"{name}/state"}
         made = Small(servers, WorkerProcesses(Path(name), env, spawn=ForkedProcess), settings)
@@ -246,7 +250,7 @@ async def test_conductor_and_compute_start_with_their_cells_bus_and_schema_alone
         f"BERTH_CELLS__{CELL.upper()}__URL": own_broker.url(CELL, user=USER, password=password),
         "BERTH_DATABASE__URL": postgres.url().replace("berth@", f"{USER}@"),
         "BERTH_STATE_DIR": str(tmp_path / "state"),
-        "BERTH_COMPUTE__HOSTS": "1",
+        "BERTH_COMPUTE__SIMULATED__HOSTS": "1",
     }
     processes = WorkerProcesses(tmp_path, settings, spawn=ForkedProcess)
     try:
@@ -267,7 +271,9 @@ FOREIGN = ({"message_id": b"\xff" * 200}, {"type": b"\xff" * 255}, {"correlation
 
 async def test_two_schedulers_survive_a_message_whose_id_is_no_text_and_all_good_requests_end_once() -> None:
     """It ended every scheduler that took it: 21 deaths, and half of the good requests were given up unheard."""
-    plan = SystemPlan(cells=("cell1",), placements=1, compute=ComputeConfig(hosts=50), durable=False)
+    plan = SystemPlan(
+        cells=("cell1",), placements=1, compute=ComputeSettings(simulated=SimulatedConfig(hosts=50)), durable=False
+    )
     async with rig(plan) as whole:
         pids = {name: worker.process.pid for name, worker in whole.processes.workers.items()}
         async with raw_publisher(whole.servers.urls[API_VHOST]) as raw:

@@ -16,7 +16,7 @@ import httpx
 from msgspec import Struct
 from msgspec.structs import replace
 
-from berth.settings import Settings, UpSettings
+from berth.settings import ComputeSettings, Settings, UpSettings
 from berth.site import Site
 from berth.trial.up import LocalSystem, site
 from berth.trial.worker_processes import NO_TLS
@@ -25,7 +25,7 @@ from berth.web.server import WebServer
 from bus.bus import API
 from bus.contracts.queues import DEAD
 from bus.port import Outgoing
-from compute_sim.config import ComputeConfig
+from compute_sim.simulated_config import SimulatedConfig
 
 START_TIMEOUT_S = 120.0
 TIMEOUT_S = 60.0
@@ -89,7 +89,7 @@ async def serve(directory: Path, found: list[Web], ready: threading.Event, stop:
         Settings(),
         state_dir=str(directory),
         up=UpSettings(schedulers=1, computes_per_cell=1, nodes=0, rest=False),
-        compute=ComputeConfig(hosts=3),
+        compute=ComputeSettings(simulated=SimulatedConfig(hosts=3)),
     )
     async with site(settings, directory=None, seed=1) as here:
         system = LocalSystem(here)

@@ -33,13 +33,14 @@ from berth.backup.copying import connect
 from berth.client import BuildClient
 from berth.fencing.fencer import MAX_HOSTS
 from berth.schemas import SchemaRevision, SchemaState, find_schemas
+from berth.settings import ComputeSettings
 from berth.site import Site, process_name
 from berth.trial.servers import API_VHOST, RealServers, SystemPlan, real_servers, start_all, variables
 from berth.trial.worker_processes import Worker, WorkerProcesses
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState
 from bus.contracts.operations import AdminState, HostAdminState, SetAdminState
-from compute_sim.config import ComputeConfig
+from compute_sim.simulated_config import SimulatedConfig
 from lab.feed_watch import RecordingClient
 
 PLAN = SystemPlan(
@@ -48,7 +49,7 @@ PLAN = SystemPlan(
     placements=2,
     conductors_per_cell=2,
     computes_per_cell=2,
-    compute=ComputeConfig(hosts=10, heartbeat_interval_s=0.5),
+    compute=ComputeSettings(simulated=SimulatedConfig(hosts=10), heartbeat_interval_s=0.5),
     durable=False,
 )
 # Two compute services: while the only one of a cell is replaced there would be no host. Two conductors: an earlier one

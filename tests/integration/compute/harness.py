@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from berth.settings import ComputeSettings
 from berth.trial.embedded.process import free_port
 from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, NodePool, Silent
 from berth.trial.worker_processes import NO_TLS
@@ -41,12 +42,18 @@ from bus.port import Transport
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
 from bus.service.service import WorkerRuntime
+from compute_sim import plugin as simulated
 from compute_sim.app import build as build_service
-from compute_sim.config import ComputeConfig, IronicConfig
+from compute_sim.config import IronicConfig
 from compute_sim.driver import Build, ChangeOrder, ChangeResult
 from compute_sim.driver import Driver as AnyDriver
+from compute_sim.driver_plugin import DriverParts
+from compute_sim.drivers.hypervisor import SimulatedDriver
+from compute_sim.drivers.ironic import plugin as ironic
 from compute_sim.drivers.ironic.driver import IronicDriver
 from compute_sim.fleet import Fleet
+from compute_sim.records import Records
+from compute_sim.simulated_config import SimulatedConfig
 from tests.kit.waiting import PATIENCE_S, until
 
 # --- A cell with nothing in it but a compute service: what it receives, and what it publishes.
@@ -196,10 +203,17 @@ class Cell:
     # --- compute services
 
     async def compute(
-        self, config: ComputeConfig, fleet: Fleet, *, service: str = SERVICE, driver: AnyDriver | None = None
+        self, config: ComputeSettings, fleet: Fleet, *, service: str = SERVICE, driver: AnyDriver | None = None
     ) -> Life:
         env = Environment(f"compute-{service}", transports=self.transports, clock=self.clock, rng=self.rng)
-        life = Life(build_service(env, config, CELL, service, fleet=fleet, driver=driver))
+        parts: DriverParts | None = None
+        if isinstance(driver, IronicDriver):
+            parts = ironic.parts_of(driver)
+        elif isinstance(driver, SimulatedDriver):
+            parts = simulated.parts_of(driver, fleet, config.simulated, clock=self.clock)
+        elif driver is not None:
+            parts = DriverParts(driver=driver)
+        life = Life(build_service(env, config, CELL, service, records=fleet.records, driver=parts, driver_state=fleet))
         self._lives.append(life)
         await life.ready()
         return life
@@ -253,9 +267,10 @@ def running(pages: Sequence[ComputeHosts]) -> dict[str, list[tuple[str, int]]]:
     }
 
 
-def planned(settings: ComputeConfig) -> Fleet:
+def planned(settings: ComputeSettings) -> Fleet:
     """The simulated fleet of SERVICE."""
-    return Fleet.planned(settings, CELL, SERVICE)
+    records = Records.of_service(settings.state_dir, CELL, SERVICE, synced=False)
+    return Fleet.planned(settings.simulated, CELL, SERVICE, records, settings.state_dir)
 
 
 def cell_on(url: str, prefix: str = "") -> Cell:
@@ -359,8 +374,8 @@ class Metal:
 
     async def serve(self, cell: Cell, service: str = SERVICE, driver: IronicDriver | None = None, **more: Any) -> Life:
         """A service of these nodes; the next one of a name has its records."""
-        config = ComputeConfig(driver="ironic", hosts=0, ironic=self.config(), **more)
-        fleet = self.fleets.setdefault(service, Fleet.planned(config, CELL, service))
+        config = ComputeSettings(driver="ironic", ironic=self.config(), **more)
+        fleet = self.fleets.setdefault(service, Fleet.planned(SimulatedConfig(hosts=0), CELL, service, Records()))
         self._lives.append(await cell.compute(config, fleet, service=service, driver=driver))
         return self._lives[-1]
 

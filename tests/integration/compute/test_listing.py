@@ -8,15 +8,16 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from berth.settings import ComputeSettings
 from bus.clock import SystemClock
 from bus.contracts.listing import ListedMachine, ListMachines, MachinesPage
 from bus.contracts.moves import ChangeKind, ChangeMachine
 from compute_sim import listing
-from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from compute_sim.driver import Build, ChangeOrder, ChangeResult
 from compute_sim.drivers.hypervisor import SimulatedDriver
 from compute_sim.fleet import SimulatedMachine
+from compute_sim.simulated_config import SimulatedConfig
 from tests.integration.compute.harness import DATABASE_ID, SERVICE, Cell, Metal, cell_on, planned, spawn
 from tests.kit.waiting import PATIENCE_S, until
 
@@ -76,7 +77,7 @@ async def test_every_machine_is_listed_whatever_its_state(
     cell: Cell, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing, "MAX_LISTED_MACHINES", most)
-    settings = ComputeConfig(hosts=3, heartbeat_interval_s=0.05)
+    settings = ComputeSettings(simulated=SimulatedConfig(hosts=3), heartbeat_interval_s=0.05)
     fleet = planned(settings)
     driver = Gated(fleet, Faults(), seed=1, clock=SystemClock())
     life = await cell.compute(settings, fleet, driver=driver)

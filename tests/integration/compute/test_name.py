@@ -14,13 +14,14 @@ from msgspec.structs import replace
 from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
+from berth.settings import ComputeSettings
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.clock import SystemClock
 from bus.contracts.base import Word
 from bus.contracts.cell import ComputeOutcome, Heartbeat, HostConflict, HostReport, HostsReleased, QueueBarrier
 from bus.contracts.placement import InventoryConflict, InventoryUpdate
 from compute_sim import offering
-from compute_sim.config import ComputeConfig, default_service
+from compute_sim.config import default_service
 from compute_sim.contested import HostConflicts
 from compute_sim.domain.attempts import AttemptPhase
 from compute_sim.domain.faults import Faults
@@ -29,6 +30,7 @@ from compute_sim.drivers.hypervisor import SimulatedDriver
 from compute_sim.fleet import Fleet
 from compute_sim.host_changes import PendingHostReports
 from compute_sim.name import ServiceNameInUse
+from compute_sim.simulated_config import SimulatedConfig
 from tests.integration.compute.harness import CELL, SERVICE, Cell, Life, cell_on, planned, spawn
 from tests.integration.compute.test_service import config, hosts_of
 from tests.integration.compute.victim import config as killed_config
@@ -39,7 +41,7 @@ from tests.kit.waiting import PATIENCE_S, until
 
 
 # --- a compute service's name belongs to one process: the second of a name touches nothing and ends, with a sentence
-SETTINGS = ComputeConfig(hosts=2, heartbeat_interval_s=0.02, name_wait_s=0.1)
+SETTINGS = ComputeSettings(simulated=SimulatedConfig(hosts=2), heartbeat_interval_s=0.02, name_wait_s=0.1)
 PATIENT = replace(SETTINGS, name_wait_s=PATIENCE_S)
 
 
@@ -284,6 +286,7 @@ async def test_what_was_accepted_outlives_the_process(cell: Cell, tmp_path: Path
             reported[host, instance] = rest[1]
     settings = killed_config(str(tmp_path))
     fleet = planned(settings)
+    fleet.records.open()
     fleet.open()
     before = dict(fleet.records.entries())
     machines = {(host, machine.instance_uuid) for host, machine in fleet.machines()}
@@ -295,6 +298,7 @@ async def test_what_was_accepted_outlives_the_process(cell: Cell, tmp_path: Path
         if outcome == "destroyed":
             assert key not in machines, "reported as gone, and is there"
     fleet.close()
+    fleet.records.close()
 
     life = await cell.compute(settings, planned(settings))
     for (host, instance), command in took.items():
@@ -320,7 +324,7 @@ async def test_what_was_accepted_outlives_the_process(cell: Cell, tmp_path: Path
 
 
 HOST = "10000000-0000-4000-8000-000000000001"
-CONFIG = ComputeConfig(hosts=2, heartbeat_interval_s=0.05, report_interval_s=3600.0)
+CONFIG = ComputeSettings(simulated=SimulatedConfig(hosts=2), heartbeat_interval_s=0.05, report_interval_s=3600.0)
 
 
 @pytest.fixture(params=["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
@@ -420,10 +424,10 @@ async def test_the_owner_logs_who_was_refused_and_announces_its_host_once_more(e
 # --- A compute service on a real broker, which goes away in the middle.
 
 
-ON_BROKER = ComputeConfig(hosts=20, heartbeat_interval_s=0.2)
+ON_BROKER = ComputeSettings(simulated=SimulatedConfig(hosts=20), heartbeat_interval_s=0.2)
 
 
-async def fleet_on(cell: Cell, config: ComputeConfig) -> tuple[Fleet, Life, list[str]]:
+async def fleet_on(cell: Cell, config: ComputeSettings) -> tuple[Fleet, Life, list[str]]:
     """A service whose hosts are known, and its hosts."""
     await cell.open()
     fleet = planned(config)
@@ -454,7 +458,9 @@ async def test_a_thousand_builds_a_kill_and_a_restart(amqp: tuple[str, str]) -> 
 async def test_results_of_builds_that_end_while_the_broker_is_down_are_published_when_it_is_back(
     own_broker: RabbitMQ,
 ) -> None:
-    config = ComputeConfig(hosts=20, heartbeat_interval_s=0.2, faults=Faults(delay_min_s=1.0, delay_max_s=3.0))
+    config = ComputeSettings(
+        simulated=SimulatedConfig(hosts=20, faults=Faults(delay_min_s=1.0, delay_max_s=3.0)), heartbeat_interval_s=0.2
+    )
     cell = cell_on(own_broker.url())
     fleet, _, hosts = await fleet_on(cell, config)
     builds = [(hosts[n % 20], cell.instance()) for n in range(50)]

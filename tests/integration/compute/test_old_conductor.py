@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from berth.settings import ComputeSettings
 from bus.bus import Bus
 from bus.consuming.dead_letters import list_dead
 from bus.contracts.base import ORDER_OUTDATED, DatabaseMark
@@ -17,7 +18,7 @@ from bus.faults import RequestRefused
 from bus.persistence.memory_database import MemoryDatabase, MemoryRows
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.relay import Relay
-from compute_sim.config import ComputeConfig
+from compute_sim.simulated_config import SimulatedConfig
 from tests.integration.compute.harness import CELL, DATABASE_ID, SERVICE, Cell, planned, spawn
 from tests.kit.waiting import PATIENCE_S, until
 
@@ -33,7 +34,7 @@ async def _conductor(cell: Cell, incarnation: int) -> Bus:
 async def test_nothing_is_built_or_destroyed_by_an_old_conductor_or_the_outbox_of_a_backup(
     cell: Cell, *, restarts: bool
 ) -> None:
-    settings = ComputeConfig(hosts=2, heartbeat_interval_s=0.05)
+    settings = ComputeSettings(simulated=SimulatedConfig(hosts=2), heartbeat_interval_s=0.05)
     fleet = planned(settings)
     life = await cell.compute(settings, fleet)
     first, second = (one.plan.uuid for one in fleet.hosts)

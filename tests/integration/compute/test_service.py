@@ -9,30 +9,33 @@ from typing import Any
 import msgspec
 import pytest
 
+from berth.settings import ComputeSettings
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.queues import DEAD_LETTERS
-from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.crash_plan import ServiceDied
 from compute_sim.domain.faults import Faults
 from compute_sim.domain.hosts import DISABLED_TRAIT
 from compute_sim.fleet import Fleet, SimulatedMachine
+from compute_sim.simulated_config import HostSize, SimulatedConfig
 from tests.integration.compute.harness import CELL, DATABASE_ID, SERVICE, Cell, planned, running, spawn
 from tests.kit.waiting import until
 
 ACTIVE, FAILED, DESTROYED = ComputeOutcome.ACTIVE, ComputeOutcome.FAILED, ComputeOutcome.DESTROYED
 
 
-def config(hosts: int = 4, **faults: Any) -> ComputeConfig:
-    return ComputeConfig(hosts=hosts, gpu_share=0.5, heartbeat_interval_s=0.05, faults=Faults(**faults))
+def config(hosts: int = 4, **faults: Any) -> ComputeSettings:
+    return ComputeSettings(
+        simulated=SimulatedConfig(hosts=hosts, gpu_share=0.5, faults=Faults(**faults)), heartbeat_interval_s=0.05
+    )
 
 
 def hosts_of(fleet: Fleet) -> list[str]:
     return [host.plan.uuid for host in fleet.hosts]
 
 
-async def serve(cell: Cell, settings: ComputeConfig | None = None, **faults: Any) -> tuple[Fleet, list[str]]:
+async def serve(cell: Cell, settings: ComputeSettings | None = None, **faults: Any) -> tuple[Fleet, list[str]]:
     """A service with these faults: its fleet, and the fleet's hosts."""
     settings = settings or config(**faults)
     fleet = planned(settings)

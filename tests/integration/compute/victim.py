@@ -7,20 +7,23 @@ import os
 import random
 import sys
 
+from berth.settings import ComputeSettings
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.cell import ComputeResult, Destroy, Spawn
 from compute_sim.agent import Agent, Limits
-from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from compute_sim.drivers.hypervisor import SimulatedDriver
+from compute_sim.simulated_config import SimulatedConfig
 from compute_sim.survey import MachineScanner
 from tests.integration.compute.harness import DATABASE_ID, SERVICE, planned, spawn
 
 FAULTS = Faults(delay_max_s=0.02, fail_rate=0.1, hang_rate=0.05, destroy_delay_s=0.005)
 
 
-def config(state_dir: str) -> ComputeConfig:
-    return ComputeConfig(hosts=5, state_dir=state_dir, faults=FAULTS, heartbeat_interval_s=0.5)
+def config(state_dir: str) -> ComputeSettings:
+    return ComputeSettings(
+        simulated=SimulatedConfig(hosts=5, faults=FAULTS), state_dir=state_dir, heartbeat_interval_s=0.5
+    )
 
 
 def shout(*words: object) -> None:
@@ -34,6 +37,7 @@ def answered(result: ComputeResult) -> None:
 async def main(state_dir: str) -> None:
     settings, clock, rng = config(state_dir), SystemClock(), random.Random(3)
     fleet = planned(settings)
+    fleet.records.open()
     fleet.open()
     limits = Limits(per_host=10, builds=1000, accepted=1000, build_s=60, destroy_attempts=3)
     driver = SimulatedDriver(fleet, FAULTS, seed=1, clock=clock)

@@ -19,6 +19,7 @@ from prometheus_client import REGISTRY
 import cell_conductor.app
 import compute_sim.app
 from berth.audit import quarantine
+from berth.settings import ComputeSettings
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.bus import API, Bus
 from bus.clock import SystemClock
@@ -46,8 +47,9 @@ from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances
 from cell_conductor.store.postgres_keyed import PostgresKeyed
 from cell_conductor.store.safety import DESTROY, PROTECT, DecidedMachine, Safety
-from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.fleet import Fleet, SimulatedMachine
+from compute_sim.records import Records
+from compute_sim.simulated_config import HostSize, SimulatedConfig
 from tests.integration.compute.harness import Life
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
 from tests.kit.forks import run_berth
@@ -211,8 +213,10 @@ async def test_the_gauges_show_what_waits_for_a_person(postgres_url: str) -> Non
 
 SERVICE = "c1-a"
 OURS = "00000000-0000-4000-8000-00000000000a"
-CONFIG = ComputeConfig(
-    hosts=1, sizes=(HostSize(vcpus=16, cpu_ratio=1.0),), heartbeat_interval_s=0.1, report_interval_s=60.0
+CONFIG = ComputeSettings(
+    simulated=SimulatedConfig(hosts=1, sizes=(HostSize(vcpus=16, cpu_ratio=1.0),)),
+    heartbeat_interval_s=0.1,
+    report_interval_s=60.0,
 )
 LOOKS = 3
 
@@ -226,7 +230,7 @@ class World:
         self.broker = MemoryBroker(self.clock)
         self.url = url
         self.table = MemoryInstanceTable(self.clock)
-        self.fleet = Fleet.planned(CONFIG, CELL, SERVICE)
+        self.fleet = Fleet.planned(CONFIG.simulated, CELL, SERVICE, Records())
         (self.host,) = (host.plan.uuid for host in self.fleet.hosts)
         self.bus = Bus(CELL, MemoryTransport(self.broker, "ears"), process="ears", clock=self.clock, rng=self.rng)
         self.received: list[Message] = []
@@ -252,7 +256,9 @@ class World:
     async def start(self, name: str) -> None:
         env = Environment(name, transports=partial(self._transport, name), clock=self.clock, rng=self.rng)
         if name == "compute":
-            service = compute_sim.app.build(env, CONFIG, CELL, SERVICE, fleet=self.fleet)
+            service = compute_sim.app.build(
+                env, CONFIG, CELL, SERVICE, records=self.fleet.records, driver_state=self.fleet
+            )
         else:
             self.store = (
                 MemoryInstances(self.table.session())

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 import cell_conductor.app
 import compute_sim.app
 import placement_worker.app
+from berth.settings import ComputeSettings
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.bus import API, Bus
 from bus.clock import SystemClock, new_uuid
@@ -27,9 +28,10 @@ from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
 from bus.service.service import WorkerRuntime
 from cell_conductor.config import ConductorConfig
-from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from compute_sim.fleet import Fleet
+from compute_sim.records import Records
+from compute_sim.simulated_config import SimulatedConfig
 from placement_worker.config import PlacementConfig
 from tests.kit.waiting import until
 
@@ -49,8 +51,10 @@ class Rig:
         self._broker = broker
         self._url = database_url
         self.rng = random.Random(11)
-        self.config = ComputeConfig(hosts=1, gpu_share=0.0, faults=Faults(change_max_s=0.02))
-        self.fleets = {name: Fleet.planned(self.config, CELL, name) for name in SERVICES}
+        self.config = ComputeSettings(
+            simulated=SimulatedConfig(hosts=1, gpu_share=0.0, faults=Faults(change_max_s=0.02))
+        )
+        self.fleets = {name: Fleet.planned(self.config.simulated, CELL, name, Records()) for name in SERVICES}
         self.published: list[Message] = []
         self._stop = asyncio.Event()
         self._running: list[asyncio.Task[None]] = []
@@ -91,7 +95,9 @@ class Rig:
     async def start(self, name: str) -> None:
         """A process of this compute service, with the machines that its hosts have."""
         config, fleet, stop = self.config, self.fleets[name], asyncio.Event()
-        service = compute_sim.app.build(self._environment(f"compute-{name}"), config, CELL, name, fleet=fleet)
+        service = compute_sim.app.build(
+            self._environment(f"compute-{name}"), config, CELL, name, records=fleet.records, driver_state=fleet
+        )
         self._computes[name] = (stop, asyncio.create_task(service.run(stop)))
         async with asyncio.timeout(WAIT_S):
             await service.ready.wait()

@@ -18,6 +18,7 @@ import ironic_sync.app
 import placement_worker.app
 import scheduler_worker.app
 from berth.in_process import InProcessWorkers
+from berth.settings import ComputeSettings
 from berth.trial.ironic_stand_in import IronicStandIn, MemoryAnnouncer
 from bus.bus import Bus
 from bus.clock import SystemClock
@@ -28,7 +29,7 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
 from bus.service.environment import Environment
 from cell_conductor.config import ConductorConfig
-from compute_sim.config import ComputeConfig, IronicConfig
+from compute_sim.config import IronicConfig
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.position import Position
 from ironic_sync.store.memory import MemoryPositions
@@ -278,7 +279,7 @@ class Regions:
 
     async def serve(self, cell: str) -> None:
         """Start a conductor of one cell, and a compute service on its Ironic."""
-        config = ComputeConfig(
+        config = ComputeSettings(
             driver="ironic",
             ironic=IronicConfig(url=self.ironics[cell].url, poll_interval_s=0.01),
             report_interval_s=0.1,

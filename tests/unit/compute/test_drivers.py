@@ -21,7 +21,6 @@ from bus.contracts.moves import ChangeKind, ChangeMachine, MachineChanged
 from bus.contracts.waiting import MAX_WAITING, BuildsWaiting, WaitingBuild
 from bus.port import BusError
 from compute_sim.changes import MachineChanges
-from compute_sim.config import ComputeConfig, Device, HostSize
 from compute_sim.domain.attempts import AttemptPhase
 from compute_sim.domain.faults import (
     FAULTLESS,
@@ -39,7 +38,9 @@ from compute_sim.drivers.ironic.node import IronicNode
 from compute_sim.fleet import Fleet, SimulatedMachine
 from compute_sim.jobs import Jobs
 from compute_sim.offering import StartupGate
+from compute_sim.records import Records
 from compute_sim.ring import Ring, owner_of
+from compute_sim.simulated_config import Device, HostSize, SimulatedConfig
 from compute_sim.waiting import WaitingReporter
 from tests.kit.waiting import until
 from tests.unit.compute.test_agent import HOSTS, Scripted, Service, destroy, spawn
@@ -87,17 +88,17 @@ def test_a_host_that_always_fails_does_and_nothing_planned_is_nothing_done() -> 
 
 
 def test_a_plan_is_the_same_every_time_and_differs_by_cell_service_and_seed() -> None:
-    config = ComputeConfig(hosts=50, gpu_share=0.2)
+    config = SimulatedConfig(hosts=50, gpu_share=0.2)
     plans = plan_hosts(config, "c1", "s")
     assert plans == plan_hosts(config, "c1", "s")
     others = [*plan_hosts(config, "c2", "s"), *plan_hosts(config, "c1", "t")]
-    others += plan_hosts(ComputeConfig(hosts=50, seed=2), "c1", "s")
+    others += plan_hosts(SimulatedConfig(hosts=50, seed=2), "c1", "s")
     assert not {plan.uuid for plan in plans} & {plan.uuid for plan in others}
     assert len({uuid for plan in plans for uuid in (plan.uuid, *plan.gpus)}) == 50 + 10 * 2
 
 
 def test_shares_are_spread_evenly() -> None:
-    plans = plan_hosts(ComputeConfig(hosts=100, gpu_share=0.1, numa_share=0.25), "c", "s")
+    plans = plan_hosts(SimulatedConfig(hosts=100, gpu_share=0.1, numa_share=0.25), "c", "s")
     gpus = [n for n, plan in enumerate(plans) if plan.gpus]
     assert len(gpus) == 10 and {b - a for a, b in pairwise(gpus)} == {10}
     assert sum(bool(plan.numa) for plan in plans) == 25
@@ -105,17 +106,17 @@ def test_shares_are_spread_evenly() -> None:
 
 def test_sizes_are_dealt_out_as_often_as_they_are_counted() -> None:
     big, small = HostSize(vcpus=64), HostSize(vcpus=8)
-    config = ComputeConfig(hosts=12, sizes=(big, small), counts=(1, 3), gpu_share=0.0)
+    config = SimulatedConfig(hosts=12, sizes=(big, small), counts=(1, 3), gpu_share=0.0)
     found = [plan.size.vcpus for plan in plan_hosts(config, "c", "s")]
     assert found == [8, 64, 8, 8] * 3, "mixed, each round the same"
-    alike = ComputeConfig(hosts=4, sizes=(big, small), gpu_share=0.0)
+    alike = SimulatedConfig(hosts=4, sizes=(big, small), gpu_share=0.0)
     assert [plan.size.vcpus for plan in plan_hosts(alike, "c", "s")] == [64, 8, 64, 8]
     with pytest.raises(ValueError, match="1 counts for 2 sizes"):
-        ComputeConfig(sizes=(big, small), counts=(1,))
+        SimulatedConfig(sizes=(big, small), counts=(1,))
 
 
 def test_trees_are_roots_first_and_hold_the_hardware_once() -> None:
-    config = ComputeConfig(hosts=4, gpu_share=1.0, numa_share=1.0, sizes=(HostSize(vcpus=8, memory_mb=4096),))
+    config = SimulatedConfig(hosts=4, gpu_share=1.0, numa_share=1.0, sizes=(HostSize(vcpus=8, memory_mb=4096),))
     plan = plan_hosts(config, "c", "s")[0]
     providers = tree(plan, plan.size, enabled=True)
     assert providers[0].parent_uuid is None and all(p.parent_uuid == plan.uuid for p in providers[1:])
@@ -137,7 +138,7 @@ NESTED = HostSize(
 
 
 def test_devices_hang_where_they_are_configured_and_take_over_from_the_root() -> None:
-    (plan,) = plan_hosts(ComputeConfig(hosts=1, gpu_share=0.0, sizes=(NESTED,)), "c", "s")
+    (plan,) = plan_hosts(SimulatedConfig(hosts=1, gpu_share=0.0, sizes=(NESTED,)), "c", "s")
     root, _, cell, agent, port = tree(plan, plan.size, enabled=True)
     assert (cell.parent_uuid, agent.parent_uuid, port.parent_uuid) == (root.uuid, cell.uuid, agent.uuid)
     assert [report.receives_from for report in (cell, agent, port)] == [root.uuid, None, root.uuid]
@@ -145,7 +146,7 @@ def test_devices_hang_where_they_are_configured_and_take_over_from_the_root() ->
 
 
 def test_a_host_not_yet_nested_has_the_same_at_its_root() -> None:
-    (plan,) = plan_hosts(ComputeConfig(hosts=1, gpu_share=1.0, sizes=(NESTED,)), "c", "s")
+    (plan,) = plan_hosts(SimulatedConfig(hosts=1, gpu_share=1.0, sizes=(NESTED,)), "c", "s")
     (root,) = tree(plan, plan.size, enabled=True, nested=False)
     totals = {name: inventory.total for name, inventory in root.inventories.items()}
     assert totals == {"VCPU": 8, "MEMORY_MB": 262_144, "DISK_GB": 4_000, "SRIOV_NET_VF": 8, "VGPU": 16}
@@ -161,7 +162,7 @@ def test_a_device_under_nothing_or_named_twice_is_refused(devices: tuple[Device,
 
 def test_a_hosts_overcommit_is_the_allocation_ratio_of_its_inventories() -> None:
     size = HostSize(vcpus=8, memory_mb=4096, disk_gb=100, cpu_ratio=16.0, memory_ratio=1.5, disk_ratio=2.0)
-    (plan,) = plan_hosts(ComputeConfig(hosts=1, sizes=(size,), gpu_share=0.0), "c1", "s")
+    (plan,) = plan_hosts(SimulatedConfig(hosts=1, sizes=(size,), gpu_share=0.0), "c1", "s")
     (root,) = tree(plan, size, enabled=True)
     ratios = {name: inventory.allocation_ratio for name, inventory in root.inventories.items()}
     assert ratios == {"VCPU": 16.0, "MEMORY_MB": 1.5, "DISK_GB": 2.0}
@@ -201,7 +202,7 @@ class Waits:
 async def test_a_live_migration_takes_the_time_of_copying_its_memory(
     kind: ChangeKind, rate: float, expected: list[float]
 ) -> None:
-    fleet, clock = Fleet.planned(ComputeConfig(hosts=1), "c1", "s1"), Waits()
+    fleet, clock = Fleet.planned(SimulatedConfig(hosts=1), "c1", "s1", Records()), Waits()
     (host,) = fleet.hosts
     held = {host.plan.uuid: {"VCPU": 1, "MEMORY_MB": 1024}, "numa": {"MEMORY_MB": 1024}}
     fleet.put(host.plan.uuid, SimulatedMachine(VM, 1, held))
@@ -241,7 +242,7 @@ class Rig:
     """One host with one machine, and the answers about its changes."""
 
     def __init__(self, faults: Faults = Faults()) -> None:  # noqa: B008  (frozen)
-        self.fleet = Fleet.planned(ComputeConfig(hosts=1), "c1", "s1")
+        self.fleet = Fleet.planned(SimulatedConfig(hosts=1), "c1", "s1", Records())
         (host,) = self.fleet.hosts
         self.host = host.plan.uuid
         self.fleet.put(self.host, SimulatedMachine(VM, 1, {self.host: {"VCPU": 1}}))

@@ -27,7 +27,6 @@ from bus.contracts.cell import (
 )
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from compute_sim import finding, inventory, quarantine, reporter, survey
-from compute_sim.config import ComputeConfig
 from compute_sim.domain.attempts import AttemptPhase, HostAttempt
 from compute_sim.domain.faults import Faults
 from compute_sim.domain.reserved import uncounted_classes, with_reserved
@@ -42,6 +41,7 @@ from compute_sim.offering import StartupGate
 from compute_sim.quarantine import Quarantine
 from compute_sim.records import Records
 from compute_sim.reporter import Reporter
+from compute_sim.simulated_config import SimulatedConfig
 from compute_sim.survey import MachineScanner
 from tests.kit.turns import Turns
 from tests.unit.compute.test_agent import HOSTS, INSTANCES, Scripted, Service, destroy, spawn, started
@@ -312,10 +312,11 @@ class Rig:
     """A service's fleet and what it keeps reserved there."""
 
     def __init__(self, path: Path | None = None) -> None:
-        config = ComputeConfig(hosts=2, state_dir=str(path) if path else None)
-        self.fleet = Fleet.planned(config, "c", "s")
+        state_dir = str(path) if path else None
+        self.records = Records.of_service(state_dir, "c", "s", synced=False)
+        self.records.open()
+        self.fleet = Fleet.planned(SimulatedConfig(hosts=2), "c", "s", self.records, state_dir)
         self.fleet.open()
-        self.records: Records = self.fleet.records
         self.host, self.other = (host.plan.uuid for host in self.fleet.hosts)
         self.driver = SimulatedDriver(self.fleet, Faults(), seed=1, clock=SystemClock())
         self.changed: list[str] = []
@@ -426,11 +427,13 @@ async def test_it_is_kept_over_a_restart(tmp_path: Path) -> None:
     rig.put(A, {"VCPU": 4})
     await rig.order(machine(A, None))
     rig.fleet.close()
+    rig.records.close()
     rig = Rig(tmp_path)
     assert await rig.reserved() == 1
     await rig.order(sequence=1, epoch=2)  # a new start counts its reports anew
     assert await rig.reserved() == 0
     rig.fleet.close()
+    rig.records.close()
     assert await Rig(tmp_path).reserved() == 0
 
 
@@ -448,10 +451,10 @@ class ManyService:
             monkeypatch.setattr(module, "HOSTS_AT_ONCE", AT_ONCE)
         self.published: list[Message] = []
         self.clock = SystemClock()
-        self.fleet = Fleet.planned(ComputeConfig(hosts=MANY_HOSTS), "c", "s")
+        self.records = Records()
+        self.fleet = Fleet.planned(SimulatedConfig(hosts=MANY_HOSTS), "c", "s", self.records)
         for host in self.fleet.hosts:
             self.fleet.put(host.plan.uuid, SimulatedMachine(host.plan.uuid, 1, {}, database_id="d"))
-        self.records = self.fleet.records
         self.records.start(self.clock.time())
         self.driver = SimulatedDriver(self.fleet, Faults(), seed=1, clock=self.clock)
         self.scanner = MachineScanner(self.driver, self.records)

@@ -19,7 +19,6 @@ from bus.clock import SystemClock, new_uuid
 from bus.contracts.cell import ComputeOutcome, ComputeResult
 from bus.faults import Forbidden
 from compute_sim import records as records_module
-from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.attempts import (
     AttemptPhase,
     DestroyAction,
@@ -32,11 +31,13 @@ from compute_sim.domain.attempts import (
     on_destroy,
     on_spawn,
 )
+from compute_sim.domain.faults import Faults
 from compute_sim.driver import Machine
 from compute_sim.drivers.hypervisor import SimulatedDriver
 from compute_sim.fleet import Fleet, SimulatedMachine
 from compute_sim.journal import MAX_KEPT, MAX_LINE, NOT_WRITTEN, Journal, JournalInUse, JournalUnusable
 from compute_sim.records import PurgeRow, Records
+from compute_sim.simulated_config import HostSize, SimulatedConfig
 from tests.unit.compute.test_agent import HOSTS, INSTANCES, Scripted, destroy, spawn, started
 
 # --- the journal and what is remembered through it
@@ -204,20 +205,32 @@ def test_a_disk_that_damages_again_and_again_stops_the_service_with_a_sentence(t
     assert JournalUnusable.code == "journal.damaged" and issubclass(JournalUnusable, Forbidden)
 
 
+def _opened(path: Path, hosts: int = 1) -> Fleet:
+    """The fleet of this directory, and its service's records, as they were left there."""
+    records = Records.of_service(str(path), "c1", "s", synced=False)
+    records.open()
+    fleet = Fleet.planned(SimulatedConfig(hosts=hosts), "c1", "s", records, str(path))
+    fleet.open()
+    return fleet
+
+
+def _close(fleet: Fleet) -> None:
+    fleet.close()
+    fleet.records.close()
+
+
 async def test_machines_whose_lines_are_damaged_are_neither_lost_nor_destroyed(tmp_path: Path) -> None:
     """Each line of the machines' journal, and each two: what the records have running is there after the start."""
-    config = ComputeConfig(hosts=1, state_dir=str(tmp_path))
-    host, instances = _fleet_with_a_rebuilt_machine(config)
+    host, instances = _fleet_with_a_rebuilt_machine(tmp_path)
     machines, records = tmp_path / "c1.s.machines", tmp_path / "c1.s.records"
     lines, recorded = machines.read_bytes().splitlines(keepends=True), records.read_bytes()
     for first, count in [(first, count) for first in range(len(lines)) for count in (1, 2)]:
         wrong = [b"x" + line[1:] for line in lines[first : first + count]]
         machines.write_bytes(b"".join([*lines[:first], *wrong, *lines[first + count :]]))
         records.write_bytes(recorded)
-        fleet = Fleet.planned(config, "c1", "s")
-        fleet.open()
+        fleet = _opened(tmp_path)
         service = await started(
-            SimulatedDriver(fleet, config.faults, seed=1, clock=SystemClock(), nested=True), fleet.records
+            SimulatedDriver(fleet, Faults(), seed=1, clock=SystemClock(), nested=True), fleet.records
         )
         await service.rest()
         assert {machine.instance_uuid: machine.attempt for _, machine in fleet.machines()} == {
@@ -225,13 +238,12 @@ async def test_machines_whose_lines_are_damaged_are_neither_lost_nor_destroyed(t
             instances[1]: 1,
         }
         assert set(fleet.records.running()) == {(host, instance) for instance in instances}
-        fleet.close()
+        _close(fleet)
 
 
-def _fleet_with_a_rebuilt_machine(config: ComputeConfig) -> tuple[str, list[str]]:
+def _fleet_with_a_rebuilt_machine(path: Path) -> tuple[str, list[str]]:
     """One instance that was destroyed once and built again, and one that was built once."""
-    fleet = Fleet.planned(config, "c1", "s")
-    fleet.open()
+    fleet = _opened(path)
     (host,) = (each.plan.uuid for each in fleet.hosts)
     instances = [new_uuid(random.Random(number)) for number in range(2)]
     fleet.put(host, SimulatedMachine(instances[0], 1, {host: {"VCPU": 1}}, database_id=DATABASE_ID))
@@ -242,7 +254,7 @@ def _fleet_with_a_rebuilt_machine(config: ComputeConfig) -> tuple[str, list[str]
         (host, instances[0]), HostAttempt(2, AttemptPhase.RUNNING, max_ended_attempt=1, database_id=DATABASE_ID)
     )
     fleet.records.put((host, instances[1]), HostAttempt(1, AttemptPhase.RUNNING, database_id=DATABASE_ID))
-    fleet.close()
+    _close(fleet)
     return host, instances
 
 
@@ -339,9 +351,7 @@ def test_old_ends_are_forgotten_and_running_machines_never(monkeypatch: pytest.M
 
 
 def test_a_fleet_is_read_back_with_its_machines_and_operators_wishes(tmp_path: Path) -> None:
-    config = ComputeConfig(hosts=3, state_dir=str(tmp_path))
-    fleet = Fleet.planned(config, "c1", "s")
-    fleet.open()
+    fleet = _opened(tmp_path, hosts=3)
     first, second, _ = (host.plan.uuid for host in fleet.hosts)
     fleet.put(first, SimulatedMachine("i1", 2, {first: {"VCPU": 1}}))
     fleet.put(first, SimulatedMachine("i2", 1, {}, complete=False))
@@ -349,15 +359,14 @@ def test_a_fleet_is_read_back_with_its_machines_and_operators_wishes(tmp_path: P
     fleet.remove(second, "i3")
     fleet.disable(second, "fan")
     fleet.resize(first, HostSize(vcpus=3))
-    fleet.close()
-    again = Fleet.planned(config, "c1", "s")
-    again.open()
+    _close(fleet)
+    again = _opened(tmp_path, hosts=3)
     assert list(again.machines()) == list(fleet.machines()) and len(list(again.machines())) == 2
     host = again.host(second)
     assert host is not None and (host.enabled, host.disabled_reason) == (False, "fan")
     resized = again.host(first)
     assert resized is not None and resized.size.vcpus == 3
-    again.close()
+    _close(again)
 
 
 # --- fences and repeats: a table of single steps, and a machine of random ones

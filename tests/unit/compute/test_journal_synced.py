@@ -18,10 +18,10 @@ from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
 from bus.contracts.cell import ComputeOutcome, ComputeResult, Destroy
 from compute_sim.announcer import ResultSender
-from compute_sim.config import ComputeConfig, IronicConfig
+from compute_sim.config import IronicConfig
 from compute_sim.driver import DriverFault
+from compute_sim.driver_plugin import load
 from compute_sim.drivers.ironic.driver import IronicDriver
-from compute_sim.fleet import Fleet
 from compute_sim.guarded import isolate_driver
 from compute_sim.handlers import ComputeHandlers
 from compute_sim.journal import NOT_WRITTEN, Journal, JournalUnusable
@@ -122,12 +122,12 @@ async def test_a_simulated_fleet_goes_without(tmp_path: Path, disk: Disk) -> Non
 
 
 @pytest.mark.parametrize(("driver", "synced"), [("ironic", True), ("simulated", False)])
-async def test_the_driver_determines_it(tmp_path: Path, disk: Disk, driver: Any, synced: bool) -> None:
-    fleet = Fleet.planned(ComputeConfig(driver=driver, hosts=1, state_dir=str(tmp_path)), "c1", "s")
-    fleet.open()
-    fleet.records.write([PurgeRow("h", "i")])
-    await fleet.records.sync()
-    fleet.close()
+async def test_the_driver_determines_it(tmp_path: Path, disk: Disk, driver: str, synced: bool) -> None:
+    records = Records.of_service(str(tmp_path), "c1", "s", synced=load(driver).synced)
+    records.open()
+    records.write([PurgeRow("h", "i")])
+    await records.sync()
+    records.close()
     assert ("c1.s.records" in disk.synced) is synced
 
 

@@ -514,7 +514,7 @@ def test_hosts_and_flavors_are_those_of_the_files_after_a_round_trip_through_a_s
     settings = read_settings(written(tmp_path, "like.toml", done.stdout), {})
     assert settings == settings_like(read_hosts(hosts), read_requests(path))
 
-    plans = plan_hosts(settings.compute, "cell1", "cell1-c1")
+    plans = plan_hosts(settings.compute.simulated, "cell1", "cell1-c1")
     kinds = Counter((plan.size.vcpus, plan.size.memory_mb, len(plan.devices)) for plan in plans)
     assert kinds == {(32000, 262144, 0): 2, (96000, 393216, 2): 1, (8000, 4096, 1): 1}
     gpus = [provider for plan in plans for provider in tree(plan, plan.size, enabled=True)[1:]]

@@ -27,7 +27,7 @@ from berth.cli import app
 from berth.commands import placement, processes, serving
 from berth.in_process import InProcessWorkers, WorkerEnded
 from berth.rest_address import LOOPBACK, AtUp, at_http, for_up
-from berth.settings import Settings, UpSettings
+from berth.settings import ComputeSettings, Settings, UpSettings
 from berth.site import Brokers, Runtime, Site, url_of, write_runtime
 from berth.trial.embedded.process import free_port
 from berth.version import commit, version
@@ -37,8 +37,9 @@ from bus.faults import Fault
 from bus.service.environment import CellAddressInvalid, Environment
 from bus.service.main import GC_THRESHOLD, STOP_SIGNALS
 from bus.service.service import WorkerRuntime
-from compute_sim.config import ComputeConfig
 from compute_sim.fleet import Fleet
+from compute_sim.records import Records
+from compute_sim.simulated_config import SimulatedConfig
 from placement_worker.rest.auth import TokenFile
 from placement_worker.rest.config import KeystoneConfig, RestConfig
 
@@ -264,7 +265,7 @@ def test_a_service_keeps_its_machines_and_records_by_default(
 ) -> None:
     """After a restart of one without them its instances were lost. Empty: in memory."""
     directory = str(tmp_path / given) if given else given
-    compute = ComputeConfig(driver=driver, state_dir=directory)  # type: ignore[arg-type]
+    compute = ComputeSettings(driver=driver, state_dir=directory)
     kept = Settings(state_dir=str(tmp_path), compute=compute).kept_compute.state_dir
     assert kept == (str(tmp_path / expected) if expected else "")
 
@@ -276,27 +277,41 @@ async def test_a_service_in_memory_warns(state_dir: str | None, is_given: bool, 
     """Not one whose machines another keeps for it, as `berth up` and the simulation do."""
     clock = SystemClock()
     here = Site(Settings(), brokers=Brokers(clock), database_url="", clock=clock, seed=1)
-    config = ComputeConfig(hosts=1, state_dir=state_dir)
-    fleet = Fleet.planned(config, "cell1", "c1") if is_given else None
+    config = ComputeSettings(simulated=SimulatedConfig(hosts=1), state_dir=state_dir)
+    records = Records() if is_given else None
     with capture_logs() as logs:
-        compute_sim.app.build(here.environment("c1", "compute"), config, "cell1", "c1", fleet=fleet)
+        compute_sim.app.build(here.environment("c1", "compute"), config, "cell1", "c1", records=records)
     assert [one["log_level"] for one in logs if one["event"] == "compute.in_memory"] == ["warning"] * warned
 
 
 def test_no_file_is_made_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Fleet.planned(ComputeConfig(hosts=1, state_dir=""), "cell1", "c1").open()
+    records = Records.of_service("", "cell1", "c1", synced=True)
+    records.open()
+    Fleet.planned(SimulatedConfig(hosts=1), "cell1", "c1", records, "").open()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_two_services_of_one_machine_share_no_journal(tmp_path: Path) -> None:
     config = Settings(state_dir=str(tmp_path)).kept_compute
-    fleets = [Fleet.planned(config, cell, name) for cell, name in (("a", "c1"), ("b", "c1"), ("a", "c2"))]
+    fleets = [
+        Fleet.planned(
+            config.simulated,
+            cell,
+            name,
+            Records.of_service(config.state_dir, cell, name, synced=False),
+            config.state_dir,
+        )
+        for cell, name in (("a", "c1"), ("b", "c1"), ("a", "c2"))
+    ]
     for one in fleets:
+        one.records.open()
         one.open()
-    assert len(list((tmp_path / "machines").glob("*.machines"))) == len(fleets)
+    for kind in ("machines", "records"):
+        assert len(list((tmp_path / "machines").glob(f"*.{kind}"))) == len(fleets)
     for one in fleets:
         one.close()
+        one.records.close()
 
 
 # --- the process of `berth web`
