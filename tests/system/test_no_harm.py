@@ -27,6 +27,7 @@ from cell_conductor.domain.report import UnknownMachineKind
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.safety import DESTROY, PROTECT, DecidedMachine
 from compute_sim.config import IronicConfig
+from compute_sim.records import Records
 from tests.kit.lone_cell import LoneCell
 from tests.kit.waiting import until
 
@@ -129,8 +130,8 @@ async def test_a_conductor_on_an_empty_or_anothers_database_destroys_nothing(
             await cell.start()
         assert carried(ironic) == before
         cell.release()  # an operator who trusts the database and not the bus
-        for fleet in (cell.fleet, None):  # with and without what the compute service remembers
-            cell.fleet = fleet
+        for records in (cell.records, Records()):  # with and without what the compute service remembers
+            cell.records = records
             await cell.start()
             assert carried(ironic) == before
             await cell.stop()

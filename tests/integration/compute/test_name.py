@@ -160,7 +160,7 @@ class Gated(SimulatedDriver):
     """Destroys nothing before the gate opens. unavailable: a destruction fails so often before that."""
 
     def __init__(self, fleet: Fleet, cell: Cell, *, unavailable: bool = False) -> None:
-        super().__init__(fleet, OFFERING_SETTINGS.faults, seed=1, clock=cell.clock, nested=False)
+        super().__init__(fleet, OFFERING_SETTINGS.simulated.faults, seed=1, clock=cell.clock, nested=False)
         self.gate = asyncio.Event()
         self.begun = asyncio.Event()
         self._unavailable = unavailable
@@ -314,10 +314,12 @@ async def test_what_was_accepted_outlives_the_process(cell: Cell, tmp_path: Path
             await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
     await life.stop()
     after = planned(settings)
+    after.records.open()
     after.open()
     assert list(after.machines()) == []
     assert {entry.phase for _, entry in after.records.entries()} == {AttemptPhase.GONE}
     after.close()
+    after.records.close()
 
 
 # --- A compute service's handling of hosts that placement has as another service's, on both transports.
