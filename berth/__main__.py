@@ -1,5 +1,5 @@
 """`python -m berth`."""
 
-from berth.cli import main
+from berth.cli.main import main
 
 main()

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from berth.config.schemas import CELL_PREFIX, PLACEMENT, SCHEDULER, in_order, quoted
+from berth.config.settings import Settings
 from berth.permissions import PermissionRole
-from berth.schemas import CELL_PREFIX, PLACEMENT, SCHEDULER, in_order, quoted
-from berth.settings import Settings
 from ironic_sync.app import role_of, schema_of
 
 # The roles beside the workers'. Each has USAGE of every schema.

@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from berth.settings import MEMORY, Settings
+from berth.config.settings import MEMORY, Settings
 from bus.bus import API
+from bus.bus_ownership import OWNERS, SHARED_DATABASE
 from bus.contracts.catalogue import MESSAGES, OF_PROJECT
 from bus.contracts.publishers import keys_of, published_by
 from bus.contracts.queues import (
@@ -36,13 +37,12 @@ from bus.contracts.queues import (
     Where,
 )
 from bus.contracts.replies import replies_of, replies_to
-from bus.owner import OWNERS, SHARED_DATABASE
 from bus.rabbitmq.address import parse_bus_url
 from bus.topology import OWNER_EXCHANGE, OWNER_ID, QueueNames, delay_exchange, shared_exchanges, shared_queues
 from ironic_sync.app import role_of
-from scheduler_worker.nova.config import as_amqp
-from scheduler_worker.nova.envelope import REPLY_QUEUES
-from scheduler_worker.nova.queues import FRONTENDS, TOPIC
+from nova_scheduler.config import as_amqp
+from nova_scheduler.wire.envelope import REPLY_QUEUES
+from nova_scheduler.wire.queues import FRONTENDS, TOPIC
 
 # How RabbitMQ calls the default exchange. Nova's virtual host alone needs it, as oslo.messaging replies by it.
 DEFAULT_EXCHANGE = "amq.default"
@@ -342,7 +342,7 @@ def _allow_making(allowed: _Allowed, names: QueueNames) -> None:
 
 
 def _allow_owner(allowed: _Allowed, owner_name: str, names: QueueNames) -> None:
-    """To set the owner of a role's name on the bus (`bus.owner`). RabbitMQ requires read and write of an alternate
+    """To set the owner of a role's name on the bus (`bus.bus_ownership`). RabbitMQ requires read and write of an alternate
     exchange.
     """
     name = _literal(names.exchange(f"{OWNER_EXCHANGE}{owner_name}"))

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from berth.config.settings import MEMORY, Settings
+from berth.config.site import clients_url
 from berth.permissions import SERVER_NAMED, Grant, bus_locations, commands, definitions
-from berth.settings import MEMORY, Settings
-from berth.site import clients_url
 from bus.bus import API
 from bus.contracts.base import Word
 from bus.contracts.queues import (

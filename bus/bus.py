@@ -14,22 +14,22 @@ from typing import TypeVar
 import structlog
 
 from bus import metrics
+from bus.bus_ownership import enter
 from bus.clock import Clock, new_uuid
+from bus.codec import TOO_LARGE, Codec, Malformed, may_batch, pack, tag
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import DatabaseMark, Message, Meta, Refusal
 from bus.contracts.catalogue import BY_TYPE, REPLIES, MessageRow, destination
 from bus.contracts.queues import BY_QUEUE, EVENTS, REPLY, Where, is_project_bus
 from bus.contracts.replies import REPLY_PREFIX
 from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeout, RequestUnconfirmed
-from bus.owner import enter
-from bus.port import Delivery, QueueLocked, Transport
 from bus.publishing import BusLimits, Confirmation, Mode, Publisher, Waiter
 from bus.retrying import QUEUE_LOCKED, WITHIN_A_REQUEST, Retrying
 from bus.rights import sample_keys
 from bus.topology import fill_in
 from bus.tracing.context import CURRENT, Span, SpanKind, traceparent_of
 from bus.tracing.tracer import Tracer
-from bus.wire import TOO_LARGE, Codec, Malformed, may_batch, pack, tag
+from bus.transport import Delivery, QueueLocked, Transport
 
 R = TypeVar("R", bound=Message)
 

@@ -14,9 +14,9 @@ from bus.consuming.consumer import Consumer
 from bus.contracts.objects import CellBus, LinkState
 from bus.faults import first_fault
 from bus.metrics import CELLS_NOT_ENTERED
-from bus.port import BusError, BusUnavailable
 from bus.retrying import CELL_UNAVAILABLE, Retrying
 from bus.service.environment import CellAddressInvalid
+from bus.transport import BusError, BusUnavailable
 
 log = structlog.get_logger(__name__)
 

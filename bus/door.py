@@ -10,8 +10,8 @@ from bus.contracts.base import Message, encode
 from bus.contracts.catalogue import door_destination, operators_rights
 from bus.fair_queue import Turns, cost_of
 from bus.faults import Fault, RequestTimeout
-from bus.port import BusError, BusForbidden
 from bus.retrying import WITHIN_A_REQUEST, Retrying
+from bus.transport import BusError, BusForbidden
 
 R = TypeVar("R", bound=Message)
 

@@ -14,9 +14,9 @@ from typing import Any, cast, get_type_hints
 
 import msgspec
 
-from bus import port
+from bus import transport as port
 from bus.contracts.base import reason_of
-from bus.port import (
+from bus.transport import (
     DELIVERY_FIELDS,
     BusError,
     BusUnavailable,

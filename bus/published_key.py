@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from bus.contracts.queues import COMMANDS, DEAD, EVENTS, REPLAY, REPLY, RETURN
-from bus.port import UNREAD, Delivery
 from bus.topology import has_delayed
+from bus.transport import UNREAD, Delivery
 
 # On a dead letter, and on one that an operator sends back: the key that it was first published with.
 ORIGINAL_KEY = "berth-key"

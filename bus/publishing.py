@@ -17,11 +17,11 @@ import structlog
 from msgspec import Struct, structs
 
 from bus import metrics
+from bus.batcher import Batcher
 from bus.clock import Clock, LogInterval
+from bus.codec import Packed, batch, single
 from bus.contracts.queues import EVENTS
-from bus.gather import Batcher
-from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, Transport
-from bus.wire import Packed, batch, single
+from bus.transport import BusError, BusUnavailable, Outgoing, PublishRefused, Transport
 
 log = structlog.get_logger("bus.publishing")
 

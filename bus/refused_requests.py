@@ -7,10 +7,10 @@ from contextlib import suppress
 import msgspec
 from msgspec import Struct
 
+from bus.codec import Malformed
+from bus.contracts.actions import ActionEvent, ActionKind, ActionState, Condition
 from bus.contracts.base import MAX_REASON, Message, Refusal, Uuid
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.moves import ActionEvent, ActionKind, ActionState, Condition
-from bus.wire import Malformed
 
 # The number of an event about a request that is not on record, or about a refused delete: the lowest, so it is outdated
 # for a client that follows what is on record.

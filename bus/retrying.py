@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from bus.clock import Clock
 from bus.faults import DatabaseRightsMissing, Transient
-from bus.port import BusError, BusForbidden, BusRightsMissing, Unroutable
+from bus.transport import BusError, BusForbidden, BusRightsMissing, Unroutable
 
 T = TypeVar("T")
 

@@ -19,14 +19,26 @@ from bus.contracts.cell import MAX_LOOKUP
 from bus.faults import Forbidden, Transient
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
-from bus.port import BusError
 from bus.tracing.context import traceparent_of
-
-from . import metrics
-from .config import ConductorConfig
-from .domain.delete_rules import is_other_project
-from .domain.desires import desired_state_of
-from .domain.events import (
+from bus.transport import BusError
+from cell_conductor import metrics
+from cell_conductor.config import ConductorConfig
+from cell_conductor.machine_search import SourceLookup
+from cell_conductor.placement_client import (
+    PendingRequest,
+    PlacementRequests,
+    Transition,
+    due_requests,
+    is_repeatable,
+    observe_steps,
+)
+from cell_conductor.placement_question import awaited_request_of
+from cell_conductor.rules.delete_rules import is_other_project
+from cell_conductor.state.commands import next_resend_at
+from cell_conductor.state.database_marks import Stated
+from cell_conductor.state.desired_state import desired_state_of
+from cell_conductor.state.evacuation_proof import lacks_proof
+from cell_conductor.state.events import (
     ActionRequested,
     BuildRequested,
     DeleteRequested,
@@ -35,26 +47,14 @@ from .domain.events import (
     SourceQuery,
     TimedOut,
 )
-from .domain.fences import Fence
-from .domain.instance import Instance, State
-from .domain.leases import Lease
-from .domain.marks import Stated
-from .domain.move_steps import lacks_proof
-from .domain.orders import next_resend_at
-from .domain.report import UnknownMachineKind
-from .domain.steps import Step, StepContext
-from .domain.table import FenceSteps, awaited_request_of, step
-from .placement_requests import (
-    PendingRequest,
-    PlacementRequests,
-    Transition,
-    due_requests,
-    is_repeatable,
-    observe_steps,
-)
-from .search import SourceLookup
-from .store.port import DatabaseChange, InstanceStore, Transaction, UnreadableRecords
-from .store.safety import PROTECT
+from cell_conductor.state.fence import Fence
+from cell_conductor.state.instance import Instance, State
+from cell_conductor.state.lease import Lease
+from cell_conductor.state.step import Step, StepContext
+from cell_conductor.state.unknown_machine import UnknownMachineKind
+from cell_conductor.store.keyed_tables import PROTECT
+from cell_conductor.store.port import DatabaseChange, InstanceStore, Transaction, UnreadableRecords
+from cell_conductor.transition import FenceSteps, step
 
 log = structlog.get_logger(__name__)
 

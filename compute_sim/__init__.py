@@ -1,1 +1,1 @@
-"""The compute service: manages the hosts of a driver. Its drivers: simulated hypervisors, and bare metal by Ironic."""
+"""compute_sim."""

@@ -1,181 +1,90 @@
-"""Settings of a compute service, parsed once and passed down."""
+"""Settings of the simulated driver."""
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.base import Label, Uuid, Word, matching
-from bus.contracts.deploy import ImageSource
-from bus.openstack.login import KeystoneLogin
-from bus.service.settings import Seconds, Secret
-
-SHARD_VERSION = 82  # Ironic's API has shards since 1.82
-HEALTH_VERSION = 109  # and the health of a node since 1.109
+from bus.contracts.base import Amount, ClassName, TraitName, Uuid, Word
+from bus.service.settings import Rate
+from compute_sim.faults import Faults
 
 
-class NeutronConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The Neutron in which ports of bare-metal nodes are made."""
+class Device(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A device of a host: a child provider of its own."""
 
-    url: str = "http://127.0.0.1:9696"
-    """Neutron's API, with or without /v2.0."""
-    keystone: KeystoneLogin = KeystoneLogin()
-    """As `ironic_sync.keystone`; the user may make ports in the projects of the requests, and read all networks,
-    ports and RBAC policies (role admin).
-    """
-    username: str = ""
-    """For HTTP basic, without Keystone."""
-    password: Secret = ""
-    """For HTTP basic, without Keystone."""
-    verify_tls: bool = True
-    """Whether Neutron's and Keystone's certificates are verified."""
-    ca_file: str = ""
-    """A file with the authorities of Neutron's certificate. Empty: the system's."""
+    name: Word
+    """Unique in its host."""
+    inventories: dict[ClassName, Amount] = {}
+    """{resource class: total}."""
+    traits: tuple[TraitName, ...] = ()
+    """The device's traits."""
+    under: str = ""
+    """The provider above it: a device listed before it, or a NUMA cell (`numa0`). Empty: the host."""
 
 
-class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The bare-metal nodes of this service. Services of one cell with the same settings share the free nodes by a hash
-    ring; a process joins it by starting. A node with an instance of ours stays with the service that its tag names.
-    """
+class HostSize(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One simulated hypervisor. Ratios are Nova's initial ones."""
 
-    url: str = "http://127.0.0.1:6385"
-    """Ironic's API, with or without /v1."""
-    keystone: KeystoneLogin = KeystoneLogin()
-    """As `ironic_sync.keystone`."""
-    token: Secret = ""
-    """As `ironic_sync.token`."""
-    username: str = ""
-    """As `ironic_sync.username`."""
-    password: Secret = ""
-    """As `ironic_sync.password`."""
-    verify_tls: bool = True
-    """Whether Ironic's and Keystone's certificates are verified."""
-    ca_file: str = ""
-    """As `ironic_sync.ca_file`."""
-    microversion: Annotated[str, matching(r"^1\.[0-9]{1,3}$", "an API version such as 1.81")] = "1.81"
-    """Of Ironic's API. 1.81: the newest that the driver reads; `shards` needs 1.82. From 1.109 on the health that
-    Ironic knows of a node counts: Critical disables it, Warning puts it below others.
-    """
-    images: dict[Label, ImageSource] = {}
-    """The meaning of a request's `image`, by name."""
-    network: Literal["none", "static", "neutron"] = "none"
-    """`static` attaches the ports that a request names to the node's; `neutron` also makes ports on the networks that
-    it names, and removes them with the machine; `none` leaves the network alone.
-    """
-    ports: dict[Uuid, Word] = {}
-    """For `network` = `static`: {port: the project whose machines it may be attached to}. Others are refused."""
-    neutron: NeutronConfig = NeutronConfig()
-    """For `network` = `neutron`."""
-    volumes: Literal["none", "static"] = "none"
-    """`static` makes the volumes that a request names volume targets of the node, whose storage interface has to be
-    Ironic's `external` or `cinder`; `none` refuses them.
-    """
-    validate: bool = True
-    """Whether Ironic validates that a node can be deployed before it is."""
-    poll_interval_s: Annotated[float, Bound(gt=0, le=60)] = 0.5
-    """Seconds between the first reads of a node that is being changed; the wait grows with the time taken."""
-    max_poll_interval_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
-    """Longest such wait, and longest wait after Ironic has answered that it is busy (409, 429, 503), in seconds."""
-    watch_interval_s: Annotated[float, Bound(gt=0, le=3_600)] = 2.0
-    """Seconds between two scans for nodes that appeared or went into maintenance. Longer when a scan takes long."""
-    deploy_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 3_600.0
-    """Seconds that a deployment may take. 1 h: large images on slow disks."""
-    clean_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 3_600.0
-    """Seconds that cleaning may take after a tear-down."""
-    release_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 600.0
-    """Seconds that an attempt waits until the node of the attempt before it has released the instance."""
-    lock_timeout_s: Annotated[float, Bound(gt=0, le=3_600)] = 30.0
-    """Seconds that a build waits for a node that is locked in Ironic, and for an Ironic that is too busy to answer."""
-    outage_timeout_s: Annotated[float, Bound(gt=0, le=3_600)] = 120.0
-    """Seconds that a build which has not taken its node waits while Ironic's API, its conductor for the node, or
-    Keystone is unavailable. 120: a restart takes less, and the request's `build_timeout_s` (300) more.
-    """
-    request_timeout_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
-    """Seconds that one request to Ironic may take."""
-    requests_in_flight: Annotated[int, Bound(ge=1, le=1_000)] = 32
-    """Requests to Ironic under way at once; others wait for their turn. 32: a few API workers are kept busy."""
-    ring: Annotated[str, matching(r"^[A-Za-z0-9_\-]{0,64}$", "at most 64 letters, digits, _ and -")] = ""
-    """The name of the hash ring, for services that spell `url` differently. Empty: derived from the other settings."""
-    conductor_group: str | None = None
-    """Serve only nodes of this conductor group of Ironic. Not set: of every group."""
-    shards: Annotated[tuple[Label, ...], Bound(max_length=1000)] = ()
-    """Serve only nodes of these shards. Empty: of every shard."""
-    restrict_to_owner: bool = True
-    """Whether a node with an owner and no lessee takes builds of its owner alone. One with a lessee always takes the
-    lessee's alone.
-    """
-    share: Annotated[int, Bound(ge=0)] = 0
-    """Which part of the free nodes is this cell's, from 0; for several cells on one Ironic."""
-    shares: Annotated[int, Bound(ge=1)] = 1
-    """The number of such parts."""
-    takes_over: Annotated[tuple[Word, ...], Bound(max_length=1000)] = ()
-    """Names of services of this cell that do not run any more. Their nodes with instances are this service's."""
-    canary_project: Word | None = None
-    """Nodes that have failed take builds of this project only, until one of its builds has become active there
-    (docs/operate/bare-metal.md). Not set: there is no such trial.
-    """
+    vcpus: Annotated[int, Bound(ge=1, le=2**20)] = 64
+    """CPUs, before the overcommit."""
+    memory_mb: Annotated[int, Bound(ge=1, le=2**30)] = 262_144
+    """Memory in MiB."""
+    disk_gb: Annotated[int, Bound(ge=0, le=2**30)] = 4_000
+    """Local disk in GiB. 0: none of its own (a shared one)."""
+    reserved_memory_mb: Annotated[int, Bound(ge=0)] = 512
+    """MiB of memory kept for the hypervisor itself. 512, as in Nova."""
+    cpu_ratio: Annotated[float, Bound(gt=0, le=1000)] = 4.0
+    """Overcommit of CPUs."""
+    memory_ratio: Annotated[float, Bound(gt=0, le=1000)] = 1.0
+    """Overcommit of memory."""
+    disk_ratio: Annotated[float, Bound(gt=0, le=1000)] = 1.0
+    """Overcommit of disk."""
+    numa: Annotated[int, Bound(ge=0, le=16)] = 0
+    """NUMA cells. 0: as `compute.simulated.numa_share` draws."""
+    devices: Annotated[tuple[Device, ...], Bound(max_length=64)] = ()
+    """Devices, each a child provider (docs/use/nested-hosts.md)."""
+    aggregates: Annotated[tuple[Uuid, ...], Bound(max_length=16)] = ()
+    """Uuids of aggregates that the host reports it is in. Empty: operators decide."""
 
     def __post_init__(self) -> None:
-        if self.shards and self._minor < SHARD_VERSION:
-            raise ValueError(f"shards need microversion 1.{SHARD_VERSION} or newer; it is {self.microversion}")
-
-    @property
-    def _minor(self) -> int:
-        return int(self.microversion.partition(".")[2])
-
-    @property
-    def more_fields(self) -> dict[str, bool]:
-        """Fields of a node that are not always requested, and whether they are now."""
-        return {
-            "shard": bool(self.shards),
-            "health": self._minor >= HEALTH_VERSION,
-            "extra,last_error": self.canary_project is not None,
-        }
+        above = {"", *(f"numa{cell}" for cell in range(16))}
+        for device in self.devices:
+            if device.name in above or device.under not in above:
+                raise ValueError(
+                    f"device {device.name!r} under {device.under!r}: names are unique, the upper one first"
+                )
+            above.add(device.name)
 
 
-MAX_NAME = 64  # as Word bounds it
+class SimulatedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The simulated hosts of one compute service, and their faults."""
 
-
-def default_service(cell: str, host: str) -> str:
-    """A compute service's name when none is given: its cell and the machine's host name, so that no two are alike."""
-    short = host.split(".", maxsplit=1)[0] or "localhost"
-    return re.sub(r"[^A-Za-z0-9_-]", "-", f"{cell}-{short}")[:MAX_NAME]
-
-
-class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One compute service."""
-
-    driver: Annotated[str, Bound(max_length=255)] = "simulated"
-    """The manager of the machines: `simulated` (the simulated fleet), `ironic`, or the name of another entry point in
-    group `berth.drivers`.
+    hosts: Annotated[int, Bound(ge=0, le=1_000_000)] = 25
+    """Hosts of this service."""
+    sizes: Annotated[tuple[HostSize, ...], Bound(min_length=1, max_length=64)] = (HostSize(),)
+    """Sizes that the hosts have in turn."""
+    counts: Annotated[tuple[Annotated[int, Bound(ge=1, le=1_000_000)], ...], Bound(max_length=64)] = ()
+    """This many hosts of each of `sizes` in a round, mixed evenly. Empty: one of each."""
+    gpu_share: Rate = 0.1
+    """Share of the hosts that have GPUs."""
+    gpus_per_host: Annotated[int, Bound(ge=1, le=16)] = 2
+    """GPUs of such a host, each a child provider."""
+    vgpus_per_gpu: Annotated[int, Bound(ge=1, le=64)] = 8
+    """`VGPU` of one GPU."""
+    numa_share: Rate = 0.0
+    """Share of the hosts that have two NUMA cells."""
+    nested: bool = True
+    """Whether hosts are reported as trees. False: everything at the root; the first report with true moves the
+    allocations.
     """
-    ironic: IronicConfig = IronicConfig()
-    """For `driver` = `ironic`."""
-    options: dict[Label, Secret] = {}
-    """For other drivers, which may need a password: none is shown."""
-    state_dir: str | None = None
-    """The directory in which the service remembers its machines across processes. Not set: `machines` below the site's
-    `state_dir`. Empty: in memory, and lost with the process (`compute.in_memory`, a warning at its start).
-    Unless `driver` = `simulated` it is synced, to survive a power cut.
-    """
-    heartbeat_interval_s: Annotated[float, Bound(gt=0, le=3600)] = 1.0
-    """Seconds between two heartbeats of the service. `conductor.missed_heartbeats` of them make it silent."""
-    report_interval_s: Annotated[float, Bound(gt=0, le=86_400)] = 60.0
-    """Seconds between two full reports of the machines, in case a change was not reported."""
-    metrics_interval_s: Annotated[float, Bound(ge=0, le=86_400)] = 0.0
-    """Seconds between two publications of the driver's measurements (docs/operate/host-metrics.md). 0: none."""
-    max_builds_per_host: Annotated[int, Bound(ge=1, le=10_000)] = 10
-    """Builds under way on one host. 10, as Nova's `max_concurrent_builds`."""
-    max_builds: Annotated[int, Bound(ge=1, le=100_000)] = 5_000
-    """Builds under way in the service."""
-    max_accepted: Annotated[int, Bound(ge=1, le=1_000_000)] = 20_000
-    """Builds that are accepted and not ended; a further one is refused and goes to another service."""
-    max_build_s: Seconds = 3_600.0
-    """Seconds after which the service gives a build up, whatever its conductor commands."""
-    name_wait_s: Annotated[float, Bound(gt=0, le=3_600)] = 60.0
-    """Seconds that a service waits for its name while another process holds it; then it ends."""
-    destroy_attempts: Annotated[int, Bound(ge=1, le=100)] = 8
-    """Attempts to destroy a machine before the command has failed; its conductor repeats it."""
+    seed: int = 1
+    """Of the hosts and of the faults."""
+    faults: Faults = Faults()
+    """The faults of the simulated fleet."""
+
+    def __post_init__(self) -> None:
+        if self.counts and len(self.counts) != len(self.sizes):
+            raise ValueError(f"{len(self.counts)} counts for {len(self.sizes)} sizes: one of each, or none")

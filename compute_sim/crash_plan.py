@@ -9,9 +9,9 @@ import structlog
 
 from bus.contracts.cell import Spawn
 from bus.faults import Fault
-from compute_sim.domain.faults import plan_attempt
+from compute_sim.config import SimulatedConfig
+from compute_sim.faults import plan_attempt
 from compute_sim.fleet import Fleet
-from compute_sim.simulated_config import SimulatedConfig
 
 log = structlog.get_logger()
 

@@ -1,235 +1,255 @@
-"""The driver port: the operations that a compute service needs for a kind of machine. Write one to manage hosts."""
-
-# All methods run in the service's event loop and must not block it. The service calls `spawn` and `destroy` for one
-# instance on one host one after the other, never at the same time; different instances run side by side.
+"""Simulated hypervisors: machines that exist only in a Fleet, and fail as planned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from msgspec import Struct
+from msgspec.structs import replace
 
-from bus.contracts.base import Resources
-from bus.contracts.cell import InstanceSpec, Origin
-from bus.contracts.host_metrics import HostReading
-from bus.contracts.moves import ChangeKind
-from bus.contracts.placement import ProviderReport
-from bus.contracts.waiting import WaitingBuild
+from bus.clock import Clock
+from bus.contracts.actions import MACHINE_ABSENT, ChangeKind
+from bus.contracts.host_metrics import POWER_WATTS, TEMPERATURE_CELSIUS, HostReading
+from bus.yielding import YieldingParts
+from compute_agent.driver import (
+    Build,
+    BuildAbort,
+    ChangeFault,
+    ChangeOrder,
+    ChangeResult,
+    DriverHost,
+    HandOverRefused,
+    Machine,
+    NotOwned,
+    Reschedule,
+    Tree,
+)
+from compute_sim.faults import Faults, PlannedEnding, PlannedSourceAnswer, plan_attempt, plan_change, plan_source_check
+from compute_sim.fleet import Fleet, Host, SimulatedMachine
+from compute_sim.host_plan import ATTRIBUTES, tree
 
-
-class BuildFault(Exception):
-    """A build that ended without a machine. `code` is stable and dotted; `reason` is for a person."""
-
-    def __init__(self, code: str, reason: str = "") -> None:
-        super().__init__(f"{code}: {reason}" if reason else code)
-        self.code = code
-        self.reason = reason
-
-
-class Reschedule(BuildFault):
-    """This host cannot build the instance, but another one may. The conductor tries the next alternate."""
-
-
-class BuildAbort(BuildFault):
-    """No host can build the instance (a broken image, a forbidden request). The conductor gives the build up."""
-
-
-class ChangeFault(Exception):
-    """A machine that was not changed. runs: whether it runs now (None: not known)."""
-
-    def __init__(self, code: str, reason: str = "", *, runs: bool | None = None) -> None:
-        super().__init__(f"{code}: {reason}" if reason else code)
-        self.code = code
-        self.reason = reason
-        self.runs = runs
+IDLE_WATTS, LOAD_WATTS = 110.0, 290.0
 
 
-class HandOverRefused(Exception):
-    """A machine that cannot be migrated live now; nothing was begun. runs: whether it runs. retry_other_host: it can
-    perhaps be migrated to another host than the one that was named.
-    """
-
-    def __init__(self, code: str, reason: str = "", *, retry_other_host: bool = False, runs: bool = True) -> None:
-        super().__init__(f"{code}: {reason}" if reason else code)
-        self.code = code
-        self.reason = reason
-        self.retry_other_host = retry_other_host
-        self.runs = runs
+IDLE_CELSIUS, LOAD_CELSIUS = 24.0, 46.0
 
 
-class NotOwned(Exception):
-    """The host has a machine of this instance, and nothing proves that this database has it. The machine is left as
-    it is.
-    """
-
-    code = "destroy.not_owned"
+HOSTS_AT_ONCE = 1_000  # looked at in one turn of the event loop, in about a millisecond
 
 
-class DriverUnavailable(Exception):
-    """The manager of the machines cannot be reached just now; the same call may work later."""
+class SimulatedDriver:
+    """The driver of a Fleet."""
 
-    code = "driver.unavailable"
-
-
-class DriverFault(DriverUnavailable):
-    """The driver raised what this port does not name, which is a bug of it. See `guarded`."""
-
-    code = "driver.fault"
-
-
-class DriverOutage(DriverUnavailable):
-    """The manager of the machines is down as a whole (a restart): every other host of it is, too."""
-
-
-class DriverBusy(DriverUnavailable):
-    """The manager of the machines refuses this because of its load. retry_after_s: not before then (0: soon)."""
-
-    def __init__(self, reason: str, *, retry_after_s: float = 0.0) -> None:
-        super().__init__(reason)
-        self.retry_after_s = retry_after_s
-
-
-class MachineProtected(DriverUnavailable):
-    """An operator has protected the machine where it is managed, so an immediate retry is of no use."""
-
-
-class DriverHost(Struct, frozen=True, kw_only=True):
-    """One host as its driver knows it."""
-
-    uuid: str  # uuid of its root provider
-    name: str
-    enabled: bool = True
-    disabled_reason: str = ""
-    attributes: dict[str, str] = {}  # what ComputeCapabilities reads
-    # This service reports it. Of hosts that another service reports now, builds are taken all the same: one that was on
-    # its way when the host changed hands has the claim, and the host itself lets one build have it.
-    reported: bool = True
-
-
-class Build(Struct, frozen=True):
-    """One attempt to build one instance on one host."""
-
-    host_uuid: str
-    spec: InstanceSpec
-    attempt: int
-    allocations: dict[str, Resources]
-    database_id: str | None = None  # the identity that the machine is tagged with
-    origin: Origin | None = None  # the machine on another host, or the image, that this attempt takes over
-
-
-class ChangeOrder(Struct, frozen=True, kw_only=True):
-    """One change of one machine."""
-
-    kind: ChangeKind
-    host_uuid: str
-    spec: InstanceSpec
-    attempt: int
-    order: int  # rises with each change
-    allocations: dict[str, Resources]
-    database_id: str | None = None
-    to_host: str | None = None  # the destination of a hand-over
-    rescue_password: str = ""  # the password of a rescue
-
-
-class ChangeResult(Struct, frozen=True):
-    """A machine that was changed."""
-
-    runs: bool
-    image: str = ""  # the image of a snapshot
-
-
-class Machine(Struct, frozen=True):
-    """One instance that a host carries."""
-
-    host_uuid: str
-    instance_uuid: str
-    attempt: int | None  # as in its tag (None: it has no tag of a berth database)
-    database_id: str | None = None  # as in its tag
-    built: bool = True  # whether it is certainly complete
-    runs: bool = True  # whether it is not stopped
-    # Only its tag still names it, what manages the host reports that it is gone, and `destroy` leaves it.
-    tag_only: bool = False
-    allocations: Mapping[str, Resources] | None = None  # its resources, by provider (None: the host does not know)
-
-
-Tree = tuple[ProviderReport, ...]  # one root provider first, a parent before its children
-
-
-class Driver(Protocol):
-    """Hosts of one kind. Everything is idempotent: a restarted service repeats the calls that it was in."""
+    def __init__(self, fleet: Fleet, faults: Faults, *, seed: int, clock: Clock, nested: bool = True) -> None:
+        self._fleet = fleet
+        self._faults = faults
+        self._seed = seed
+        self._clock = clock
+        self._nested = nested
+        self._unsubscribe: list[Callable[[], None]] = []
 
     async def open(self) -> None:
-        """Get ready. May raise DriverUnavailable; it is then called again."""
+        """The fleet is opened by its creator."""
 
     async def close(self) -> None:
-        """Let go of connections. Machines stay as they are."""
+        """No more callbacks: another service may take this fleet over."""
+        while self._unsubscribe:
+            self._unsubscribe.pop()()
 
     async def hosts(self) -> Sequence[DriverHost]:
-        """All hosts, in a stable order. May raise DriverUnavailable."""
+        """All hosts, by name."""
+        return [
+            DriverHost(
+                uuid=host.plan.uuid,
+                name=host.plan.name,
+                enabled=host.enabled,
+                disabled_reason=host.disabled_reason,
+                attributes=ATTRIBUTES,
+            )
+            async for part in YieldingParts(self._fleet.hosts, HOSTS_AT_ONCE)
+            for host in part
+        ]
 
     async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Tree]:
-        """The provider trees of these hosts (None: of all). Empty when another source reports them."""
+        """The provider trees."""
+        return [tree(host.plan, host.size, enabled=host.enabled, nested=self._nested) for host in self._these(hosts)]
 
-    async def spawn(self, build: Build) -> str | None:
-        """Build and tag the machine; return when it runs, with a warning for the build's timeline (None: nothing
-        special). Raises BuildAbort, Reschedule, or DriverUnavailable.
-        """
-        # The tag (database_id, instance, attempt) is put on the machine before or with the first change to its host.
-        # Cancelled when the build is destroyed meanwhile: `destroy` follows and removes the remains.
+    async def spawn(self, build: Build) -> None:
+        """Build as the plan of this attempt has it. Raises Reschedule or BuildAbort where it plans a failure."""
+        host = self._fleet.host(build.host_uuid)
+        if host is None:
+            raise Reschedule("host.unknown", "this service has no such host")
+        _check(host, build)
+        self._check_free(build)
+        plan = plan_attempt(self._faults, self._seed, host.plan.name, build.spec.instance_uuid, build.attempt)
+        if plan.delay_s:
+            await self._clock.sleep(plan.delay_s)
+        if plan.ending is PlannedEnding.HANGS:
+            await asyncio.get_running_loop().create_future()  # until its destruction cancels it
+        self._check_free(build)
+        complete = plan.ending is PlannedEnding.WORKS
+        runs, image = build.origin is None or build.origin.runs, build.spec.image
+        if build.origin is not None and build.origin.image:
+            image = build.origin.image
+        machine = SimulatedMachine(
+            build.spec.instance_uuid, build.attempt, build.allocations, complete, build.database_id, runs, image
+        )
+        if machine.complete or plan.leftover:
+            self._fleet.put(build.host_uuid, machine)
+        if plan.ending is PlannedEnding.FAILS:
+            raise Reschedule("sim.spawn_failed", "planned: this host cannot build it")
+        if plan.ending is PlannedEnding.ABORTS:
+            raise BuildAbort("sim.spawn_aborted", "planned: no host can build it")
 
     async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, database_id: str | None) -> None:
-        """Return when nothing of this database's attempts up to this one is left on the host, leftovers included.
-        Raises NotOwned, having changed nothing; MachineProtected; DriverUnavailable when it cannot be sure.
-        """
-        # Destroying a machine that does not exist succeeds. NotOwned: the machine's tag does not name this database.
+        """Destroy the machine, unless a newer attempt made it. Raises NotOwned: it has another database's tag."""
+        if self._faults.destroy_delay_s:
+            await self._clock.sleep(self._faults.destroy_delay_s)
+        machine = self._fleet.machine(host_uuid, instance_uuid)
+        if machine is not None and machine.database_id != database_id:
+            raise NotOwned(f"its tag names {machine.database_id or 'no database'}, and the command {database_id}")
+        if machine is not None and machine.attempt <= attempt:
+            self._fleet.remove(host_uuid, instance_uuid)
 
     async def check(self, build: Build) -> None:
-        """Return when this host could take that build, and reads the image of its origin. Changes nothing. Raises as
-        `spawn` does.
-        """
-
-    async def change(self, change: ChangeOrder) -> ChangeResult:
-        """Change a machine where it is; return when that is done. A change that is done already succeeds. Raises
-        ChangeFault when it is not done, NotOwned, DriverUnavailable.
-        """
-        # NotOwned: the machine's tag does not name this database. Cancelled when a later change or a destruction takes
-        # its place: a hand-over that is cancelled leaves the machine where it is, running or stopped, and the later
-        # change determines which it is to be.
-
-    async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
-        """Every machine that these hosts (None: all) carry now, whatever its state and origin, by host uuid."""
-        # A host that was seen carrying nothing has an empty list. One that is left out was not seen: that proves
-        # nothing.
-
-    def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
-        """Have `callback(host uuids)` called when hosts were enabled, disabled, resized, or came and went."""
-
-
-@runtime_checkable
-class SourceCheckingDriver(Protocol):
-    """A driver that can also check, on the source's side, whether a machine can be migrated live."""
-
-    # The destination has checked its side before (`Driver.check`), and was commanded nothing yet.
+        """Check that the host is here, takes builds, and has the allocation. Raises Reschedule."""
+        host = self._fleet.host(build.host_uuid)
+        if host is None:
+            raise Reschedule("host.unknown", "this service has no such host")
+        _check(host, build)
+        self._check_free(build)
+        plan = plan_change(self._faults, self._seed, host.plan.name, build.spec.instance_uuid, build.attempt)
+        await self._wait(plan.delay_s, hangs=plan.hangs)
+        if plan.fails or plan.breaks:
+            raise Reschedule("sim.check_failed", "planned: this host cannot take it")
+        if not host.enabled:
+            raise Reschedule("host.disabled", host.disabled_reason)
 
     async def check_source(self, change: ChangeOrder) -> None:
-        """Return when this machine, which runs, could be migrated live to `to_host`. Changes nothing. Raises
-        HandOverRefused, or as `change` does.
-        """
-        # A hand-over that is done already is not refused: the command may come twice.
+        """Check that the machine is here, and may go to that host. Raises HandOverRefused where planned."""
+        machine = self._machine(change)
+        host = self._fleet.host(change.host_uuid)
+        assert host is not None
+        if not machine.runs:
+            return  # it was handed over before, and this command has come twice
+        answer = plan_source_check(
+            self._faults, self._seed, host.plan.name, machine.instance_uuid, change.to_host or ""
+        )
+        if answer is not PlannedSourceAnswer.PASSES:
+            retry_other_host = answer is PlannedSourceAnswer.REFUSED_HERE
+            raise HandOverRefused(
+                "sim.source_refused", "planned: the source refuses", retry_other_host=retry_other_host
+            )
 
+    async def change(self, change: ChangeOrder) -> ChangeResult:
+        """Change a machine as the plan of this change has it. Raises ChangeFault, where planned, or NotOwned."""
+        machine = self._machine(change)
+        host = self._fleet.host(change.host_uuid)
+        assert host is not None
+        plan = plan_change(self._faults, self._seed, host.plan.name, machine.instance_uuid, change.order)
+        delay_s = plan.delay_s
+        if change.kind is ChangeKind.HAND_OVER_LIVE and self._faults.copy_mb_s:
+            memory_mb = sum(amounts.get("MEMORY_MB", 0) for amounts in machine.allocations.values())
+            delay_s += memory_mb / self._faults.copy_mb_s
+        await self._wait(delay_s, hangs=plan.hangs)
+        machine = self._machine(change)
+        if plan.fails:
+            raise ChangeFault("sim.change_failed", "planned: nothing has happened", runs=machine.runs)
+        changed = _changed(machine, change)
+        if changed != machine:
+            self._fleet.put(change.host_uuid, changed)
+        if plan.breaks:
+            raise ChangeFault("sim.change_broken", "planned: it was done, and failed at its end", runs=changed.runs)
+        image = f"snapshot-{machine.instance_uuid}-{change.order}" if change.kind is ChangeKind.SNAPSHOT else ""
+        return ChangeResult(changed.runs, image)
 
-@runtime_checkable
-class MeasuringDriver(Protocol):
-    """A driver that can also measure its hosts."""
+    def _machine(self, change: ChangeOrder) -> SimulatedMachine:
+        machine = self._fleet.machine(change.host_uuid, change.spec.instance_uuid)
+        if machine is None or not machine.complete:
+            raise ChangeFault(MACHINE_ABSENT, "no such machine is here", runs=False)
+        if machine.database_id != change.database_id:
+            raise NotOwned(
+                f"its tag names {machine.database_id or 'no database'}, and the command {change.database_id}"
+            )
+        if machine.attempt != change.attempt:
+            raise ChangeFault("machine.other", "another attempt's machine is here", runs=False)
+        return machine
+
+    async def _wait(self, seconds: float, *, hangs: bool) -> None:
+        if seconds:
+            await self._clock.sleep(seconds)
+        if hangs:
+            await asyncio.get_running_loop().create_future()  # until it is cancelled, or its time is over
+
+    async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
+        """The machines that run; a half-built leftover does not run."""
+        return {
+            host.plan.uuid: [
+                Machine(
+                    host.plan.uuid,
+                    machine.instance_uuid,
+                    machine.attempt,
+                    machine.database_id,
+                    runs=machine.runs,
+                    allocations=machine.allocations or None,
+                )
+                for machine in (host.machines or {}).values()
+                if machine.complete
+            ]
+            async for part in YieldingParts(self._these(hosts), HOSTS_AT_ONCE)
+            for host in part
+        }
 
     async def measure(self, now: float) -> Sequence[HostReading]:
-        """The readings of its hosts' sensors now (`now`: seconds since the epoch). May raise DriverUnavailable."""
+        """A simulated host is warm and draws power by how many of its processors are in use."""
+        return [_measured(host, now) async for part in YieldingParts(self._fleet.hosts, HOSTS_AT_ONCE) for host in part]
+
+    def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
+        """Hosts of the fleet were enabled, disabled or resized."""
+        self._unsubscribe.append(self._fleet.on_change(callback))
+
+    def _check_free(self, build: Build) -> None:
+        """A uuid that another database's machine here has already: building would write over that machine."""
+        machine = self._fleet.machine(build.host_uuid, build.spec.instance_uuid)
+        if machine is not None and machine.database_id != build.database_id:
+            raise Reschedule("host.machine_conflict", "a machine of another database has this uuid here")
+
+    def _these(self, hosts: Sequence[str] | None) -> Iterable[Host]:
+        if hosts is None:
+            return self._fleet.hosts
+        return [host for host in map(self._fleet.host, hosts) if host is not None]
 
 
-@runtime_checkable
-class WaitingDriver(Protocol):
-    """A driver whose builds may wait for what manages its hosts."""
+def _measured(host: Host, now: float) -> HostReading:
+    machines = (machine for machine in (host.machines or {}).values() if machine.runs)
+    used = sum(amounts.get("VCPU", 0) for machine in machines for amounts in machine.allocations.values())
+    load = min(1.0, used / (host.size.vcpus * host.size.cpu_ratio))
+    values = {
+        POWER_WATTS: IDLE_WATTS + load * LOAD_WATTS,
+        TEMPERATURE_CELSIUS: IDLE_CELSIUS + load * LOAD_CELSIUS,
+    }
+    return HostReading(host_uuid=host.plan.uuid, at=now, values=values)
 
-    def waiting(self) -> Sequence[WaitingBuild]:
-        """The builds that wait now, the longest first."""
+
+def _check(host: Host, build: Build) -> None:
+    """A build whose allocation names no provider of this host was sent to the wrong one: building would leak. The tree
+    of another host may be as it should be.
+    """
+    plan, allocations = host.plan, build.allocations
+    if plan.uuid not in allocations and not any(child in allocations for child in plan.children):
+        raise Reschedule("allocation.elsewhere", "the allocation names no provider of this host")
+
+
+def _changed(machine: SimulatedMachine, change: ChangeOrder) -> SimulatedMachine:
+    """The machine after a change that worked."""
+    match change.kind:
+        case ChangeKind.START | ChangeKind.RESCUE | ChangeKind.UNRESCUE:
+            return replace(machine, runs=True)
+        case ChangeKind.STOP | ChangeKind.HAND_OVER | ChangeKind.HAND_OVER_LIVE | ChangeKind.SNAPSHOT:
+            return replace(machine, runs=False)
+        case ChangeKind.RESIZE:
+            return replace(machine, allocations=change.allocations)
+        case ChangeKind.REBUILD:
+            return replace(machine, image=change.spec.image)
+        case ChangeKind.CHECK:
+            return machine

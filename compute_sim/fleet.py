@@ -12,10 +12,10 @@ import structlog
 from msgspec import Struct
 
 from bus.contracts.base import Resources
-from compute_sim.domain.hosts import HostPlan, plan_hosts
-from compute_sim.journal import Journal
-from compute_sim.records import Records
-from compute_sim.simulated_config import HostSize, SimulatedConfig
+from compute_agent.records.journal import Journal
+from compute_agent.records.records import Records
+from compute_sim.config import HostSize, SimulatedConfig
+from compute_sim.host_plan import HostPlan, plan_hosts
 
 REWRITE_AFTER = 100_000  # journal rows beyond four times the number of live ones
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bus.clock import Clock
+from compute_agent.driver_plugin import DriverContext, DriverParts, DriverPlugin
+from compute_sim.config import SimulatedConfig
 from compute_sim.crash_plan import CrashPlan
-from compute_sim.driver_plugin import DriverContext, DriverParts, DriverPlugin
-from compute_sim.drivers.hypervisor import SimulatedDriver
+from compute_sim.driver import SimulatedDriver
+from compute_sim.faulty_results import FaultyResultSender
 from compute_sim.fleet import Fleet
-from compute_sim.simulated_config import SimulatedConfig
-from compute_sim.unreliable import FaultyResultSender
 
 
 def parts_of(

@@ -13,9 +13,9 @@ from bus.clock import Clock
 from bus.contracts.queues import project_bus
 from bus.fair_queue import Turns
 from bus.service.environment import Environment
-from bus.service.presence import add_heartbeat
 from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
+from bus.service.worker_heartbeat import add_heartbeat
 from gateway.config import GatewayConfig
 from gateway.project import ProjectLink
 

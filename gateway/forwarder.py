@@ -23,15 +23,15 @@ from bus.consuming.outcome import (
     RetryWhenAvailable,
     dead_letter_reason_of,
 )
+from bus.contracts.actions import ActionPage, ActionRequest
 from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildPage, BuildRequest, DeleteRequest, seen_by
-from bus.contracts.moves import ActionPage, ActionRequest
 from bus.contracts.queues import BY_QUEUE
 from bus.fair_queue import Turns, cost_of
 from bus.faults import Fault
-from bus.port import BusError
 from bus.publishing import Waiter
 from bus.refused_requests import refused_action_event, refused_build_event
+from bus.transport import BusError
 
 log = structlog.get_logger(__name__)
 

@@ -9,16 +9,16 @@ from functools import partial
 import structlog
 
 from bus.bus import Bus
+from bus.codec import Malformed
 from bus.consuming.consumer import Consumer
 from bus.contracts.base import Message
 from bus.contracts.build import EventsMissed
 from bus.contracts.catalogue import destination, door_destination
 from bus.fair_queue import Turns
 from bus.faults import Transient
-from bus.port import BusError, Delivery, Subscription
 from bus.refused_requests import unreadable_events
 from bus.retrying import UNTIL_AVAILABLE, Retrying
-from bus.wire import Malformed
+from bus.transport import BusError, Delivery, Subscription
 from gateway import metrics
 from gateway.forwarder import EventForwarder, RequestForwarder, end_of
 

@@ -11,13 +11,13 @@ from bus.clock import Clock
 from bus.consuming.consumer import Consumer
 from bus.openstack.rest import auth_of, tls_of
 from bus.persistence.database import watch_identity
-from bus.port import Transport
 from bus.rabbitmq.address import BadBusUrl, parse_bus_url
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
-from bus.service.presence import add_heartbeat
 from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
+from bus.service.worker_heartbeat import add_heartbeat
+from bus.transport import Transport
 from ironic_sync.config import IronicSyncConfig, NotificationBroker
 from ironic_sync.domain.position import reporter_name
 from ironic_sync.loop import SyncLoop

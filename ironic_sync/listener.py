@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from bus.clock import Clock, event_or_time
 from bus.contracts.host_metrics import HostReading
-from bus.port import BusError, BusUnavailable, Delivery, QueueMissing, Subscription, Transport
+from bus.transport import BusError, BusUnavailable, Delivery, QueueMissing, Subscription, Transport
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.effect import NO_EFFECT, effect_of

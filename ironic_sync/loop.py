@@ -15,8 +15,8 @@ from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.placement import InventoryStale
 from bus.faults import Transient, first_fault
-from bus.port import Transport
 from bus.tracing.tracer import Tracer
+from bus.transport import Transport
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.position import Position, reporter_name

@@ -9,7 +9,7 @@ import structlog
 from bus.clock import Clock
 from bus.contracts.host_metrics import MAX_READINGS, HostMetrics, HostReading
 from bus.faults import Transient
-from bus.port import BusError
+from bus.transport import BusError
 from ironic_sync import metrics
 from ironic_sync.writer import PublishAll
 

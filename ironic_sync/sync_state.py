@@ -11,7 +11,7 @@ import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.port import Delivery
+from bus.transport import Delivery
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain import position as step

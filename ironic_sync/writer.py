@@ -14,8 +14,8 @@ import structlog
 from bus.clock import Clock
 from bus.contracts.base import Message
 from bus.faults import Transient
-from bus.port import BusError
 from bus.retrying import Backoff, RetryPolicy
+from bus.transport import BusError
 from ironic_sync import metrics
 from ironic_sync.domain.position import Position, has_free_inventory, update_of
 from ironic_sync.node_line import NodeLine

@@ -16,12 +16,11 @@ from bus.consuming.consumer import Consumer
 from bus.contracts.base import Message
 from bus.contracts.objects import CellBus
 from bus.persistence.database import Database, watch_identity
-from bus.port import BusError
 from bus.service.environment import Environment
 from bus.service.health import Health
-from bus.service.presence import add_heartbeat
 from bus.service.service import WorkerRuntime
-from placement_worker.book import PlacementService
+from bus.service.worker_heartbeat import add_heartbeat
+from bus.transport import BusError
 from placement_worker.config import PlacementConfig
 from placement_worker.handlers import CellFollower, PlacementHandlers
 from placement_worker.publisher import FeedPublisher
@@ -29,6 +28,7 @@ from placement_worker.rest.api import Api
 from placement_worker.rest.application import Application
 from placement_worker.rest.config import RestConfig, with_oslo_conf
 from placement_worker.rest.server import InProcessRest, RestServer
+from placement_worker.service import PlacementService
 from placement_worker.store.postgres_rows import PostgresPlacementRows
 
 log = structlog.get_logger("placement")

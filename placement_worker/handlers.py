@@ -15,21 +15,21 @@ from bus.bus import Bus
 from bus.cell_links import CellLinks
 from bus.clock import Clock, LogInterval, event_or_time
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, RetryWhenAvailable
-from bus.contracts import book as queries
 from bus.contracts import placement as messages
+from bus.contracts import placement_queries as queries
 from bus.contracts.base import Message, Refusal
 from bus.contracts.feed import ChangesRequest, SnapshotRequest
 from bus.contracts.objects import CellsPage, CellsQuery, ObjectsRevision
 from bus.faults import RequestRefused, Transient
-from bus.port import BusError
+from bus.transport import BusError
 from placement_worker import metrics
-from placement_worker.book import PlacementService
 from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.refusal import RefusalCode
 from placement_worker.domain.reports import CONSUMERS_BUSY, NAME_TAKEN, ReportRefusal
 from placement_worker.domain.trees import ChangeMembership, DeleteTree
 from placement_worker.domain.values import ABOVE_CELLS, Provider, suggestion
+from placement_worker.service import PlacementService
 
 T = TypeVar("T")
 

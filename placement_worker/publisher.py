@@ -13,10 +13,10 @@ from bus.clock import Clock
 from bus.contracts.base import Message
 from bus.contracts.feed import FeedChanges, changes_in
 from bus.faults import Transient
-from bus.port import BusError, BusForbidden, PublishRefused
+from bus.transport import BusError, BusForbidden, PublishRefused
 from placement_worker import metrics
-from placement_worker.book import PlacementService
 from placement_worker.config import PlacementConfig
+from placement_worker.service import PlacementService
 
 log = structlog.get_logger("placement.feed")
 

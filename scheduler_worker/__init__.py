@@ -1,1 +1,3 @@
-"""Chooses where builds go: reads a replica of placement, decides, claims, dispatches to a cell."""
+"""The scheduler's decisions, as plain functions and frozen values: no I/O, no clock, no randomness."""
+
+from __future__ import annotations

@@ -44,10 +44,10 @@ DEFAULT_FILTERS = (
     "scheduler_worker.filters.project.AggregateMultiTenancyIsolation",
     "scheduler_worker.filters.project.ProjectHostFilter",
     "scheduler_worker.filters.extra_specs.ComputeCapabilitiesFilter",
-    "scheduler_worker.filters.peers.ServerGroupAntiAffinityFilter",
-    "scheduler_worker.filters.peers.ServerGroupAffinityFilter",
-    "scheduler_worker.filters.peers.DifferentHostFilter",
-    "scheduler_worker.filters.peers.SameHostFilter",
+    "scheduler_worker.filters.affinity.ServerGroupAntiAffinityFilter",
+    "scheduler_worker.filters.affinity.ServerGroupAffinityFilter",
+    "scheduler_worker.filters.affinity.DifferentHostFilter",
+    "scheduler_worker.filters.affinity.SameHostFilter",
 )
 # Enabled by name only; ImagePropertiesFilter needs hosts that report `supported_instances`.
 MORE_FILTERS = (
@@ -62,8 +62,8 @@ DEFAULT_WEIGHERS = (
     "scheduler_worker.weighers.free_amounts.CPUWeigher",
     "scheduler_worker.weighers.free_amounts.DiskWeigher",
     "scheduler_worker.weighers.preferences.PreferenceWeigher",
-    "scheduler_worker.weighers.group_members.ServerGroupSoftAffinityWeigher",
-    "scheduler_worker.weighers.group_members.ServerGroupSoftAntiAffinityWeigher",
+    "scheduler_worker.weighers.affinity.ServerGroupSoftAffinityWeigher",
+    "scheduler_worker.weighers.affinity.ServerGroupSoftAntiAffinityWeigher",
     "scheduler_worker.weighers.host_state.MetricsWeigher",
     "scheduler_worker.weighers.host_state.HealthWeigher",
     "scheduler_worker.weighers.host_state.BuildFailureWeigher",

@@ -8,8 +8,8 @@ from typing import Any
 
 from bus.service.settings import SettingsError
 from scheduler_worker.config import DEFAULT_FILTERS, MORE_FILTERS, SchedulerConfig
-from scheduler_worker.domain.plugins import Filter, Weigher, Weighing
 from scheduler_worker.filters.host_state import MetricsFilter
+from scheduler_worker.selection.plugin import Filter, Weigher, Weighing
 
 
 class PluginInvalid(SettingsError):

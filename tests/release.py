@@ -27,7 +27,7 @@ ANCHOR = "tests/upgrade/earlier"
 SCHEMAS = "*/store/tables.py"
 MIGRATIONS = "*/store/migrations/versions/*"
 # The tests of what the pages state; the suite runs them, too.
-PAGES = ("tests/unit/front/test_docs.py",)
+PAGES = ("tests/unit/berth/test_docs.py",)
 PAGES_ONLY = "derived or features"
 LIMIT_S = 600.0
 

@@ -16,7 +16,7 @@ from bus.contracts import base, catalogue
 from bus.contracts.base import Message
 from bus.contracts.catalogue import BY_TYPE, MESSAGES, REPLIES
 from bus.contracts.queues import COMMANDS, QUEUES, QueueKind, Where
-from cell_conductor.domain.instance import State
+from cell_conductor.state.instance import State
 from tests.kit.sources import (
     OURS,
     ROOT,
@@ -204,8 +204,8 @@ def test_only_one_module_defines_how_something_is_retried() -> None:
 
 
 # The states of an instance: one row each, and the table of what each event does in them.
-DESIRES = "cell_conductor/domain/desires.py"
-STATES_LISTED = {DESIRES, "cell_conductor/domain/table.py"}
+DESIRES = "cell_conductor/state/desired_state.py"
+STATES_LISTED = {DESIRES, "cell_conductor/table.py"}
 OF_IDENTITY = ("open", "recovering", "accepted")  # the states of another row
 STATES_IN_SQL = re.compile(rf"\bstate (?:NOT )?(?:IN \(|=) ?'(?!(?:{'|'.join(OF_IDENTITY)})')")
 
@@ -227,9 +227,9 @@ def test_the_states_of_an_instance_are_listed_in_one_place() -> None:
 
 # The next state: the record has it, the step passes it on, and the table takes it up.
 NEXT_STATE_READ = {
-    "cell_conductor/domain/instance.py",
-    "cell_conductor/domain/steps.py",
-    "cell_conductor/domain/table.py",
+    "cell_conductor/state/instance.py",
+    "cell_conductor/state/step.py",
+    "cell_conductor/table.py",
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from berth.settings import Settings
+from berth.config.settings import Settings
 from tests.kit import sources as kit
 from tests.kit.sources import OURS, ROOT, TESTING, nodes, sources, where
 from tests.kit.struct_types import every_field, may_have, module_of, replaces

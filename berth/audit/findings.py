@@ -1,7 +1,7 @@
 """An audit's findings about placement, the records and the hosts, as plain functions over gathered facts.
 
 A system at work is never at rest: requests under way are not judged, and a finding of one pass counts only when the
-next pass finds it, too (`Confirmed`). Gathering is `berth.audit.auditing`; nothing here does any I/O.
+next pass finds it, too (`Confirmed`). Gathering is `berth.audit.passes`; nothing here does any I/O.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from berth.audit.invariants import (
     consumers_of_instance,
 )
 from bus.contracts.build import BuildState
-from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
+from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE
 
 
 class FindingKind(StrEnum):

@@ -1,7 +1,7 @@
 """The invariants of `berth check` as plain functions over facts gathered from the outside.
 
 `Facts` holds the contents of placement, the schedulers' and conductors' records, the hosts' own reports and the
-client's event stream. `check_invariants` compares them. Gathering is `berth.audit.gather`; nothing here does any I/O.
+client's event stream. `check_invariants` compares them. Gathering is `berth.audit.facts`; nothing here does any I/O.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from math import floor
 
 from msgspec import Struct
 
+from bus.contracts.actions import Condition
 from bus.contracts.build import TERMINAL_STATES, BuildEvent, BuildState
 from bus.contracts.feed import Change
-from bus.contracts.moves import Condition
 from bus.contracts.placement import ProviderState
-from cell_conductor.domain import desires
-from cell_conductor.domain.desires import MachineTarget, phase_to_text, phases_matching
-from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
+from cell_conductor.state import desired_state as desires
+from cell_conductor.state.desired_state import MachineTarget, phase_to_text, phases_matching
+from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE
 
 MAX_EXAMPLES = 5
 

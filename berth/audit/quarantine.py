@@ -14,21 +14,22 @@ from typing import TypeVar
 import asyncpg
 from msgspec import Struct
 
-from berth.audit.repairing import enter
-from berth.site import cells_in_use
+from berth.audit.repair import enter
+from berth.config.site import cells_in_use
 from bus.contracts.objects import AuditRepair
 from bus.faults import DatabaseUnavailable, DatabaseUnprepared, Fault, RequestRefused
 from bus.persistence.database import Database
 from bus.service.environment import Environment
 from bus.service.settings import SettingsError
-from cell_conductor.domain.blocked_rules import adoption_blocker
-from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.desires import PURGED, PURGED_FAILED
-from cell_conductor.domain.instance import Instance
-from cell_conductor.domain.report import UnknownMachineKind
+from cell_conductor.rules.blocked_rules import adoption_blocker
+from cell_conductor.state.breaker import Breaker
+from cell_conductor.state.desired_state import PURGED, PURGED_FAILED
+from cell_conductor.state.instance import Instance
+from cell_conductor.state.unknown_machine import UnknownMachineKind
+from cell_conductor.store.keyed_tables import ADOPT, DecidedMachine, MachineKey, UnknownMachineRecord
 from cell_conductor.store.postgres_keyed import PostgresKeyed
-from cell_conductor.store.safety import ADOPT, DecidedMachine, MachineKey, Safety, UnknownMachineRecord
 from cell_conductor.store.tables import decode
+from cell_conductor.store.unknown_machines import Safety
 
 TIMEOUT_S = 10.0
 OVER = PURGED | PURGED_FAILED  # in another cell: it has an instance of this uuid no more

@@ -5,18 +5,17 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from berth.audit.quarantine import CellNeverStarted, named_cells, on_database
+from berth.audit.repair import enter
 from bus.contracts.base import MAX_REASON
 from bus.contracts.objects import AuditRepair
 from bus.persistence.database import Database
 from bus.service.environment import Environment
-from cell_conductor.domain.leases import LeaseState
+from cell_conductor.state.lease import LeaseState
+from cell_conductor.store.fence_rows import LeaseStore
 from cell_conductor.store.keyed import Losses
 from cell_conductor.store.postgres import ACCEPT_LOSSES, RECOVERY, STATE_WITHOUT
 from cell_conductor.store.postgres_keyed import PostgresKeyed
-from cell_conductor.store.safety import LeaseStore
-
-from .quarantine import CellNeverStarted, named_cells, on_database
-from .repairing import enter
 
 
 class Recovery(Struct, frozen=True):

@@ -30,7 +30,7 @@ from berth.backup.manifest import (
     file_of,
     write_manifest,
 )
-from berth.schemas import SchemaRevision, SchemaState, find_schemas, quoted
+from berth.config.schemas import SchemaRevision, SchemaState, find_schemas, quoted
 from bus.persistence.address import CONNECTION_LOST, parse_database_url
 from bus.persistence.database import CONNECT_TIMEOUT_S
 from bus.persistence.database_faults import raise_fault

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from berth.backup.copying import columns_of_tables, connect, names_of_sequences
 from berth.backup.manifest import READ_BYTES, BadBackup, Manifest, SchemaCopy, TableCopy, file_of, read_manifest
-from berth.schemas import SchemaState, assess, find_schemas, package_of, quoted
+from berth.config.schemas import SchemaState, assess, find_schemas, package_of, quoted
 from bus.persistence import migrations
 from bus.persistence.address import CONNECTION_LOST
 from bus.persistence.database import IS_THERE

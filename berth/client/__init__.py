@@ -39,8 +39,8 @@ from bus.contracts.operations import (
     SetAdminState,
 )
 from bus.faults import Fault, Transient
-from bus.port import BusError, BusUnavailable, PublishRefused
 from bus.retrying import CLIENT_PUBLISH, Retrying
+from bus.transport import BusError, BusUnavailable, PublishRefused
 
 # Requests handed to the bus in one go; between two goes the loop gets to deliver events.
 PUBLISH_SLICE = 1000

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Struct
 
 from bus.contracts.objects import Flavor, StoredObject
-from compute_sim.drivers.ironic.node import NodeExtra, OwnerTag, Unproven
-from compute_sim.drivers.ironic.probation import CRITICAL
+from compute_agent.drivers.ironic.canary import CRITICAL
+from compute_agent.drivers.ironic.node import NodeExtra, OwnerTag, Unproven
 from ironic_sync.domain.node import Node, Unreadable, parse_node
 from ironic_sync.domain.rules import DEAD_POWER, FREE_STATES, class_name
 

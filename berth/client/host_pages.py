@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.contracts.build import HostRecord, HostsPage, HostsQuery
-from bus.turns import YieldingParts
+from bus.yielding import YieldingParts
 
 # A page takes 3 ms of a scheduler's loop to write, and 10 of this process's to read. For each one the scheduler lists
 # all hosts, 30 ms for 40,000 (in parts), so shorter pages would cost it more.

@@ -13,7 +13,6 @@ from typing import Any
 from msgspec import Struct
 
 from bus.bus import Bus
-from bus.contracts.book import ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.objects import (
     DEFAULT_QUOTA,
     ObjectChange,
@@ -23,6 +22,7 @@ from bus.contracts.objects import (
     ObjectsQuery,
     StoredObject,
 )
+from bus.contracts.placement_queries import ProjectUsagePage, ProjectUsageQuery
 from bus.faults import RequestRefused
 
 CONFLICT = "object.conflict"

@@ -12,16 +12,16 @@ from msgspec import Struct
 
 from berth.client import BuildClient
 from berth.client.object_edits import stored_objects
+from berth.config.settings import FencingSettings
 from berth.fencing.plugin import FencingFailed, FencingPlugin
-from berth.settings import FencingSettings
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
 from bus.contracts.build import HostRecord
 from bus.contracts.objects import ObjectKind
 from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord, SetAdminState
 from bus.faults import Fault
-from bus.port import BusError
-from cell_conductor.domain.leases import SILENT
+from bus.transport import BusError
+from cell_conductor.state.lease import SILENT
 
 TOO_MANY = "fencing.too_many"
 CELL_SILENT = "fencing.cell_silent"

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Struct
 
-from berth.settings import FencingSettings
+from berth.config.settings import FencingSettings
 from bus.clock import Clock
 from bus.contracts.base import reason_of
 from bus.contracts.build import HostRecord
 from bus.faults import Fault
 from bus.service.settings import SettingsError
-from compute_sim.driver import DriverUnavailable
-from compute_sim.drivers.ironic.api import IronicApi
+from compute_agent.driver import DriverUnavailable
+from compute_agent.drivers.ironic.api import IronicApi
 
 OFF = "power off"
 

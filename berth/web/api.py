@@ -20,9 +20,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from berth.client.host_pages import json_of, read_hosts
-from berth.web.access import WebCaller, WebRole, check_rights
-from berth.web.live import Live, TooManyEventFollowers
+from berth.web.event_stream import Live, TooManyEventFollowers
 from berth.web.problems import Problem
+from berth.web.sign_in_sessions import WebCaller, WebRole, check_rights
 from bus.bus import Bus
 from bus.clock import new_uuid
 from bus.contracts.base import Message, Uuid, reason_of
@@ -43,9 +43,9 @@ from bus.contracts.build import (
 from bus.door import request_in_turn
 from bus.fair_queue import Turns
 from bus.faults import Fault
-from bus.port import BusError
 from bus.refused_requests import OFF_RECORD
-from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
+from bus.transport import BusError
+from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"

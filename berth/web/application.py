@@ -18,28 +18,28 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from berth.reference.asyncapi import document as asyncapi_document
-from berth.settings import Settings
-from berth.web.access import Access
+from berth.asyncapi import document as asyncapi_document
+from berth.config.settings import Settings
 from berth.web.api import API_ROOT, WebApi, json_response
-from berth.web.dead_letters import DeadLetterActions, WebDeadLetters
-from berth.web.fleet import FleetReader, QueueReader
-from berth.web.live import Live
-from berth.web.login import LoginPages
-from berth.web.nova import NovaCalls, NovaPages
-from berth.web.objects import ObjectApi, WebObjects
+from berth.web.event_stream import Live
 from berth.web.openapi import document
 from berth.web.operations import Drains, NodesReader, WebActions, WebDrains, WebNodes, WebOperations
-from berth.web.operator_pages import OperatorPages
-from berth.web.pages import Pages
+from berth.web.pages.dead_letters import DeadLetterActions, WebDeadLetters
+from berth.web.pages.fleet import FleetReader, QueueReader
+from berth.web.pages.instances import Pages
+from berth.web.pages.login import LoginPages
+from berth.web.pages.nova_calls import NovaCalls, NovaPages
+from berth.web.pages.objects import ObjectApi, WebObjects
+from berth.web.pages.operator_pages import OperatorPages
+from berth.web.pages.quarantine import SafetyReader, WebQuarantine
 from berth.web.problems import Problem, problem_of, problem_response
-from berth.web.quarantine import SafetyReader, WebQuarantine
 from berth.web.rendering import problem_page
+from berth.web.sign_in_sessions import Access
 from berth.web.tracing import TracedRequests
 from bus.bus import Bus
 from bus.faults import Fault
-from bus.port import BusError
 from bus.service.environment import Environment
+from bus.transport import BusError
 
 log = structlog.get_logger("web")
 

@@ -11,13 +11,13 @@ import msgspec
 from msgspec import Struct
 from starlette.routing import Route
 
+from berth.asyncapi import add_field_notes
 from berth.client.object_edits import QuotaUse
-from berth.reference.asyncapi import add_field_notes
 from berth.web.problems import PROBLEM_JSON, ProblemBody
+from bus.contracts.actions import ActionRecord, ActionRequest
 from bus.contracts.base import Label, Reason, Uuid, Version, Word
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState, HostRecord
 from bus.contracts.drains import DrainPlan, DrainProgress, DrainTarget
-from bus.contracts.moves import ActionRecord, ActionRequest
 from bus.contracts.objects import (
     Aggregate,
     CellDecision,
@@ -88,7 +88,6 @@ def _of_instances() -> dict[str, _Operation]:
 
 
 def _of_hosts() -> dict[str, _Operation]:
-    from berth.web.fleet import CellView, HostDetail  # noqa: PLC0415
     from berth.web.operations import (  # noqa: PLC0415  # noqa: PLC0415
         AdminStateRequest,
         DrainBody,
@@ -96,6 +95,10 @@ def _of_hosts() -> dict[str, _Operation]:
         NodesView,
         RemovalBody,
         TargetBody,
+    )
+    from berth.web.pages.fleet import (
+        CellView,
+        HostDetail,
     )
 
     listed = {"cell": Word, "up": bool, "limit": int}
@@ -124,7 +127,13 @@ def _of_hosts() -> dict[str, _Operation]:
 
 
 def _of_objects() -> dict[str, _Operation]:
-    from berth.web.objects import SECTIONS, ChangeBody, GroupView, ObjectList, Zone  # noqa: PLC0415
+    from berth.web.pages.objects import (
+        SECTIONS,
+        ChangeBody,
+        GroupView,
+        ObjectList,
+        Zone,
+    )
 
     change = {"reason": Reason, "if_version": Version, "force": bool, "dry_run": bool}
     log = {"kind": ObjectKind, "name": Label, "before": Version, "before_object": str, "limit": int}
@@ -160,7 +169,7 @@ def _of_objects() -> dict[str, _Operation]:
 
 
 def _of_dead_letters() -> dict[str, _Operation]:
-    from berth.web.dead_letters import (  # noqa: PLC0415
+    from berth.web.pages.dead_letters import (
         DeadLetterCount,
         DeadLettersPurged,
         DeadLettersReplayed,
@@ -178,7 +187,7 @@ def _of_dead_letters() -> dict[str, _Operation]:
 
 
 def _of_quarantine() -> dict[str, _Operation]:
-    from berth.web.quarantine import (  # noqa: PLC0415
+    from berth.web.pages.quarantine import (
         BreakersAfterReset,
         BreakersReset,
         BreakerView,

@@ -16,9 +16,8 @@ from starlette.responses import Response
 
 from berth.client import drains as client_drains
 from berth.client.baremetal import NodeRecord, flavor_classes, node_record, unserved
-from berth.settings import Settings
-from berth.site import read_runtime
-from berth.web.access import WebRole
+from berth.config.settings import Settings
+from berth.config.site import read_runtime
 from berth.web.api import (
     API_ROOT,
     ASK_TIMEOUT_S,
@@ -37,11 +36,13 @@ from berth.web.api import (
     truth_of,
     uuid_of,
 )
-from berth.web.fleet import MAX_SERVICES, FleetReader
-from berth.web.objects import ObjectApi
+from berth.web.pages.fleet import MAX_SERVICES, FleetReader
+from berth.web.pages.objects import ObjectApi
 from berth.web.problems import Problem, problem_of
+from berth.web.sign_in_sessions import WebRole
 from bus.bus import Bus
 from bus.clock import Clock, new_uuid
+from bus.contracts.actions import ActionAccepted, ActionKind, ActionPage, ActionQuery, ActionRequest
 from bus.contracts.base import Label, Reason, Uuid, Word
 from bus.contracts.drains import (
     AtOnce,
@@ -56,7 +57,6 @@ from bus.contracts.drains import (
     DrainTarget,
     PerMinute,
 )
-from bus.contracts.moves import ActionAccepted, ActionKind, ActionPage, ActionQuery, ActionRequest
 from bus.contracts.objects import ObjectKind
 from bus.contracts.operations import (
     AdminState,
@@ -70,10 +70,10 @@ from bus.contracts.operations import (
 )
 from bus.contracts.workers import WorkersQuery
 from bus.faults import Fault
-from bus.port import BusError
 from bus.service.settings import hide_password
-from compute_sim.driver import DriverUnavailable
-from compute_sim.drivers.ironic.api import IronicApi
+from bus.transport import BusError
+from compute_agent.driver import DriverUnavailable
+from compute_agent.drivers.ironic.api import IronicApi
 
 MAX_WORKERS = 100_000
 

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from bus.contracts.base import MAX_REASON
 from bus.faults import Fault, RequestRefused, RequestTimeout, Transient
-from bus.port import BusError, PublishRefused
+from bus.transport import BusError, PublishRefused
 
 PROBLEM_JSON = "application/problem+json"
 

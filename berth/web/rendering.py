@@ -12,10 +12,10 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 from starlette.requests import Request
 from starlette.responses import Response
 
-from berth.render import printable
+from berth.text import printable
 from berth.web.problems import Problem, problem_of
 from bus.faults import Fault, Transient
-from bus.port import BusError
+from bus.transport import BusError
 
 T = TypeVar("T")
 UNANSWERED = (429, 503, 504)  # statuses of problems that end by themselves

@@ -13,20 +13,20 @@ import uvicorn
 from prometheus_client import Counter
 from starlette.applications import Starlette
 
-from berth.settings import Settings
-from berth.site import Site, process_name
-from berth.web.access import LOCAL, Access, check_listen, digest_of
+from berth.config.settings import Settings
+from berth.config.site import Site, process_name
 from berth.web.application import application, nova_application
-from berth.web.fleet import QueueReader
-from berth.web.live import Live
-from berth.web.nova import NovaCalls
+from berth.web.event_stream import Live
 from berth.web.operations import Drains
+from berth.web.pages.fleet import QueueReader
+from berth.web.pages.nova_calls import NovaCalls
+from berth.web.sign_in_sessions import LOCAL, Access, check_listen, digest_of
 from bus.bus import API
 from bus.faults import Fault
 from bus.local import LocalTransport
-from bus.port import BusUnavailable
 from bus.service.environment import Environment
 from bus.service.http_protocol import WRITE_TIMEOUT_S, protocol
+from bus.transport import BusUnavailable
 
 log = structlog.get_logger("web")
 

@@ -16,8 +16,10 @@ import structlog
 from prometheus_client import Counter
 
 from bus import metrics
+from bus.batcher import Batcher
 from bus.bus import Bus
 from bus.clock import new_uuid
+from bus.codec import DROPPED, Codec, Malformed, Read
 from bus.consuming.in_flight import (
     LAST_DELIVERIES,
     MAX_OPENED_BYTES,
@@ -40,10 +42,8 @@ from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import queues_taking
 from bus.contracts.queues import BY_QUEUE, ON_RECORD, QueueKind
 from bus.faults import BrokenInvariant, Forbidden, Transient
-from bus.gather import Batcher
-from bus.port import BusError, BusForbidden, Delivery
 from bus.published_key import dead_letter_code_of
-from bus.wire import DROPPED, Codec, Malformed, Read
+from bus.transport import BusError, BusForbidden, Delivery
 
 log = structlog.get_logger("bus.consuming.consumer")
 

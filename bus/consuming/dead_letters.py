@@ -11,10 +11,7 @@ import structlog
 from msgspec import Struct
 
 from bus import metrics
-from bus.contracts.queues import DEAD, DEAD_LETTERS, REPLAY, RETURN
-from bus.port import BusError, Delivery, Outgoing, Transport
-from bus.published_key import BROKERS, DEATHS, ORIGINAL_KEY, dead_letter_code_of, published_key
-from bus.wire import (
+from bus.codec import (
     BATCH,
     CAUSE,
     DELIVERY_ATTEMPT,
@@ -27,6 +24,9 @@ from bus.wire import (
     WAITED,
     shown,
 )
+from bus.contracts.queues import DEAD, DEAD_LETTERS, REPLAY, RETURN
+from bus.published_key import BROKERS, DEATHS, ORIGINAL_KEY, dead_letter_code_of, published_key
+from bus.transport import BusError, Delivery, Outgoing, Transport
 
 log = structlog.get_logger(__name__)
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from msgspec import structs
 
 from bus.clock import CLOCKS_APART_S, Clock
+from bus.codec import Malformed
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.queues import ON_RECORD
-from bus.port import Delivery, Subscription
-from bus.wire import Malformed
+from bus.transport import Delivery, Subscription
 
 # The bytes of bodies that a consumer has, waiting or being handled, before the broker is to deliver no more; it goes on
 # when half of them are settled. (RabbitMQ does not implement AMQP's bound of bytes.) Ten batches of requests of the

@@ -15,17 +15,17 @@ from msgspec import structs
 from bus import metrics
 from bus.bus import Bus
 from bus.clock import LogInterval, new_uuid
+from bus.codec import Malformed, Packed, may_batch, pack, shown
 from bus.consuming.dead_letters import DIED_AT, EXCHANGE, REASON, TRUNCATED_FROM
 from bus.consuming.in_flight import InFlightMessage, retried
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
 from bus.contracts.queues import DEAD, ENDED_BY_DEAD_LETTER, QueueRow, Where
-from bus.port import BusError, BusForbidden, PublishRefused
 from bus.published_key import CODE, ORIGINAL_KEY, published_key
 from bus.publishing import Confirmation, Mode, Waiter
 from bus.retrying import UNTIL_AVAILABLE, Retrying, is_transient
 from bus.topology import delay_exchange
-from bus.wire import Malformed, Packed, may_batch, pack, shown
+from bus.transport import BusError, BusForbidden, PublishRefused
 
 log = structlog.get_logger("bus.consuming.consumer")
 

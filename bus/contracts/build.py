@@ -13,12 +13,12 @@ from uuid import UUID, uuid5
 from msgspec import Meta as Bound
 from msgspec import Struct, structs
 
-from .base import Attempt, ImageName, Label, Message, Reason, ShownZone, Uuid, Word, Zone
-from .deploy import ConfigDrive, ImageSource, Networks
-from .deploy import Volumes as VolumeRequests
-from .operations import EvacuationPolicy, HostAdminState
-from .placement import MAX_MEMBERS, ConflictingConsumer, ServerGroup
-from .stages import StageTimes
+from bus.contracts.base import Attempt, ImageName, Label, Message, Reason, ShownZone, Uuid, Word, Zone
+from bus.contracts.deploy import ConfigDrive, ImageSource, Networks
+from bus.contracts.deploy import Volumes as VolumeRequests
+from bus.contracts.operations import EvacuationPolicy, HostAdminState
+from bus.contracts.placement import MAX_MEMBERS, ConflictingConsumer, ServerGroup
+from bus.contracts.stages import StageTimes
 
 
 class BuildState(StrEnum):

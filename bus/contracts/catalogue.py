@@ -14,23 +14,23 @@ from typing import Any
 
 from msgspec import Struct, structs
 
+from bus.contracts import actions as moves
 from bus.contracts import (
-    book,
     build,
     cell,
     drains,
     feed,
     host_metrics,
     listing,
-    moves,
     nova_calls,
     objects,
     operations,
     placement,
     recovery,
-    waiting,
     workers,
 )
+from bus.contracts import placement_queries as book
+from bus.contracts import waiting_builds as waiting
 from bus.contracts.base import Message, Refusal, tag_of
 from bus.contracts.queues import (
     API,

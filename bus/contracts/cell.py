@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import (
+from bus.contracts.base import (
     Allocations,
     Attempt,
     ClassName,
@@ -28,9 +28,9 @@ from .base import (
     Uuid,
     Word,
 )
-from .build import MachineSpec
-from .placement import ServerGroup
-from .stages import StageTimes
+from bus.contracts.build import MachineSpec
+from bus.contracts.placement import ServerGroup
+from bus.contracts.stages import StageTimes
 
 
 class Selection(Struct, frozen=True, kw_only=True, omit_defaults=True):

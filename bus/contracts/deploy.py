@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Uuid, matching
+from bus.contracts.base import Uuid, matching
 
 MAX_USER_DATA = 65_535  # characters, as Nova's limit for a client's value
 MAX_NETWORK_DATA = 65_535  # bytes of JSON

@@ -12,8 +12,8 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Count, Label, Message, Reason, Uuid, Word
-from .moves import ActionKind
+from bus.contracts.actions import ActionKind
+from bus.contracts.base import Count, Label, Message, Reason, Uuid, Word
 
 MAX_DRAINED = 5000  # hosts of one drain
 MAX_PLANNED = 10_000  # instances of one plan

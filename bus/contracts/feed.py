@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Generation, Message, Uuid, Version
-from .placement import ProviderState
+from bus.contracts.base import Generation, Message, Uuid, Version
+from bus.contracts.placement import ProviderState
 
 # Causes that one change names; of a larger group of writes the first ones.
 MAX_CAUSES = 16

@@ -11,7 +11,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Label, Message, Uuid, Word, matching
+from bus.contracts.base import Label, Message, Uuid, Word, matching
 
 MAX_READINGS = 1000  # hosts in one message
 MAX_NAMES = 32  # metrics of one host in one message

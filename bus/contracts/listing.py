@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta as Bound
 
-from .base import Allocations, Label, Message, Uuid, Word
-from .cell import AttemptOnHost, InstanceSpec
+from bus.contracts.base import Allocations, Label, Message, Uuid, Word
+from bus.contracts.cell import AttemptOnHost, InstanceSpec
 
 MAX_LISTED_HOSTS = 1_000  # of one page
 MAX_LISTED_MACHINES = 1_000  # of one page

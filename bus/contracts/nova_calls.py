@@ -7,8 +7,8 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Count, Label, Message, Reason
-from .build import HostScore
+from bus.contracts.base import Count, Label, Message, Reason
+from bus.contracts.build import HostScore
 
 MAX_NAMED = 20  # instances that are named, of a call that may have many
 MAX_HOSTS = 32  # of one instance, or of one reason of a step

@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import ClassName, Count, Label, Message, Reason, Uuid, Version, Zone, matching, reason_of
-from .operations import AdminState
-from .placement import GroupPolicy, ServerGroup
+from bus.contracts.base import ClassName, Count, Label, Message, Reason, Uuid, Version, Zone, matching, reason_of
+from bus.contracts.operations import AdminState
+from bus.contracts.placement import GroupPolicy, ServerGroup
 
 # {class or INSTANCES: how much of it}, as claims carry it: under no other name, and for no more of them.
 Quota = Annotated[dict[ClassName, Annotated[int, Bound(ge=0, lt=2**31)]], Bound(max_length=64)]

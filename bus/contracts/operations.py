@@ -10,7 +10,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Count, Label, Message, Reason, Uuid, Version, Word
+from bus.contracts.base import Count, Label, Message, Reason, Uuid, Version, Word
 
 
 class AdminState(StrEnum):

@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import (
+from bus.contracts.base import (
     MAX_AMOUNT,
     Allocations,
     Amount,

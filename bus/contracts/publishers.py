@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bus.contracts import book, feed, nova_calls, placement, workers
+from bus.contracts import feed, nova_calls, placement, workers
+from bus.contracts import placement_queries as book
 from bus.contracts.catalogue import DOOR_KEY, MESSAGES, OPERATORS, OPERATORS_KEY, PLACEHOLDER, MessageRow
 from bus.contracts.queues import CLIENT, FRONTEND, GATEWAY, OPERATOR, Where
 

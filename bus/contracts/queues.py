@@ -92,7 +92,7 @@ class QueueRow(Struct, frozen=True, kw_only=True, dict=True):
     # the queue that gets its retries ("": itself). One that publishers keep full refuses them, which then hold up the
     # delays of the whole bus.
     retries_to: str = ""
-    # programs that are not berth's publish to it, so that less is read of one message (`bus.wire`)
+    # programs that are not berth's publish to it, so that less is read of one message (`bus.codec`)
     from_outside: bool = False
     single_active: bool = False  # of several consumers one gets all deliveries, until it ends
     # when it is full the oldest goes, to the queue of this name (a template); "": a publisher is refused

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import (
+from bus.contracts.actions import ActionKind, Condition
+from bus.contracts.base import (
     Attempt,
     DatabaseMark,
     ImageName,
@@ -23,10 +24,9 @@ from .base import (
     Word,
     matching,
 )
-from .build import BuildState
-from .cell import InstanceSpec
-from .moves import ActionKind, Condition
-from .operations import CellFence
+from bus.contracts.build import BuildState
+from bus.contracts.cell import InstanceSpec
+from bus.contracts.operations import CellFence
 
 MAX_ASKED = 500  # instances of one question
 MAX_KNOWN = 500  # instances, and fences, of one page

@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Count, Label, Message, Word
+from bus.contracts.base import Count, Label, Message, Word
 
 Phrase = Annotated[str, Bound(max_length=255)]
 

@@ -12,7 +12,8 @@ from typing import Protocol
 from msgspec import Struct, structs
 
 from bus.clock import Clock
-from bus.port import (
+from bus.topology import QueueNames, QueuePlan, matches
+from bus.transport import (
     DELIVERY_FIELDS,
     Delivery,
     Outgoing,
@@ -22,7 +23,6 @@ from bus.port import (
     Unroutable,
     call_back,
 )
-from bus.topology import QueueNames, QueuePlan, matches
 
 # Routes remembered per exchange; one more and they are all worked out again.
 MAX_ROUTES = 50_000

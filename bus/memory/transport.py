@@ -9,7 +9,6 @@ from msgspec import structs
 
 from bus.contracts.queues import QueueRow
 from bus.memory.broker import Consumption, MemoryBroker, Queue
-from bus.port import BusOwned, Delivery, NotSent, Outgoing, QueueLocked, QueueMissing, Subscription, call_back
 from bus.topology import (
     EXTERNAL,
     OWNER_EXCHANGE,
@@ -21,6 +20,7 @@ from bus.topology import (
     shared_exchanges,
     shared_queues,
 )
+from bus.transport import BusOwned, Delivery, NotSent, Outgoing, QueueLocked, QueueMissing, Subscription, call_back
 
 # A connection whose private queue another one has tries again this often.
 LOCKED_RETRY_S = 0.1

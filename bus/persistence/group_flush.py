@@ -12,9 +12,9 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from bus.batcher import Batcher
 from bus.clock import shared_delay_s
 from bus.faults import DatabaseUnavailable
-from bus.gather import Batcher
 
 # Acknowledgements gather for as long anyway (bus.rabbitmq.channels), so no task waits for it. Unacknowledged messages
 # count against the prefetch, so it cannot be much longer.

@@ -20,9 +20,9 @@ from bus.contracts.base import Message
 from bus.faults import Transient
 from bus.persistence.group_flush import BATCH_S
 from bus.persistence.outbox import UNREADABLE, OutboxMessage, Rows, Sweep, by_bus, decode_row, traced
-from bus.port import BusUnavailable
 from bus.publishing import Waiter
 from bus.retrying import RELAY, Backoff
+from bus.transport import BusUnavailable
 
 if TYPE_CHECKING:
     from bus.bus import Bus

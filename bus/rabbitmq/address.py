@@ -8,8 +8,8 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from msgspec import Struct
 from yarl import URL
 
-from bus.port import BusForbidden
 from bus.server_url import BadUrl, Endpoint, load_tls_files, parse_server_url
+from bus.transport import BusForbidden
 
 SCHEMES = ("amqp", "amqps")
 PORTS = {"amqp": 5672, "amqps": 5671}

@@ -16,10 +16,10 @@ from aiormq.abc import AbstractChannel, ChannelFrame, DeliveredMessage
 from msgspec import structs
 
 from bus.clock import shared_delay_s
-from bus.port import DELIVERY_FIELDS, BusError, BusUnavailable, NotSent, Outgoing, PublishRefused
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.patches import confirm_of, has_ended
 from bus.topology import QueueNames
+from bus.transport import DELIVERY_FIELDS, BusError, BusUnavailable, NotSent, Outgoing, PublishRefused
 
 # A quorum queue writes an acknowledgement to its log and flushes it, as it does a message. Sent at once it would make
 # the message that its handler has just published wait for two flushes. No task waits for them, so they gather;

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from aiormq import exceptions
 from aiormq.exceptions import AMQPConnectionError, AMQPError, ChannelClosed, ChannelInvalidStateError
 
-from bus.port import (
+from bus.transport import (
     BusError,
     BusForbidden,
     BusRightsMissing,

@@ -26,7 +26,7 @@ from pamqp.exceptions import PAMQPException
 from pamqp.header import ContentHeader
 from pamqp.heartbeat import Heartbeat
 
-from bus.port import UNREAD, BusForbidden
+from bus.transport import UNREAD, BusForbidden
 
 log = structlog.get_logger("bus.rabbitmq")
 

@@ -20,18 +20,6 @@ from aiormq.exceptions import ChannelInvalidStateError
 from msgspec import structs
 from pamqp.commands import Queue
 
-from bus.port import (
-    BusError,
-    BusForbidden,
-    BusOwned,
-    BusRightsMissing,
-    BusTopicsOpen,
-    BusUnavailable,
-    NotSent,
-    Outgoing,
-    QueueDiffers,
-    QueueMissing,
-)
 from bus.rabbitmq.address import BrokerAddress
 from bus.rabbitmq.channels import CLOSE_TIMEOUT_S, CONFIRM_TIMEOUT_S, PublishChannel
 from bus.rabbitmq.errors import port_error, translated
@@ -46,6 +34,18 @@ from bus.topology import (
     QueuePlan,
     shared_exchanges,
     shared_queues,
+)
+from bus.transport import (
+    BusError,
+    BusForbidden,
+    BusOwned,
+    BusRightsMissing,
+    BusTopicsOpen,
+    BusUnavailable,
+    NotSent,
+    Outgoing,
+    QueueDiffers,
+    QueueMissing,
 )
 
 log = structlog.get_logger("bus.rabbitmq")

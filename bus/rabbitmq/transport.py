@@ -14,8 +14,16 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 
 from bus import metrics
 from bus.clock import SystemClock
+from bus.codec import most_bytes
 from bus.contracts.queues import QueueRow
-from bus.port import (
+from bus.rabbitmq.address import parse_bus_url
+from bus.rabbitmq.channels import Acks, RabbitDelivery
+from bus.rabbitmq.errors import translated
+from bus.rabbitmq.patches import hand_over_at_once, has_ended, install
+from bus.rabbitmq.session import RPC_TIMEOUT_S, Session
+from bus.retrying import RECONNECT, SET_UP, Backoff, Retrying
+from bus.topology import OWNER_EXCHANGE, ExternalQueue, QueueNames, QueuePlan, external_plan, plan, reply_plan
+from bus.transport import (
     BusError,
     BusForbidden,
     BusRightsMissing,
@@ -26,14 +34,6 @@ from bus.port import (
     QueueLocked,
     call_back,
 )
-from bus.rabbitmq.address import parse_bus_url
-from bus.rabbitmq.channels import Acks, RabbitDelivery
-from bus.rabbitmq.errors import translated
-from bus.rabbitmq.patches import hand_over_at_once, has_ended, install
-from bus.rabbitmq.session import RPC_TIMEOUT_S, Session
-from bus.retrying import RECONNECT, SET_UP, Backoff, Retrying
-from bus.topology import OWNER_EXCHANGE, ExternalQueue, QueueNames, QueuePlan, external_plan, plan, reply_plan
-from bus.wire import most_bytes
 
 log = structlog.get_logger("bus.rabbitmq")
 

@@ -13,8 +13,8 @@ from bus.clock import Clock, SystemClock
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.objects import CellBus
 from bus.faults import Fault
-from bus.port import Transport
 from bus.tracing.tracer import Tracer
+from bus.transport import Transport
 
 if TYPE_CHECKING:
     from bus.persistence.database import Database

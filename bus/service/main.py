@@ -14,7 +14,6 @@ import uvloop
 
 from bus import metrics
 from bus.faults import BrokenInvariant, Forbidden
-from bus.port import BusForbidden
 from bus.retrying import needs_grant
 from bus.service.environment import Environment, NotConfigured
 from bus.service.health import Health
@@ -22,6 +21,7 @@ from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
 from bus.service.telemetry import configure_logging
 from bus.service.watchdog import show_stacks_on_abort, watchdog_of, watched_loop
+from bus.transport import BusForbidden
 
 EXIT_CLEAN = 0
 EXIT_FAULT = 1

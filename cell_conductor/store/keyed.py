@@ -18,8 +18,8 @@ from bus.contracts.base import DatabaseMark, reason_of
 from bus.faults import DatabaseForbidden, Transient
 from bus.persistence.guarded_statement import Conflict
 from cell_conductor import metrics
-from cell_conductor.domain.leases import Leader, Lease
-from cell_conductor.domain.marks import RecordedMarks, Stated, is_behind
+from cell_conductor.state.database_marks import RecordedMarks, Stated, is_behind
+from cell_conductor.state.lease import Leader, Lease
 
 log = structlog.get_logger(__name__)
 

@@ -16,16 +16,26 @@ from bus.persistence.guarded_statement import Conflict, PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemoryRows, MemorySession
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed, VersionCache
-from cell_conductor.domain.desires import ABANDONED_WITH_SERVICE, EXPECTED_ON_CURRENT, REFUSED
-from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import Instance, InstanceSummary, Phase
-from cell_conductor.domain.marks import NOTHING, RecordedMarks, Stated
-from cell_conductor.domain.report import has_machine_at
-
-from .keyed import MAX_ABSENT, DatabaseIdentity, DatabaseState, Losses, Recovering, Unrecognised, absent_with, state_of
-from .memory_keyed import MemoryKeyed, MemoryKeyedRows, MemoryKeyedTable, drop, is_same_database
-from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore
-from .safety import PROTECT, FenceStore, LeaseStore, Safety, UnknownMachineRecord, rely_on
+from cell_conductor.state.database_marks import NOTHING, RecordedMarks, Stated
+from cell_conductor.state.desired_state import ABANDONED_WITH_SERVICE, EXPECTED_ON_CURRENT, REFUSED
+from cell_conductor.state.fence import Fence
+from cell_conductor.state.instance import Instance, InstanceSummary, Phase
+from cell_conductor.state.ownership_proof import has_machine_at
+from cell_conductor.store.fence_rows import FenceStore, LeaseStore
+from cell_conductor.store.keyed import (
+    MAX_ABSENT,
+    DatabaseIdentity,
+    DatabaseState,
+    Losses,
+    Recovering,
+    Unrecognised,
+    absent_with,
+    state_of,
+)
+from cell_conductor.store.keyed_tables import PROTECT, UnknownMachineRecord
+from cell_conductor.store.memory_keyed import MemoryKeyed, MemoryKeyedRows, MemoryKeyedTable, drop, is_same_database
+from cell_conductor.store.port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore
+from cell_conductor.store.unknown_machines import Safety, rely_on
 
 HANDLER = "conductor"
 

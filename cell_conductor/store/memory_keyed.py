@@ -8,15 +8,14 @@ from functools import partial
 from typing import Any
 
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemorySession
-from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.desires import AT_REST
-from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import Instance
-from cell_conductor.domain.leases import Leader, Lease
-from cell_conductor.domain.move_steps import may_run_after_evacuation
-
-from .keyed import DatabaseIdentity, Key, KeyedTable, Lock, Unrecognised, Value
-from .safety import KEYED, UnknownMachineRecord
+from cell_conductor.state.breaker import Breaker
+from cell_conductor.state.desired_state import AT_REST
+from cell_conductor.state.evacuation_proof import may_run_after_evacuation
+from cell_conductor.state.fence import Fence
+from cell_conductor.state.instance import Instance
+from cell_conductor.state.lease import Leader, Lease
+from cell_conductor.store.keyed import DatabaseIdentity, Key, KeyedTable, Lock, Unrecognised, Value
+from cell_conductor.store.keyed_tables import KEYED, UnknownMachineRecord
 
 
 class MemoryKeyedTable(MemoryDatabase):

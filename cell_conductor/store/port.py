@@ -14,11 +14,12 @@ from bus.persistence.group_flush import Flushed, FlushedStore
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
-from cell_conductor.domain.instance import Instance, InstanceSummary, Phase
-from cell_conductor.domain.marks import NOTHING, RecordedMarks, Stated
-
-from .keyed import DatabaseIdentity, Losses
-from .safety import FenceStore, LeaseStore, Safety, UnknownMachineRecord
+from cell_conductor.state.database_marks import NOTHING, RecordedMarks, Stated
+from cell_conductor.state.instance import Instance, InstanceSummary, Phase
+from cell_conductor.store.fence_rows import FenceStore, LeaseStore
+from cell_conductor.store.keyed import DatabaseIdentity, Losses
+from cell_conductor.store.keyed_tables import UnknownMachineRecord
+from cell_conductor.store.unknown_machines import Safety
 
 
 class DatabaseChange(Struct, frozen=True):

@@ -22,7 +22,8 @@ from bus.persistence.guarded_statement import Conflict, GuardedStatement
 from bus.persistence.outbox import OutboxMessage, PostgresRows
 from bus.persistence.unit_of_work import Committed, VersionCache
 from cell_conductor import metrics
-from cell_conductor.domain.desires import (
+from cell_conductor.state.database_marks import NOTHING, RecordedMarks, Stated
+from cell_conductor.state.desired_state import (
     ABANDONED_WITH_SERVICE,
     ABSENT_ON_CURRENT,
     AT_REST,
@@ -31,14 +32,29 @@ from cell_conductor.domain.desires import (
     phase_from_text,
     phases_as_sql,
 )
-from cell_conductor.domain.instance import Instance, InstanceSummary, Phase, unreadable_summary
-from cell_conductor.domain.marks import NOTHING, RecordedMarks, Stated
-
-from . import tables
-from .keyed import MAX_ABSENT, DatabaseIdentity, DatabaseState, Losses, Recovering, Unrecognised, absent_with, state_of
-from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore, UnreadableRecords
-from .postgres_keyed import PostgresKeyed, PostgresKeyedRows, row_of, values_of
-from .safety import PROTECT, UNKNOWN_MACHINES, FenceStore, LeaseStore, Safety, UnknownMachineRecord, rely_on
+from cell_conductor.state.instance import Instance, InstanceSummary, Phase, unreadable_summary
+from cell_conductor.store import tables
+from cell_conductor.store.fence_rows import FenceStore, LeaseStore
+from cell_conductor.store.keyed import (
+    MAX_ABSENT,
+    DatabaseIdentity,
+    DatabaseState,
+    Losses,
+    Recovering,
+    Unrecognised,
+    absent_with,
+    state_of,
+)
+from cell_conductor.store.keyed_tables import PROTECT, UNKNOWN_MACHINES, UnknownMachineRecord
+from cell_conductor.store.port import (
+    DatabaseChange,
+    InstanceWrites,
+    OptimisticTransaction,
+    SeenStore,
+    UnreadableRecords,
+)
+from cell_conductor.store.postgres_keyed import PostgresKeyed, PostgresKeyedRows, row_of, values_of
+from cell_conductor.store.unknown_machines import Safety, rely_on
 
 log = structlog.get_logger(__name__)
 Found = TypeVar("Found")

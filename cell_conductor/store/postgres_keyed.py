@@ -11,11 +11,10 @@ from msgspec import structs
 
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict, GuardedStatement, PreconditionFailed
-from cell_conductor.domain.desires import AT_REST, EVACUATED, phases_as_sql
-from cell_conductor.domain.leases import Leader, Lease
-
-from . import tables
-from .keyed import DatabaseIdentity, Key, KeyedTable, Lock, Unrecognised, Value
+from cell_conductor.state.desired_state import AT_REST, EVACUATED, phases_as_sql
+from cell_conductor.state.lease import Leader, Lease
+from cell_conductor.store import tables
+from cell_conductor.store.keyed import DatabaseIdentity, Key, KeyedTable, Lock, Unrecognised, Value
 
 # As `domain.move_steps.may_run_after_evacuation`.
 NEEDED = f"""

@@ -16,10 +16,9 @@ from sqlalchemy.dialects.postgresql import JSON
 
 from bus.contracts.base import SENT_SLOTS, DatabaseMark
 from bus.persistence.tables import FIRST_ROW, UUID, ZERO, identity_table, needed, only_row, outbox_tables
-from cell_conductor.domain.desires import AT_REST, PURGED, PURGED_FAILED, phase_to_text, phases_as_sql
-from cell_conductor.domain.instance import Instance
-
-from .safety import KEYED, UNKNOWN_MACHINES
+from cell_conductor.state.desired_state import AT_REST, PURGED, PURGED_FAILED, phase_to_text, phases_as_sql
+from cell_conductor.state.instance import Instance
+from cell_conductor.store.keyed_tables import KEYED, UNKNOWN_MACHINES
 
 METADATA = MetaData()
 

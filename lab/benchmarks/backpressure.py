@@ -28,22 +28,22 @@ from statistics import median
 from msgspec import Struct
 from rich.console import Console
 
-from berth.audit.gather import gather, rest
+from berth.audit.facts import gather, rest
 from berth.audit.invariants import check_invariants
 from berth.client import BuildClient
-from berth.load import LoadPlan, LoadRun, draw_requests, percentiles
-from berth.load.plan import phase_boots
-from berth.load.record import LoadRecord, Operations
-from berth.load.session import looking_on, recorded
-from berth.site import Site
-from berth.trial.servers import RealServers, SystemPlan, hosts_known, real_servers, running_processes
-from berth.trial.worker_processes import WorkerProcesses
+from berth.config.site import Site
+from berth.up.servers import RealServers, SystemPlan, hosts_known, real_servers, running_processes
+from berth.up.worker_processes import WorkerProcesses
+from bus.codec import pack
 from bus.contracts.base import Meta
 from bus.contracts.queues import MAX_REQUESTS_PER_MESSAGE, MAX_WAITING_BYTES, MAX_WAITING_MESSAGES, REQUEST_PREFETCH
-from bus.wire import pack
 from lab.benchmarks import probe
 from lab.benchmarks.command import measured, parser_of, write
 from lab.benchmarks.street_systems import MIX, connected, fire, plan_of
+from lab.load import LoadPlan, LoadRun, draw_requests, percentiles
+from lab.load.plan import phase_boots
+from lab.load.record import LoadRecord, Operations
+from lab.load.session import looking_on, recorded
 
 FIND_BOOTS = 3_000
 FIND_TIMES = 2

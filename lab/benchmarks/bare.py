@@ -20,8 +20,8 @@ import uvloop
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 from msgspec import Struct
 
-from berth.load import percentiles
 from lab.benchmarks import probe
+from lab.load import percentiles
 
 HOPS = 5
 PREFETCH = 200

@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Sequence
 
-from berth.trial.embedded.postgres import Postgres
+from berth.up.embedded.postgres import Postgres
 from bus.clock import new_uuid
 from bus.contracts.feed import FeedChanges
 from bus.contracts.placement import (
@@ -28,7 +28,7 @@ from bus.contracts.placement import (
 )
 from bus.persistence.database import Database
 from lab.benchmarks.command import measured, positive
-from placement_worker.book import PlacementService
+from placement_worker.service import PlacementService
 from placement_worker.store.postgres_rows import PostgresPlacementRows
 
 RESOURCES = {"VCPU": 1, "MEMORY_MB": 512, "DISK_GB": 1}

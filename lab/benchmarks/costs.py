@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import asyncpg
 from msgspec import Struct
 
-from berth.trial.servers import RealServers
-from berth.trial.worker_processes import WorkerProcesses
+from berth.up.servers import RealServers
+from berth.up.worker_processes import WorkerProcesses
 from lab.benchmarks import probe
 
 CLAIMS = "berth_scheduler_claims"

@@ -27,19 +27,20 @@ import msgspec
 from msgspec import Struct
 
 from berth.client import BuildClient
-from berth.load import percentiles
-from berth.settings import ComputeSettings
-from berth.site import Site
-from berth.trial.embedded.process import Account, GuardedProcess, free_port
-from berth.trial.servers import RealServers, SystemPlan, real_servers, running_processes
-from berth.trial.worker_processes import WorkerProcesses
+from berth.config.ports import free_port
+from berth.config.settings import ComputeSettings
+from berth.config.site import Site
+from berth.up.embedded.process import Account, GuardedProcess
+from berth.up.servers import RealServers, SystemPlan, real_servers, running_processes
+from berth.up.worker_processes import WorkerProcesses
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
-from compute_sim.config import IronicConfig
-from compute_sim.simulated_config import SimulatedConfig
+from compute_agent.drivers.ironic.config import IronicConfig
+from compute_sim.config import SimulatedConfig
 from lab.benchmarks import probe
 from lab.benchmarks.command import as_json, measured, parser_of, positive, write
 from lab.benchmarks.street_systems import connected, progress
+from lab.load import percentiles
 
 CELL, SERVICE = "cell1", "cell1-metal"
 COMPUTE, SYNC = f"compute-{SERVICE}", "ironic-sync"

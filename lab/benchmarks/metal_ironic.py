@@ -21,8 +21,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from berth.trial.ironic_stand_in import AmqpAnnouncer, Behaviour, IronicStandIn
 from bus.clock import SystemClock
+from compute_sim.ironic_stand_in import AmqpAnnouncer, Behaviour, IronicStandIn
 
 BEHAVIOUR = Behaviour(deploy_s=5.0, undeploy_s=1.0, clean_s=2.0)
 CHANGES = frozenset({"PUT", "PATCH", "POST", "DELETE"})

@@ -26,9 +26,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from berth.trial.embedded.postgres import Postgres
-from berth.trial.embedded.process import ServerFailed, ServerMissing
-from berth.trial.embedded.rabbitmq import RabbitMQ
+from berth.config.ports import ServerFailed
+from berth.up.embedded.postgres import Postgres
+from berth.up.embedded.process import ServerMissing
+from berth.up.embedded.rabbitmq import RabbitMQ
 from lab.benchmarks import rest_books, rest_report
 from lab.benchmarks.command import measured, parser_of, write
 from lab.benchmarks.rest_books import Host

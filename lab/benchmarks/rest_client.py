@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec import Struct
 
-from berth.load import percentiles
+from lab.load import percentiles
 
 HEAD = b"Host: bench\r\nX-Auth-Token: admin\r\nAccept: application/json\r\nOpenStack-API-Version: placement 1.39\r\n"
 ANSWER_TIMEOUT_S = 60.0

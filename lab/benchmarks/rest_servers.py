@@ -20,12 +20,13 @@ import asyncpg
 import httpx
 from msgspec import Struct
 
-from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
-from berth.trial.embedded.postgres import Postgres
-from berth.trial.embedded.process import Account, GuardedProcess, ServerFailed, ServerMissing, free_port
-from berth.trial.embedded.rabbitmq import RabbitMQ
-from berth.trial.servers import variables
-from berth.trial.worker_processes import WorkerProcesses
+from berth.config.ports import ServerFailed, free_port
+from berth.config.settings import BusSettings, CellSettings, DatabaseSettings, Settings
+from berth.up.embedded.postgres import Postgres
+from berth.up.embedded.process import Account, GuardedProcess, ServerMissing
+from berth.up.embedded.rabbitmq import RabbitMQ
+from berth.up.servers import variables
+from berth.up.worker_processes import WorkerProcesses
 from bus.contracts.queues import EVENTS
 from lab.benchmarks import probe, rest_books
 from lab.benchmarks.rest_books import Host

@@ -20,7 +20,7 @@ import contextlib
 import sys
 import time
 
-from berth.trial.servers import real_servers, running_processes
+from berth.up.servers import real_servers, running_processes
 from lab.benchmarks import bare
 from lab.benchmarks.command import measured, parser_of, positive, rates, write
 from lab.benchmarks.costs import Instruments

@@ -12,18 +12,18 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from berth.audit.gather import gather, rest
+from berth.audit.facts import gather, rest
 from berth.audit.invariants import check_invariants
 from berth.client import BuildClient
-from berth.load import LoadPlan, LoadReport, percentiles, run_load
-from berth.settings import ComputeSettings
-from berth.site import Site, process_name
-from berth.trial.servers import SystemPlan, hosts_known
-from compute_sim.simulated_config import HostSize, SimulatedConfig
+from berth.config.settings import ComputeSettings
+from berth.config.site import Site, process_name
+from berth.up.servers import SystemPlan, hosts_known
+from compute_sim.config import HostSize, SimulatedConfig
 from lab.benchmarks.bare import Bare, Pipeline
 from lab.benchmarks.costs import Costs, Instruments
 from lab.benchmarks.street_report import Result
 from lab.feed_watch import RecordingClient
+from lab.load import LoadPlan, LoadReport, percentiles, run_load
 
 C = TypeVar("C", bound=BuildClient)
 

@@ -15,10 +15,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from berth.client import BuildClient, RequestWatch, instances_of
-from berth.load import LoadPlan, draw_requests
 from bus.clock import Clock
 from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState
 from lab.chaos.plan import GANG, GANG_MIN, ChaosPlan
+from lab.load import LoadPlan, draw_requests
 
 PROJECT = "chaos"
 MAX_AT_ONCE = 100

@@ -12,10 +12,10 @@ from urllib.parse import parse_qs, quote, urlsplit, urlunsplit
 import msgspec
 from msgspec import Struct
 
-from berth.settings import Settings
-from berth.site import Site
-from berth.trial.servers import API_VHOST, RealServers, real_servers, start_all, variables
-from berth.trial.worker_processes import WorkerProcesses
+from berth.config.settings import Settings
+from berth.config.site import Site
+from berth.up.servers import API_VHOST, RealServers, real_servers, start_all, variables
+from berth.up.worker_processes import WorkerProcesses
 from bus.bus import API
 from lab.chaos.plan import BROKER, DATABASE, ChaosPlan
 from lab.chaos.proxy import TcpProxy

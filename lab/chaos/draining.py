@@ -13,7 +13,7 @@ from bus.clock import Clock, new_uuid
 from bus.contracts.drains import DrainStart, DrainTarget
 from bus.contracts.operations import AdminState, SetAdminState
 from bus.faults import RequestRefused, Transient
-from bus.port import BusError
+from bus.transport import BusError
 from lab.chaos.plan import ChaosPlan
 
 T = TypeVar("T")

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 import structlog
 from msgspec import Struct
 
-from berth.trial.embedded.postgres import Postgres
-from berth.trial.embedded.process import ServerFailed
-from berth.trial.embedded.rabbitmq import RabbitMQ
+from berth.config.ports import ServerFailed
+from berth.up.embedded.postgres import Postgres
+from berth.up.embedded.rabbitmq import RabbitMQ
 from lab.benchmarks.probe import tree
 from lab.chaos.deployment import Deployment, last_log_line
 from lab.chaos.plan import BROKER, DATABASE, SERVER_RESTS_S, SERVERS, FaultKind, FaultSchedule, PlannedFault

@@ -10,9 +10,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from berth.client import BuildClient
-from berth.client.moves import ActionClient
+from berth.client.actions import ActionClient
 from bus.clock import Clock, new_uuid
-from bus.contracts.moves import ActionEvent, ActionKind, ActionRequest, Condition
+from bus.contracts.actions import ActionEvent, ActionKind, ActionRequest, Condition
 from lab.chaos.churn import LOOK_AGAIN_S, PROJECT, STUCK_S
 from lab.chaos.plan import ChaosPlan
 

@@ -9,10 +9,10 @@ from enum import StrEnum
 import msgspec
 from msgspec import Struct
 
-from berth.settings import ComputeSettings
-from berth.trial.servers import SystemPlan
-from compute_sim.domain.faults import Faults
-from compute_sim.simulated_config import HostSize, SimulatedConfig
+from berth.config.settings import ComputeSettings
+from berth.up.servers import SystemPlan
+from compute_sim.config import HostSize, SimulatedConfig
+from compute_sim.faults import Faults
 
 BROKER = "broker"
 DATABASE = "database"

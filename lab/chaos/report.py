@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from berth.audit.invariants import Facts, InvariantResult
-from berth.render import render_results, render_rows
+from berth.text import render_results, render_rows
 from lab.chaos.churn import Ended
 from lab.chaos.faults import Death, Injected
 

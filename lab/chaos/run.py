@@ -21,10 +21,10 @@ import uvloop
 from msgspec import Struct
 from rich.console import Console
 
-from berth.audit.gather import gather, rest
+from berth.audit.facts import gather, rest
 from berth.audit.invariants import Facts, check_invariants
-from berth.site import process_name
-from berth.trial.servers import hosts_known
+from berth.config.site import process_name
+from berth.up.servers import hosts_known
 from bus.contracts.build import BuildEvent, BuildState
 from bus.service.telemetry import configure_logging
 from lab.chaos.churn import Churn

@@ -24,24 +24,25 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from berth.audit.gather import gather, rest
+from berth.audit.facts import gather, rest
 from berth.audit.invariants import InvariantResult, check_invariants
 from berth.client import BuildClient
-from berth.load import LoadPlan, LoadReport, run_load
-from berth.load.plan import draw_requests, is_metal
-from berth.load.summary import Failure
-from berth.render import printable, render_funnel, render_results, render_rows
-from berth.settings import BusSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
-from berth.site import Site, process_name
-from berth.trial.embedded.__main__ import EXIT_NO_SERVER
-from berth.trial.embedded.process import ServerFailed, ServerMissing
-from berth.trial.ironic_stand_in import Behaviour, IronicStandIn
-from berth.trial.up import LocalSystem, simulated_ironic, site
+from berth.config.ports import ServerFailed
+from berth.config.settings import BusSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
+from berth.config.site import Site, process_name
+from berth.text import printable, render_funnel, render_results, render_rows
+from berth.up.embedded.__main__ import EXIT_NO_SERVER
+from berth.up.embedded.process import ServerMissing
+from berth.up.in_one_process import LocalSystem, simulated_ironic, site
 from bus.service.telemetry import configure_logging
-from compute_sim.domain.faults import Faults
-from compute_sim.simulated_config import HostSize, SimulatedConfig
+from compute_sim.config import HostSize, SimulatedConfig
+from compute_sim.faults import Faults
+from compute_sim.ironic_stand_in import Behaviour, IronicStandIn
 from ironic_sync.config import IronicSyncConfig
 from lab.feed_watch import FeedWatch, RecordingClient
+from lab.load import LoadPlan, LoadReport, run_load
+from lab.load.plan import draw_requests, is_metal
+from lab.load.report.summary import Failure
 
 REQUESTS = 1000
 HYPERVISORS_PER_SERVICE = 50

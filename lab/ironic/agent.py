@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from berth.trial.ironic_stand_in.server import QuietServer
+from compute_sim.ironic_stand_in.server import QuietServer
 
 log = structlog.get_logger()
 

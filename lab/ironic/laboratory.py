@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 from msgspec import Struct
 
-from berth.trial.embedded.rabbitmq import RabbitMQ
+from berth.up.embedded.rabbitmq import RabbitMQ
 from lab.ironic.agent import BEAT_S, IMAGE_SHA256, Agents
 from lab.ironic.server import Ironic
 

@@ -17,8 +17,9 @@ from pathlib import Path
 import httpx
 from jinja2 import Environment, PackageLoader
 
-from berth.trial.embedded.process import Account, GuardedProcess, ServerMissing, clean_environment, free_port
-from berth.trial.embedded.server import PrivateServer
+from berth.config.ports import free_port
+from berth.up.embedded.process import Account, GuardedProcess, ServerMissing, clean_environment
+from berth.up.embedded.server import PrivateServer
 
 START_TIMEOUT_S = 180.0
 SYNC_TIMEOUT_S = 180.0

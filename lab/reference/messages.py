@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from berth.reference.asyncapi import field_notes
-from bus import wire
+from berth.asyncapi import field_notes
+from bus import codec as wire
 from bus.contracts import catalogue, queues
 from bus.contracts.base import Message, Refusal, tag_of
 from bus.contracts.catalogue import OPERATORS, queues_taking

@@ -12,16 +12,18 @@ from prometheus_client.registry import Collector
 
 import bus
 import cell_conductor
+import compute_agent
 import compute_sim
 import gateway
 import ironic_sync
+import nova_scheduler
 import placement_worker
 import scheduler_worker
 
 
 def content() -> dict[str, object]:
     """What the page shows: the metrics of each package that exports any."""
-    packages = (bus, placement_worker, scheduler_worker, cell_conductor, compute_sim, ironic_sync, gateway)
+    packages = (bus, placement_worker, scheduler_worker, nova_scheduler, cell_conductor, compute_agent, compute_sim, ironic_sync, gateway)
     found = ((one.__name__, sorted([*map(_row, _metrics(one)), *_families(one)])) for one in packages)
     return {"packages": [(name, rows) for name, rows in found if rows]}
 

@@ -7,8 +7,7 @@ from functools import partial
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from berth.reference import commands
-from lab.reference import codes, messages, metrics, schemas, settings, states
+from lab.reference import codes, commands, messages, metrics, schemas, settings, states
 from placement_worker.rest.routes import ROUTES
 
 

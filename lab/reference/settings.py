@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from berth.settings import Settings
+from berth.config.settings import Settings
 from bus.service.settings import describe_fields
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from inspect import cleandoc
 
-from cell_conductor.domain.desires import DESIRED_STATES, phase_to_text
-from cell_conductor.domain.events import EVENTS
-from cell_conductor.domain.instance import State
-from cell_conductor.domain.table import BLOCKED, IGNORE, TABLE, ByNextState, Cell, Rule, rules_of
+from cell_conductor.state.desired_state import DESIRED_STATES, phase_to_text
+from cell_conductor.state.events import EVENTS
+from cell_conductor.state.instance import State
+from cell_conductor.table import BLOCKED, IGNORE, TABLE, ByNextState, Cell, Rule, rules_of
 
 
 def content() -> dict[str, object]:

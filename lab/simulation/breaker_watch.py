@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.state.breaker import Breaker
+from cell_conductor.state.instance import Instance, State
 from cell_conductor.store.memory import MemoryInstanceTable
 from lab.simulation.plan import FaultType, Plan
 from lab.simulation.watch import Breach

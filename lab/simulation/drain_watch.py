@@ -14,8 +14,8 @@ from bus.contracts.objects import HostDecision, ObjectKind
 from bus.contracts.operations import AdminState
 from lab.simulation.watch import Breach
 from placement_worker.store.memory_table import MemoryPlacementTable
-from scheduler_worker.domain.drains import DONE
-from scheduler_worker.domain.objects import drains_of
+from scheduler_worker.drain.drain_steps import DONE
+from scheduler_worker.records.object_records import drains_of
 from scheduler_worker.store.memory_units import MemoryBuildTable
 
 # A scheduler may commit the end so long after its last look at placement; a move that was dispatched before the drain

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from berth.trial.ironic_stand_in.node_pool import Behaviour
 from bus.clock import new_uuid
-from compute_sim.domain.faults import Faults
+from compute_sim.faults import Faults
+from compute_sim.ironic_stand_in.node_pool import Behaviour
 from lab.simulation.orders import with_peers
 from lab.simulation.plan import (
     KEEP_ALL,

@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import ENDED_BY_COMMAND
+from cell_conductor.state.instance import Instance, State
+from cell_conductor.state.ownership_proof import ENDED_BY_COMMAND
 from compute_sim.fleet import SimulatedMachine
 from lab.simulation.plan import MAX_FAULT_S
 from lab.simulation.watch import Breach

@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx
 
-from berth.trial.ironic_stand_in import Behaviour, IronicStandIn
-from berth.trial.ironic_stand_in.node_pool import NodePool, RequestError
 from bus.clock import Clock, new_uuid
-from bus.port import Outgoing, PublishRefused, QueueMissing
-from compute_sim.driver import Build, ChangeFault, ChangeOrder, ChangeResult
-from compute_sim.drivers.ironic.driver import IronicDriver
+from bus.transport import Outgoing, PublishRefused, QueueMissing
+from compute_agent.driver import Build, ChangeFault, ChangeOrder, ChangeResult
+from compute_agent.drivers.ironic.driver import IronicDriver
+from compute_sim.ironic_stand_in import Behaviour, IronicStandIn
+from compute_sim.ironic_stand_in.node_pool import NodePool, RequestError
 from lab.simulation.event_log import EventLog
 from lab.simulation.harm_watch import HarmWatch
 from lab.simulation.loop import Process

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from bus.contracts.moves import ActionKind
-from cell_conductor.domain.instance import Instance, State
+from bus.contracts.actions import ActionKind
+from cell_conductor.state.instance import Instance, State
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.fleet import Fleet, SimulatedMachine
 from lab.simulation.watch import Breach

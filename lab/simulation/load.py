@@ -13,7 +13,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildAccepted, BuildRequest, DeleteRequest, member_uuids
 from bus.contracts.operations import EvacuationPolicy
 from bus.faults import RequestRefused, Transient
-from bus.port import BusError
+from bus.transport import BusError
 from lab.simulation.loop import Process
 from lab.simulation.network import REPAIR_S, SimTransport
 from lab.simulation.plan import MAX_FAULT_S, Action, FaultEvent, FaultType, Order

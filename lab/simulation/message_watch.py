@@ -11,16 +11,16 @@ import msgspec
 from msgspec import Struct
 
 from bus.bus import API
+from bus.codec import BATCH
+from bus.contracts.actions import ActionEvent
 from bus.contracts.base import MAX_AMOUNT, ORDER_OUTDATED, encode, tag_of
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import CellBuild, ComputeResult
-from bus.contracts.moves import ActionEvent
 from bus.contracts.placement import Claim, ClaimAll, Restate
 from bus.persistence import memory_database
 from bus.persistence.outbox import decode_row
-from bus.port import Outgoing
 from bus.published_key import CODE
-from bus.wire import BATCH
+from bus.transport import Outgoing
 from lab.simulation.ironic import EXCHANGE
 from lab.simulation.watch import Breach
 

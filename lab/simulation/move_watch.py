@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from bus.bus import API
-from bus.contracts.moves import ActionEvent, ActionKind, ActionState
-from cell_conductor.domain.desires import IN_OTHER_CELL
-from cell_conductor.domain.instance import Instance, Power, State
-from cell_conductor.domain.move_events import TRANSFERRED_SINCE
-from cell_conductor.domain.move_steps import may_run_after_evacuation
-from cell_conductor.domain.report import is_provably_ended
+from bus.contracts.actions import ActionEvent, ActionKind, ActionState
+from cell_conductor.rules.action_events import TRANSFERRED_SINCE
+from cell_conductor.state.desired_state import IN_OTHER_CELL
+from cell_conductor.state.evacuation_proof import may_run_after_evacuation
+from cell_conductor.state.instance import Instance, Power, State
+from cell_conductor.state.ownership_proof import is_provably_ended
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.fleet import Fleet, SimulatedMachine
 from lab.simulation.watch import Breach, is_open
-from placement_worker.domain.moves import MIGRATION_TYPES
+from placement_worker.domain.migration import MIGRATION_TYPES
 from placement_worker.store.memory_table import MemoryPlacementTable
 
 # In these the source of a move is given up: the destination is on record as active.

@@ -8,17 +8,17 @@ import random
 from msgspec.structs import replace
 
 from bus.bus import API, Bus
+from bus.contracts.actions import ActionAccepted, ActionKind, ActionRequest, CellAction
 from bus.contracts.base import Message
 from bus.contracts.build import HostsPage, HostsQuery
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.drains import DrainAction, DrainCommand, DrainResult, DrainStart, DrainTarget
-from bus.contracts.moves import ActionAccepted, ActionKind, ActionRequest, CellAction
 from bus.contracts.operations import AdminState, AdminStateSet, HostAdminState, SetAdminState
 from bus.faults import RequestRefused, Transient
-from bus.port import BusError
-from cell_conductor.domain.desires import IN_OTHER_CELL
-from cell_conductor.domain.instance import Instance, Power, State
-from cell_conductor.domain.leases import LeaseState
+from bus.transport import BusError
+from cell_conductor.state.desired_state import IN_OTHER_CELL
+from cell_conductor.state.instance import Instance, Power, State
+from cell_conductor.state.lease import LeaseState
 from lab.simulation.load import RETRY_S
 from lab.simulation.loop import Process
 from lab.simulation.network import SimTransport

@@ -10,8 +10,8 @@ from typing import TypeVar
 from bus.contracts.queues import QueueRow
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.memory.broker import Deaths
-from bus.port import BusError, BusUnavailable, Delivery, Outgoing, Subscription, Transport
 from bus.topology import external_plan
+from bus.transport import BusError, BusUnavailable, Delivery, Outgoing, Subscription, Transport
 from lab.simulation.event_log import EventLog
 from lab.simulation.loop import Process
 from lab.simulation.plan import Rates

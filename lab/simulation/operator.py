@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 
 from bus.contracts.build import BuildState
 from bus.contracts.placement import InventoryUpdate
-from cell_conductor.domain.instance import State
-from cell_conductor.domain.report import UnknownMachineKind
+from cell_conductor.state.instance import State
+from cell_conductor.state.unknown_machine import UnknownMachineKind
 from cell_conductor.store.keyed import Losses
+from cell_conductor.store.keyed_tables import DESTROY, PROTECT, DecidedMachine
 from cell_conductor.store.memory import MemoryInstances
-from cell_conductor.store.safety import DESTROY, PROTECT, DecidedMachine
 from lab.simulation.load import Client
 from lab.simulation.plan import SIZES, Action, Order
 from lab.simulation.rest import unclearable

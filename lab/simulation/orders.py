@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from bus.clock import new_uuid
 from bus.contracts.placement import INSTANCES, GroupPolicy, ServerGroup
-from compute_sim.domain.faults import Faults
+from compute_sim.faults import Faults
 from lab.simulation.plan import LOAD_S, Action, Order, Plan, Rates
 
 MAX_TRANSFERS = 25

@@ -10,16 +10,16 @@ from functools import partial
 from typing import Any
 
 from bus.bus import API
+from bus.codec import BATCH, JSON, MAX_ID
 from bus.contracts.base import Message, Resources
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
 from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport, Release
 from bus.contracts.queues import COMMANDS, EVENTS
 from bus.persistence.memory_database import MemoryDatabase
-from bus.port import Outgoing, PublishRefused, QueueMissing, Unroutable
-from bus.wire import BATCH, JSON, MAX_ID
-from compute_sim.domain.attempts import HostAttempt
+from bus.transport import Outgoing, PublishRefused, QueueMissing, Unroutable
+from compute_agent.records.attempt import HostAttempt
+from compute_agent.records.records import Key
 from compute_sim.fleet import Fleet, SimulatedMachine
-from compute_sim.records import Key
 from lab.simulation.load import Client
 from lab.simulation.orders import TAKES_OVER
 from lab.simulation.plan import Action, Order

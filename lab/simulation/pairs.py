@@ -9,9 +9,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
-from cell_conductor import engine
-from cell_conductor.domain import table
-from cell_conductor.domain.instance import Instance
+from cell_conductor import engine, table
+from cell_conductor.state.instance import Instance
 
 Pair: TypeAlias = tuple[str, str]  # (state, with the kind of its move; event)
 SHORTEST_S = 0.001  # of a stay in which anything can come

@@ -12,11 +12,11 @@ from itertools import pairwise
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild
 from bus.contracts.placement import INSTANCES, GroupPolicy
-from cell_conductor.domain.instance import State
+from cell_conductor.state.instance import State
 from cell_conductor.store.memory import MemoryInstanceTable
 from lab.simulation.plan import Order, Plan
 from lab.simulation.watch import Breach, is_open
-from placement_worker.domain.moves import MIGRATION_TYPE
+from placement_worker.domain.migration import MIGRATION_TYPE
 from placement_worker.store.memory_table import ConsumerRow, MemoryPlacementTable
 from scheduler_worker.config import DEFAULT_FLAVORS
 

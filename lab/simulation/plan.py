@@ -10,10 +10,10 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from berth.trial.ironic_stand_in.node_pool import Behaviour
 from bus.contracts.placement import ServerGroup
-from compute_sim.domain.faults import Faults
-from compute_sim.simulated_config import HostSize
+from compute_sim.config import HostSize
+from compute_sim.faults import Faults
+from compute_sim.ironic_stand_in.node_pool import Behaviour
 from placement_worker.replica.catch_up import PAGE
 
 T = TypeVar("T")

@@ -8,18 +8,18 @@ from collections.abc import Collection, Iterator, Sequence
 import msgspec
 
 from berth.audit.invariants import Facts, InstanceFact, InventoryFact, ReporterFact, RunningFact, check_invariants
+from bus.contracts.actions import Condition
 from bus.contracts.build import TERMINAL_STATES, BuildState
 from bus.contracts.drains import DrainState
-from bus.contracts.moves import Condition
 from bus.contracts.objects import HostDecision, ObjectKind
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import ProviderReport
-from cell_conductor.domain.desires import desired_state_of
-from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import UnknownMachineKind
+from cell_conductor.state.desired_state import desired_state_of
+from cell_conductor.state.instance import Instance, State
+from cell_conductor.state.unknown_machine import UnknownMachineKind
 from cell_conductor.store.memory import MemoryInstanceTable
-from compute_sim.domain.hosts import tree
-from compute_sim.domain.reserved import with_reserved
+from compute_agent.hosts.quarantine import with_reserved
+from compute_sim.host_plan import tree
 from lab.simulation.draw import PROJECTS
 from lab.simulation.ironic_sync_watch import disagreements, is_reported
 from lab.simulation.load import Client
@@ -29,10 +29,10 @@ from lab.simulation.plan import Action
 from lab.simulation.standing import forgotten_have_ends, is_unlocatable, standing
 from lab.simulation.world import World, tagged_instance
 from placement_worker.domain.values import Provider
-from placement_worker.replica.book import Replica
+from placement_worker.replica.replica import Replica
 from placement_worker.store.memory_table import MemoryPlacementTable
-from scheduler_worker.domain.fences import fence_of
-from scheduler_worker.domain.objects import drains_of
+from scheduler_worker.records.fence_record import fence_of
+from scheduler_worker.records.object_records import drains_of
 
 STUCK_S = 3.0  # a confirmed row is deleted within 1 s
 

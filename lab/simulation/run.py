@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from bus.clock import new_uuid
 from bus.contracts.queues import RETRY_S
-from compute_sim.inventory import INVENTORY_EVERY
-from compute_sim.publishing import JITTER
+from compute_agent.hosts.inventory_reporter import INVENTORY_EVERY
+from compute_agent.hosts.pending_reports import JITTER
 from lab.simulation import loop as virtual
 from lab.simulation.draw import PROJECTS, plan_of
 from lab.simulation.event_log import EventLog

@@ -8,7 +8,7 @@ from typing import TypeVar
 from msgspec import structs
 from msgspec.structs import replace
 
-from compute_sim.domain.faults import Faults
+from compute_sim.faults import Faults
 from lab.simulation.ironic import OF_OTHERS
 from lab.simulation.other_tenants import OTHERS
 from lab.simulation.plan import KEEP_ALL, Action, FaultType, Plan, Rates

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from bus.contracts.build import BuildState
-from cell_conductor.domain.report import UnknownMachineKind
+from cell_conductor.state.unknown_machine import UnknownMachineKind
 from lab.simulation.plan import Action
 from lab.simulation.widening import Widening
 from lab.simulation.world import World
-from scheduler_worker.domain.builds import OPEN, UNLOCATABLE, RecordedBuild
+from scheduler_worker.records.build_record import OPEN, UNLOCATABLE, RecordedBuild
 
 
 def is_unlocatable(build: RecordedBuild) -> bool:

@@ -14,8 +14,8 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
+from bus.contracts.actions import ActionKind
 from bus.contracts.build import member_uuids
-from bus.contracts.moves import ActionKind
 from lab.simulation.draw import plan_of
 from lab.simulation.load import request_of
 from lab.simulation.pairs import Pair, Stay

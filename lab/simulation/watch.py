@@ -13,8 +13,8 @@ from bus.contracts.catalogue import MESSAGES
 from bus.contracts.cell import ComputeOutcome, ComputeResult
 from bus.contracts.placement import Restate
 from bus.contracts.queues import DEAD, EVENTS, Where
-from cell_conductor.domain.instance import Instance, State
 from cell_conductor.metrics import STEPS_FAILED
+from cell_conductor.state.instance import Instance, State
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.fleet import Fleet, Host, SimulatedMachine
 from lab.simulation.loop import PROCESS, Process

@@ -11,25 +11,25 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 import cell_conductor.app
-import compute_sim.app
+import compute_agent.app
 import ironic_sync.app
 import placement_worker.app
 import scheduler_worker.app
-from berth.settings import ComputeSettings
+from berth.config.settings import ComputeSettings
 from bus.persistence.memory_database import MemorySession
 from bus.service.environment import Environment
 from bus.service.service import WorkerRuntime
 from cell_conductor.config import ConductorConfig
 from cell_conductor.store.memory import MemoryInstances
+from compute_agent.driver import ChangeOrder, ChangeResult
+from compute_agent.drivers.ironic import plugin as ironic
+from compute_agent.drivers.ironic.config import IronicConfig
+from compute_agent.drivers.ironic.driver import ring_name
+from compute_agent.hosts.hash_ring import Ring
 from compute_sim import plugin as simulated
-from compute_sim.config import IronicConfig
-from compute_sim.driver import ChangeOrder, ChangeResult
-from compute_sim.drivers.hypervisor import SimulatedDriver
-from compute_sim.drivers.ironic import plugin as ironic
-from compute_sim.drivers.ironic.driver import ring_name
+from compute_sim.config import SimulatedConfig
+from compute_sim.driver import SimulatedDriver
 from compute_sim.fleet import Fleet
-from compute_sim.ring import Ring
-from compute_sim.simulated_config import SimulatedConfig
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.source.rest import IronicRestClient
 from ironic_sync.store.memory import MemoryPositions
@@ -38,13 +38,13 @@ from lab.simulation.ironic_sync_watch import IronicSyncWatch, WatchedPositions
 from lab.simulation.loop import Process
 from lab.simulation.network import NetworkFaults, SimTransport
 from lab.simulation.plan import SIZES, Plan
-from placement_worker.book import PlacementService
 from placement_worker.config import PlacementConfig
-from placement_worker.replica.book import Replica
+from placement_worker.replica.replica import Replica
 from placement_worker.rest.application import Application
+from placement_worker.service import PlacementService
 from placement_worker.store.memory_rows import MemoryPlacementRows
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.store.memory import MemoryBuilds
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Wiring:
             return self._compute(env, rest, context, fleets[rest])
         if kind == "second":
             cell, fleet = world.cell_of(rest).name, world.seconds[rest]
-            return compute_sim.app.build(
+            return compute_agent.app.build(
                 env, self.config(rest), cell, f"{rest}-second", records=fleet.records, driver_state=fleet
             )
         if kind.startswith("scheduler"):
@@ -240,7 +240,7 @@ class Wiring:
             )
             calmed.network_faults = world.network_faults
             parts = simulated.parts_of(calmed, fleet, settings, clock=env.clock)
-        return compute_sim.app.build(env, config, cell, service, records=fleet.records, driver=parts)
+        return compute_agent.app.build(env, config, cell, service, records=fleet.records, driver=parts)
 
     def _ironic(self, env: Environment, context: ProcessContext) -> WorkerRuntime:
         world = self._world

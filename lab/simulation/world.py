@@ -18,16 +18,16 @@ from bus.contracts.base import Message, tag_of
 from bus.faults import Transient
 from bus.memory import MemoryTransport
 from bus.persistence.memory_database import MemoryDatabase, MemorySession
-from bus.port import BusUnavailable, QueueMissing
 from bus.service.environment import Environment
 from bus.service.service import WorkerRuntime
-from cell_conductor.domain.desires import AT_REST, DELETE_REQUESTED
-from cell_conductor.domain.instance import State
+from bus.transport import BusUnavailable, QueueMissing
+from cell_conductor.state.desired_state import AT_REST, DELETE_REQUESTED
+from cell_conductor.state.instance import State
 from cell_conductor.store.memory import MemoryInstanceTable
-from compute_sim.drivers.ironic.node import DEPLOYED
+from compute_agent.drivers.ironic.node import DEPLOYED
+from compute_agent.hosts.service_name import QUEUE as NAME_QUEUE
+from compute_agent.records.records import Records
 from compute_sim.fleet import Host, SimulatedMachine
-from compute_sim.name import QUEUE as NAME_QUEUE
-from compute_sim.records import Records
 from ironic_sync.store.memory import MemoryPositionTable
 from lab.simulation.breaker_watch import BreakerWatch
 from lab.simulation.databases import SimDatabases
@@ -45,9 +45,9 @@ from lab.simulation.peer_watch import PeerWatch
 from lab.simulation.plan import Cell, Plan
 from lab.simulation.watch import Breach, Listener, MachineWatch, PlacementWatch, SecondFleet, WatchedFleet, is_open
 from lab.simulation.wiring import ProcessContext, Wiring, clock_error_s
-from placement_worker.replica.book import Replica
+from placement_worker.replica.replica import Replica
 from placement_worker.store.memory_table import MemoryPlacementTable
-from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.store.memory_units import MemoryBuildTable
 
 log = structlog.get_logger("sim")

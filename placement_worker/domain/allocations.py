@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace as changed
 
 from placement_worker.domain.claim_ledger import ClaimLedger, ConsumerWrite, Decision
-from placement_worker.domain.moves import amount_of
+from placement_worker.domain.migration import amount_of
 from placement_worker.domain.refusal import Caused, RefusalCode, WriteRefusal, no_such_class
 from placement_worker.domain.trees import in_use
 from placement_worker.domain.values import (

@@ -13,7 +13,7 @@ from bus.contracts.base import ORDER_OUTDATED, Refusal
 from bus.contracts.placement import MAX_LOCATED_HOSTS, GroupPolicy
 from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.claims import ClaimItem
-from placement_worker.domain.moves import MIGRATION_TYPE, is_migration
+from placement_worker.domain.migration import MIGRATION_TYPE, is_migration
 from placement_worker.domain.server_groups import HARD
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey, ProviderAllocations
 

@@ -20,7 +20,7 @@ from bus.contracts.placement import (
     RevertResult,
     SwapResult,
 )
-from placement_worker.domain.moves import allocations_at_source, total_of
+from placement_worker.domain.migration import allocations_at_source, total_of
 from placement_worker.domain.server_groups import (
     GroupCount,
     counted_by_class,

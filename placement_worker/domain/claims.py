@@ -42,7 +42,7 @@ from placement_worker.domain.claim_ledger import (
     fits,
     reply_form,
 )
-from placement_worker.domain.moves import (
+from placement_worker.domain.migration import (
     COUNTED_MIGRATION_TYPE,
     MIGRATION_TYPE,
     added_to,

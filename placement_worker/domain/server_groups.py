@@ -8,7 +8,7 @@ from itertools import islice
 from msgspec import Struct
 
 from bus.contracts.placement import INSTANCES, MAX_LOCATED_HOSTS, Claim, ClaimOption, ClaimOutcome, GroupPolicy
-from placement_worker.domain.moves import MIGRATION_TYPE
+from placement_worker.domain.migration import MIGRATION_TYPE
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, GroupKey, Provider, ProviderAllocations
 
 # The policies that placement enforces with each claim. The soft policies are left to the scheduler's weighers.

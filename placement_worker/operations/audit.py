@@ -17,11 +17,11 @@ from sqlalchemy.dialects.postgresql import aggregate_order_by
 from bus.contracts.base import Refusal
 from bus.contracts.placement import INSTANCES, ConsumerAllocations, Swap, SwapResult
 from bus.persistence.tables import UUID, fetch
-from placement_worker.book import PlacementService, claim
 from placement_worker.domain.claim_group import ClaimGroup
 from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.values import ABOVE_CELLS, ProviderAllocations
+from placement_worker.service import PlacementService, claim
 from placement_worker.store import feed, tables
 from placement_worker.store.claims import COUNT_ANEW, WRONG
 from placement_worker.store.postgres_rows import PostgresPlacementTransaction

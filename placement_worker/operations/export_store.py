@@ -10,7 +10,6 @@ import sqlalchemy as sa
 from msgspec.structs import replace
 
 from bus.persistence.tables import fetch
-from placement_worker.book import NEW_HOLDER
 from placement_worker.domain.allocation_migration import old_and_new
 from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.reports import changes_of
@@ -19,6 +18,7 @@ from placement_worker.domain.trees import TreesToLock
 from placement_worker.domain.values import ConsumerState, GroupKey, Provider, is_custom
 from placement_worker.operations.audit import COUNT_USED, LOCK_ALL
 from placement_worker.operations.export import PlacementExport, checked
+from placement_worker.service import NEW_HOLDER
 from placement_worker.store import feed
 from placement_worker.store.claims import COUNT_ANEW
 from placement_worker.store.names import NameTable

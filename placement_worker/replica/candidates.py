@@ -16,9 +16,9 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 
-from placement_worker.replica.book import Replica
 from placement_worker.replica.columns import Recent, Rows
 from placement_worker.replica.compiled import CompiledRequest, TreePattern
+from placement_worker.replica.replica import Replica
 from placement_worker.replica.request import CandidatesRequest
 from placement_worker.replica.sharing import sharing_of
 from placement_worker.replica.tree_solver import TimeBudget, TooLong

@@ -15,8 +15,8 @@ import structlog
 
 from bus.contracts.feed import Change, ChangesPage, FeedHead, SnapshotPage
 from bus.faults import Transient
-from bus.turns import YieldingParts, yield_to_loop
-from placement_worker.replica.book import Gap, Replica
+from bus.yielding import YieldingParts, yield_to_loop
+from placement_worker.replica.replica import Gap, Replica
 from placement_worker.replica.sharing import sharing_of
 
 log = structlog.get_logger(__name__)

@@ -16,9 +16,9 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from placement_worker.replica.book import Replica
 from placement_worker.replica.columns import Flags, LookupTable, Recent, Rows, lookup_table
 from placement_worker.replica.predicates import ContendedClass, MemberRows, Reasons, ResourceFit, rules_of
+from placement_worker.replica.replica import Replica
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, QueryTooWide, slots_of
 from placement_worker.replica.sharing import sharing_of
 from placement_worker.replica.tree_solver import TimeBudget, TreeProblem, TreeSolver

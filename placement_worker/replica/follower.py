@@ -21,8 +21,8 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.feed import Change, ChangesPage, ChangesRequest, FeedChanges, FeedHead, SnapshotPage, SnapshotRequest
 from bus.faults import RequestRefused
 from bus.retrying import UNTIL_AVAILABLE, Retrying, is_transient
-from placement_worker.replica.book import Replica
 from placement_worker.replica.catch_up import CatchUp, SnapshotOutrun, apply
+from placement_worker.replica.replica import Replica
 
 if TYPE_CHECKING:
     from bus.bus import Bus

@@ -11,7 +11,6 @@ import numpy as np
 from msgspec import Struct, structs
 
 from placement_worker.domain.values import is_in_units
-from placement_worker.replica.book import Replica
 from placement_worker.replica.columns import (
     CAPACITY,
     MAX_UNIT,
@@ -26,6 +25,7 @@ from placement_worker.replica.columns import (
     Rows,
     lookup_table,
 )
+from placement_worker.replica.replica import Replica
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group, Slot
 from placement_worker.replica.trees import NO_ROW
 

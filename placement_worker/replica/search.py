@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from bus.contracts.build import FunnelStep
 from bus.contracts.placement import ClaimOption
-from placement_worker.replica.book import Replica
 from placement_worker.replica.columns import Amounts, Recent, Rows
 from placement_worker.replica.compiled import CompiledRequest
 from placement_worker.replica.predicates import GIVES, IN_USE, NOT_A_ROOT, MemberRows
+from placement_worker.replica.replica import Replica
 from placement_worker.replica.request import (
     UNNUMBERED,
     Found,

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.ma  # numpy.unique imports it when it is first called: 8 ms of the first search
 
 from placement_worker.domain.values import SHARING
-from placement_worker.replica.book import Replica
 from placement_worker.replica.columns import Flags, Recent, Rows
+from placement_worker.replica.replica import Replica
 
 
 class Sharing:

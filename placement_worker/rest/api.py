@@ -20,21 +20,21 @@ from numpy.typing import NDArray
 
 from bus.clock import Clock
 from bus.faults import Transient
-from bus.turns import YieldingParts
+from bus.yielding import YieldingParts
 from placement_worker import metrics
-from placement_worker.book import PlacementService
 from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, Reshape, entries_of_allocations
 from placement_worker.domain.refusal import WriteRefusal, no_provider
 from placement_worker.domain.trees import TreeOutcome, TreeWrite, entries_of_tree
 from placement_worker.domain.values import Provider
-from placement_worker.replica.book import Replica
 from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.replica.columns import ClassColumns, Distinct, Moves
+from placement_worker.replica.replica import Replica
 from placement_worker.rest.bodies import Body
 from placement_worker.rest.candidates_query import is_canonical
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.faults import NO_RESULTS, HttpFault, Results, refused
-from placement_worker.rest.groups import Groups
+from placement_worker.rest.write_batcher import Groups
+from placement_worker.service import PlacementService
 
 T = TypeVar("T")
 Row = TypeVar("Row")

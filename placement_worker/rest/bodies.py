@@ -22,7 +22,7 @@ from placement_worker.domain.values import StoredInventory, stored_inventory
 from placement_worker.rest import schemas
 from placement_worker.rest.candidates_query import canonical, is_canonical, is_uuid
 from placement_worker.rest.faults import HttpFault
-from placement_worker.rest.groups import MAX_ENTRIES
+from placement_worker.rest.write_batcher import MAX_ENTRIES
 
 T = TypeVar("T")
 

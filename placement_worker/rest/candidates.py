@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from placement_worker.domain.values import is_custom
-from placement_worker.replica.book import Replica
 from placement_worker.replica.candidates import CandidateSet, candidates
 from placement_worker.replica.columns import CAPACITY, Amounts, ClassColumns, Rows
+from placement_worker.replica.replica import Replica
 from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.tree_solver import TimeBudget, TooLong
 from placement_worker.replica.trees import NO_ROW

@@ -19,7 +19,7 @@ from sqlalchemy.sql.dml import ReturningDelete
 
 from bus.contracts.placement import INSTANCES
 from placement_worker.domain.claim_ledger import Decision
-from placement_worker.domain.moves import MIGRATION_TYPE
+from placement_worker.domain.migration import MIGRATION_TYPE
 from placement_worker.domain.server_groups import usage_changes
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, InventoryUsage
 from placement_worker.store.port import Limits, Locked

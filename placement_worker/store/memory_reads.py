@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from bus.contracts import book as queries
+from bus.contracts import placement_queries as queries
 from bus.contracts.base import DatabaseMark
 from bus.contracts.placement import COMPUTE_REPORTER, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from bus.persistence.memory_database import MemorySession
-from placement_worker.domain.moves import is_migration
+from placement_worker.domain.migration import is_migration
 from placement_worker.domain.server_groups import hosts_of
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Fit, Provider, fit, state_of
 from placement_worker.store import port

@@ -1,4 +1,4 @@
-"""The port to the rows of placement, below `placement_worker.book`. Its adapters are `store.postgres_rows` and
+"""The port to the rows of placement, below `placement_worker.service`. Its adapters are `store.postgres_rows` and
 `store.memory_rows`; they lock, read and write rows, and decide nothing.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from bus.contracts import book as queries
+from bus.contracts import placement_queries as queries
 from bus.contracts.base import DatabaseMark
 from bus.contracts.feed import Change, FeedHead, FeedRow
 from bus.contracts.placement import ConflictingConsumer, LocatePage, LocateRequest

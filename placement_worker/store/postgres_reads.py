@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import asyncpg
 import sqlalchemy as sa
 
-from bus.contracts import book as queries
+from bus.contracts import placement_queries as queries
 from bus.contracts.placement import COMPUTE_REPORTER, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from bus.persistence.marks import read_mark
 from bus.persistence.tables import UUID, fetch
-from placement_worker.domain.moves import MIGRATION_TYPES
+from placement_worker.domain.migration import MIGRATION_TYPES
 from placement_worker.domain.values import ABOVE_CELLS, Provider, is_in_units, state_of
 from placement_worker.store import claims, members, port
 from placement_worker.store.names import NameRows, NameTable

@@ -1,6 +1,6 @@
 """The rows of placement in PostgreSQL, on one schema that any number of processes may use: the operations within a
 transaction, and those that are one of their own. This module has only statements and their rows;
-`placement_worker.book` decides.
+`placement_worker.service` decides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bus.faults import BrokenInvariant
 from bus.persistence.database import Database, read_identity
 from bus.persistence.marks import raise_mark
 from bus.persistence.tables import fetch
-from bus.turns import yield_for
+from bus.yielding import yield_for
 from placement_worker.domain.claim_group import MembersToLock
 from placement_worker.domain.claim_ledger import Lacking
 from placement_worker.domain.report_group import Key, LastReport, LastReports

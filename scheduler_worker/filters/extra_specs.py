@@ -8,9 +8,10 @@ from typing import ClassVar
 import numpy as np
 
 from scheduler_worker.config import Aggregate
-from scheduler_worker.domain.flavors import matches, scoped_specs, unscoped_specs
-from scheduler_worker.domain.plugins import NONE_REJECTED, FilterResult, filter_result_of_members
-from scheduler_worker.domain.view import HostsView, RequestSpec
+from scheduler_worker.selection.flavor import matches, scoped_specs, unscoped_specs
+from scheduler_worker.selection.host_view import HostsView
+from scheduler_worker.selection.plugin import NONE_REJECTED, FilterResult, filter_result_of_members
+from scheduler_worker.selection.request_spec import RequestSpec
 
 AGGREGATE_SCOPE = "aggregate_instance_extra_specs"
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from bus.contracts.operations import AdminState
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.plugins import FilterResult, filter_result_of
-from scheduler_worker.domain.view import HostsView, RequestSpec
+from scheduler_worker.selection.host_view import HostsView
+from scheduler_worker.selection.plugin import FilterResult, filter_result_of
+from scheduler_worker.selection.request_spec import RequestSpec
 
 
 class ComputeFilter:

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from scheduler_worker.domain.hosts import Mask
-from scheduler_worker.domain.plugins import NONE_REJECTED, FilterResult, filter_result_of
-from scheduler_worker.domain.view import HostsView, Membership, RequestSpec
+from scheduler_worker.hosts.host_table import Mask
+from scheduler_worker.selection.host_view import HostsView, Membership
+from scheduler_worker.selection.plugin import NONE_REJECTED, FilterResult, filter_result_of
+from scheduler_worker.selection.request_spec import RequestSpec
 
 
 class AggregateImagePropertiesIsolation:

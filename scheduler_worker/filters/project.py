@@ -7,8 +7,10 @@ from typing import ClassVar
 import numpy as np
 
 from scheduler_worker.config import Aggregate
-from scheduler_worker.domain.plugins import NONE_REJECTED, FilterResult, filter_result_of, filter_result_of_members
-from scheduler_worker.domain.view import HostsView, RequestSpec
+from scheduler_worker.selection.flavor_query import KEY, tenants
+from scheduler_worker.selection.host_view import HostsView
+from scheduler_worker.selection.plugin import NONE_REJECTED, FilterResult, filter_result_of, filter_result_of_members
+from scheduler_worker.selection.request_spec import RequestSpec
 
 
 class ProjectHostFilter:
@@ -21,9 +23,6 @@ class ProjectHostFilter:
         if not view.table.projects:
             return FilterResult(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
         return filter_result_of(view.open_to(spec.project_id), "host.of_another_project")
-
-
-KEY = "filter_tenant_id"
 
 
 class AggregateMultiTenancyIsolation:
@@ -41,9 +40,3 @@ class AggregateMultiTenancyIsolation:
             return spec.project_id in tenants(aggregate.metadata)
 
         return filter_result_of_members(view, view.membership.with_prefix(KEY), names, "tenant.not_allowed")
-
-
-def tenants(metadata: dict[str, str]) -> set[str]:
-    """The projects that an aggregate's `filter_tenant_id*` keys name (comma lists)."""
-    named = (value.split(",") for key, value in metadata.items() if key.startswith(KEY))
-    return {word.strip() for words in named for word in words if word.strip()}

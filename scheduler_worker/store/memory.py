@@ -10,12 +10,13 @@ from functools import partial
 from msgspec import convert
 from msgspec.structs import replace
 
+from bus.contracts.actions import ActionQuery, ActionRecord, ActionState, Condition
 from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
-from bus.contracts.moves import ActionQuery, ActionRecord, ActionState, Condition
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
 from bus.persistence.memory_database import MemoryRows, MemorySession
-from scheduler_worker.domain.builds import (
+from scheduler_worker.records.action_record import RecordedAction
+from scheduler_worker.records.build_record import (
     ENDED_WITHOUT_MACHINE,
     MAY_HAVE_NO_HOST,
     OPEN,
@@ -25,8 +26,7 @@ from scheduler_worker.domain.builds import (
     is_search,
     present_flavor,
 )
-from scheduler_worker.domain.objects import RecordedObjects
-from scheduler_worker.domain.recorded_moves import RecordedAction
+from scheduler_worker.records.object_records import RecordedObjects
 from scheduler_worker.store import tables
 from scheduler_worker.store.memory_units import MemoryBuildRows, MemoryBuildTable, MemoryUnit, delete, key_of
 from scheduler_worker.store.port import (

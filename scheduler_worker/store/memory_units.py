@@ -11,19 +11,19 @@ from typing import Any
 import structlog
 from msgspec.structs import replace
 
+from bus.contracts.actions import ActionKind, ActionState
 from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildRecord, TimelineEntry
-from bus.contracts.moves import ActionKind, ActionState
 from bus.contracts.objects import ChangedObject, ObjectKind
 from bus.persistence.guarded_statement import PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemorySession
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
-from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild
-from scheduler_worker.domain.drains import BegunMoves, EndedRequest
-from scheduler_worker.domain.objects import ChangeActor, RecordedObjects
-from scheduler_worker.domain.recorded_moves import ActionContext, RecordedAction, RequestKey
-from scheduler_worker.store.objects import MemoryObjects
+from scheduler_worker.records.action_record import ActionContext, RecordedAction, RequestKey
+from scheduler_worker.records.build_record import BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.records.drain_record import BegunMoves, EndedRequest
+from scheduler_worker.records.object_records import ChangeActor, RecordedObjects
+from scheduler_worker.store.object_rows import MemoryObjects
 from scheduler_worker.store.port import BuildWrites
 from scheduler_worker.store.tables import appended
 

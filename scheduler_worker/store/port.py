@@ -8,9 +8,9 @@ from typing import Any, Protocol, TypeAlias
 
 from msgspec import Struct
 
+from bus.contracts.actions import ActionQuery, ActionRecord, Condition
 from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildQuery, BuildRecord
-from bus.contracts.moves import ActionQuery, ActionRecord, Condition
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery
 from bus.persistence.group_flush import Flushed, FlushedStore
 from bus.persistence.guarded_statement import Conflict
@@ -25,10 +25,10 @@ from bus.persistence.unit_of_work import (
     WriteSet,
     published,
 )
-from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild
-from scheduler_worker.domain.drains import BegunMoves, EndedRequest
-from scheduler_worker.domain.objects import ChangeActor, RecordedObjects
-from scheduler_worker.domain.recorded_moves import ActionContext, RecordedAction, RequestKey
+from scheduler_worker.records.action_record import ActionContext, RecordedAction, RequestKey
+from scheduler_worker.records.build_record import BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.records.drain_record import BegunMoves, EndedRequest
+from scheduler_worker.records.object_records import ChangeActor, RecordedObjects
 
 ProjectsGroup: TypeAlias = tuple[str, str]  # (project, uuid of its server group)
 MAX_EXAMINED = 5_000  # rows that one page of a cell's instances, or the moves of one instance, are looked for in

@@ -9,9 +9,9 @@ from itertools import chain
 import asyncpg
 import structlog
 
+from bus.contracts.actions import ActionQuery, ActionRecord, ActionState, Condition
 from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildQuery, BuildRecord, BuildState
-from bus.contracts.moves import ActionQuery, ActionRecord, ActionState, Condition
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
 from bus.persistence import outbox
 from bus.persistence.database import Database, read_identity
@@ -20,10 +20,18 @@ from bus.persistence.marks import raise_mark, read_mark
 from bus.persistence.outbox import OutboxMessage, PostgresRows
 from bus.persistence.tables import fetch
 from bus.persistence.unit_of_work import Committed, VersionCache
-from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE, OPEN, BuildUpdate, NewBuild, RecordedBuild, is_search
-from scheduler_worker.domain.objects import RecordedObjects
-from scheduler_worker.domain.recorded_moves import ActionContext, RecordedAction, RequestKey
-from scheduler_worker.store import objects, tables
+from scheduler_worker.records.action_record import ActionContext, RecordedAction, RequestKey
+from scheduler_worker.records.build_record import (
+    ENDED_WITHOUT_MACHINE,
+    OPEN,
+    BuildUpdate,
+    NewBuild,
+    RecordedBuild,
+    is_search,
+)
+from scheduler_worker.records.object_records import RecordedObjects
+from scheduler_worker.store import object_rows as objects
+from scheduler_worker.store import tables
 from scheduler_worker.store.port import (
     FIRST_UUID,
     MAX_EXAMINED,

@@ -27,12 +27,13 @@ from sqlalchemy import (
     true,
 )
 
+from bus.contracts.actions import ActionRecord
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildRequest, FunnelStep, TimelineEntry
-from bus.contracts.moves import ActionRecord
 from bus.persistence.marks import cells_table
 from bus.persistence.tables import DIALECT, FIRST_ROW, UUID, ZERO, identity_table, in_list, needed, outbox_tables
-from bus.turns import YieldingParts
-from scheduler_worker.domain.builds import (
+from bus.yielding import YieldingParts
+from scheduler_worker.records.action_record import RecordedAction, Transfer
+from scheduler_worker.records.build_record import (
     MAY_HAVE_NO_HOST,
     BuildUpdate,
     Gang,
@@ -41,7 +42,6 @@ from scheduler_worker.domain.builds import (
     SinceBuild,
     as_it_is,
 )
-from scheduler_worker.domain.recorded_moves import RecordedAction, Transfer
 
 METADATA = MetaData()
 
@@ -280,7 +280,7 @@ WHERE {{met}} ON CONFLICT (instance_uuid) DO NOTHING
 RETURNING instance_uuid
 """
 # If the statement is planned by key, as in an optimistic unit, the values are looked up one by one: rows are locked in
-# the order of the values (tests/integration/scheduler/test_app.py). A locking unit locks them before.
+# the order of the values (tests/integration/scheduler_worker/test_app.py). A locking unit locks them before.
 DECIDE = (
     _update((*DECIDED, "funnel"), "claim_owner")
     + "  AND build_requests.state = 'accepted' RETURNING build_requests.instance_uuid"

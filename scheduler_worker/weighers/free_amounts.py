@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from scheduler_worker.domain.hosts import Floats
-from scheduler_worker.domain.plugins import Weigher
-from scheduler_worker.domain.view import HostsView, RequestSpec
+from scheduler_worker.hosts.host_table import Floats
+from scheduler_worker.selection.host_view import HostsView
+from scheduler_worker.selection.plugin import Weigher
+from scheduler_worker.selection.request_spec import RequestSpec
 
 
 class RAMWeigher(Weigher):

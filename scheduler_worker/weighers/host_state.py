@@ -9,9 +9,10 @@ import numpy as np
 
 from bus.contracts.host_metrics import SENSORS_CRITICAL, SENSORS_WARNING
 from scheduler_worker.config import MetricsConfig, SchedulerConfig
-from scheduler_worker.domain.hosts import Floats
-from scheduler_worker.domain.plugins import Weigher
-from scheduler_worker.domain.view import HostsView, RequestSpec
+from scheduler_worker.hosts.host_table import Floats
+from scheduler_worker.selection.host_view import HostsView
+from scheduler_worker.selection.plugin import Weigher
+from scheduler_worker.selection.request_spec import RequestSpec
 
 
 class HealthWeigher(Weigher):

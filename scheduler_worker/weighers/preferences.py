@@ -6,9 +6,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_worker.domain.hosts import Floats
-from scheduler_worker.domain.plugins import Weigher
-from scheduler_worker.domain.view import HostsView, RequestSpec
+from scheduler_worker.hosts.host_table import Floats
+from scheduler_worker.selection.host_view import HostsView
+from scheduler_worker.selection.plugin import Weigher
+from scheduler_worker.selection.request_spec import RequestSpec
 
 
 class PreferenceWeigher(Weigher):

@@ -22,7 +22,7 @@ from bus.contracts.placement import (
     ServerGroup,
 )
 from bus.persistence.database import Database
-from placement_worker.book import PlacementService
+from placement_worker.service import PlacementService
 from placement_worker.store.memory_rows import MemoryPlacementRows
 from placement_worker.store.memory_table import MemoryPlacementTable
 from placement_worker.store.postgres_rows import PostgresPlacementRows

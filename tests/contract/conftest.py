@@ -12,8 +12,8 @@ from bus.persistence.database import Database
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances
-from placement_worker.book import PlacementService
 from placement_worker.operations import audit
+from placement_worker.service import PlacementService
 from placement_worker.store.postgres_rows import PostgresPlacementRows
 from tests.contract.books import HOSTS, KINDS, POOL, Placements, books, roomy_host
 from tests.contract.rig import House, Rig, rig_for

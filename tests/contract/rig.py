@@ -22,9 +22,9 @@ from bus.contracts.build import BuildAccepted, BuildRequest
 from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD_LETTERS, QueueKind, QueueRow, Where
 from bus.local import LocalServer, LocalTransport
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.port import Delivery, Outgoing, Transport
 from bus.publishing import BusLimits
 from bus.rabbitmq.transport import RabbitTransport
+from bus.transport import Delivery, Outgoing, Transport
 from tests.kit.waiting import PATIENCE_S, until
 
 

@@ -13,19 +13,19 @@ from typing import Any
 import asyncpg
 import pytest
 
-from berth.audit.gather import rest
-from berth.settings import ComputeSettings
-from berth.site import Site
-from berth.trial.servers import SystemPlan, variables
+from berth.audit.facts import rest
+from berth.config.settings import ComputeSettings
+from berth.config.site import Site
+from berth.up.servers import SystemPlan, variables
 from bus.clock import new_uuid
 from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildQuery, BuildRequest
 from bus.contracts.cell import InstanceSpec, Selection, Spawn
 from bus.contracts.objects import ObjectKind, ObjectLogPage, ObjectLogQuery
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.state.instance import Instance, State
 from cell_conductor.store.tables import INSERT, columns, with_parameters
-from compute_sim.simulated_config import SimulatedConfig
+from compute_sim.config import SimulatedConfig
 from tests.system.worker_processes import Rig, rig
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]

@@ -15,19 +15,20 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from berth.audit.gather import gather, rest
+from berth.audit.facts import gather, rest
 from berth.audit.invariants import Facts, check_invariants
 from berth.backup.copying import save
 from berth.backup.restoring import restore
 from berth.client import BuildClient
-from berth.settings import ComputeSettings
-from berth.site import Site
-from berth.trial.servers import SystemPlan, variables
+from berth.config.settings import ComputeSettings
+from berth.config.site import Site
+from berth.up.servers import SystemPlan, variables
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest
+from cell_conductor.store.keyed_tables import DESTROY, DecidedMachine
 from cell_conductor.store.postgres_keyed import PostgresKeyed
-from cell_conductor.store.safety import DESTROY, DecidedMachine, Safety
-from compute_sim.simulated_config import SimulatedConfig
+from cell_conductor.store.unknown_machines import Safety
+from compute_sim.config import SimulatedConfig
 from tests.system.worker_processes import rig
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.rabbitmq, pytest.mark.timeout(600)]

@@ -16,20 +16,20 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from berth.audit.gather import gather, rest
+from berth.audit.facts import gather, rest
 from berth.audit.invariants import Facts
 from berth.backup.copying import save
 from berth.backup.restoring import restore
 from berth.client import drains
-from berth.client.moves import ActionClient
-from berth.trial.servers import variables
+from berth.client.actions import ActionClient
+from berth.up.servers import variables
 from bus.clock import new_uuid
+from bus.contracts.actions import ActionKind, ActionRequest, ActionState
 from bus.contracts.build import BuildQuery, BuildRequest, member_uuids
 from bus.contracts.drains import DrainAction, DrainCommand, DrainStart, DrainState
-from bus.contracts.moves import ActionKind, ActionRequest, ActionState
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged, ObjectsPage, ObjectsQuery
 from bus.contracts.placement import Release
-from placement_worker.book import PlacementService
+from placement_worker.service import PlacementService
 from placement_worker.store.postgres_rows import PostgresPlacementRows
 from tests.drills.test_backup_drill import (
     PATIENCE_S,

@@ -26,7 +26,7 @@ from aiormq.exceptions import AMQPError, DeliveryError
 from pamqp.commands import Basic
 
 from berth.project_vhost import MAX_QUEUES
-from berth.trial.servers import API_VHOST
+from berth.up.servers import API_VHOST
 from bus.contracts.queues import project_bus
 from tests.kit.lent import lent_servers
 from tests.kit.waiting import until

@@ -13,18 +13,18 @@ import msgspec
 import pytest
 
 from berth.client import BuildClient
+from berth.config.settings import ComputeSettings, FencingSettings
 from berth.fencing.fencer import Fencer
 from berth.fencing.plugin import load
-from berth.settings import ComputeSettings, FencingSettings
-from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, Silent
-from berth.trial.servers import SystemPlan, variables
+from berth.up.servers import SystemPlan, variables
 from bus.clock import SystemClock, new_uuid
+from bus.contracts.actions import ActionKind, ActionPage, ActionQuery, ActionState
 from bus.contracts.build import BuildRequest, HostRecord
-from bus.contracts.moves import ActionKind, ActionPage, ActionQuery, ActionState
 from bus.contracts.operations import AdminState, EvacuationPolicy, SetAdminState
-from compute_sim.config import IronicConfig
-from compute_sim.domain.faults import Faults
-from compute_sim.simulated_config import HostSize, SimulatedConfig
+from compute_agent.drivers.ironic.config import IronicConfig
+from compute_sim.config import HostSize, SimulatedConfig
+from compute_sim.faults import Faults
+from compute_sim.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from tests.kit.forks import run_berth
 from tests.kit.waiting import until
 from tests.system.worker_processes import Rig, rig

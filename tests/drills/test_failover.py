@@ -18,20 +18,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from berth.audit.gather import gather, rest
+from berth.audit.facts import gather, rest
 from berth.audit.invariants import check_invariants
-from berth.load import LoadPlan, LoadReport, run_load
-from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
-from berth.site import Site, process_name
-from berth.trial.embedded.postgres import Postgres
-from berth.trial.embedded.rabbitmq import RabbitMQ
-from berth.trial.servers import API_VHOST, hosts_known, start_all, variables
-from berth.trial.worker_processes import WorkerProcesses
+from berth.config.settings import BusSettings, CellSettings, DatabaseSettings, Settings
+from berth.config.site import Site, process_name
+from berth.up.embedded.postgres import Postgres
+from berth.up.embedded.rabbitmq import RabbitMQ
+from berth.up.servers import API_VHOST, hosts_known, start_all, variables
+from berth.up.worker_processes import WorkerProcesses
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.queues import COMMANDS, QueueKind, QueueRow, Where
-from bus.port import Outgoing, PublishRefused
 from bus.rabbitmq.transport import RabbitTransport
+from bus.transport import Outgoing, PublishRefused
 from lab.feed_watch import RecordingClient
+from lab.load import LoadPlan, LoadReport, run_load
 from tests.kit.cases import case
 from tests.kit.forks import ForkedProcess
 from tests.kit.lent import BrokerCluster, broker_cluster, database_pair

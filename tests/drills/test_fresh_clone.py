@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from berth.trial.embedded.process import Account
+from berth.up.embedded.process import Account
 
 ROOT = Path(__file__).parents[2]
 SITE_PACKAGES = Path(pytest.__file__).parents[1]
@@ -127,6 +127,6 @@ def test_the_commands_of_the_readme_run_in_a_clone_below_a_private_directory(clo
     assert demo["requests"] == demo["active"] + demo["failed"] == 1000
     assert all(demo["invariants"].values())
     # The first steps of scripts/test: a private RabbitMQ and a private PostgreSQL.
-    output = clone.run(".venv/bin/python", "-m", "berth.trial.embedded", "--", "printenv", "DATABASE_URL", "AMQP_URL")
+    output = clone.run(".venv/bin/python", "-m", "berth.up.embedded", "--", "printenv", "DATABASE_URL", "AMQP_URL")
     assert output.startswith("postgresql://") and "amqp://" in output
     assert not [*clone.temporary.glob("berth-pg-*"), *clone.temporary.glob("berth-mq-*")], "servers leave nothing"

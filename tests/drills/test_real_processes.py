@@ -7,12 +7,12 @@ import re
 
 import pytest
 
-from berth.settings import ComputeSettings
-from berth.trial.servers import SystemPlan
-from berth.trial.worker_processes import WorkerProcesses
+from berth.config.settings import ComputeSettings
+from berth.up.servers import SystemPlan
+from berth.up.worker_processes import WorkerProcesses
 from bus.contracts.build import BuildPage, BuildQuery
-from compute_sim.domain.faults import Faults
-from compute_sim.simulated_config import HostSize, SimulatedConfig
+from compute_sim.config import HostSize, SimulatedConfig
+from compute_sim.faults import Faults
 from tests.system.worker_processes import Rig, rig
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]

@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from berth.audit import quarantine
-from berth.audit.gather import rest
+from berth.audit.facts import rest
 from berth.backup.copying import save
 from berth.backup.restoring import restore
-from cell_conductor.domain.report import UnknownMachineKind
-from cell_conductor.store.safety import PROTECT, DecidedMachine
+from cell_conductor.state.unknown_machine import UnknownMachineKind
+from cell_conductor.store.keyed_tables import PROTECT, DecidedMachine
 from tests.drills.test_backup_drill import PATIENCE_S, PLAN, REST_S, WITH_DATABASE, boot, lose
 from tests.kit.waiting import until
 from tests.system.test_traces import ask, prometheus

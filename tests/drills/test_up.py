@@ -21,13 +21,13 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from berth.load.record import LoadRecord, decode
-from berth.trial import keeper as module
-from berth.trial.broker_probe import probe
-from berth.trial.embedded.postgres import Postgres
-from berth.trial.embedded.rabbitmq import RabbitMQ
-from berth.trial.keeper import kept_running
+from berth.up import server_restart as module
+from berth.up.broker_probe import probe
+from berth.up.embedded.postgres import Postgres
+from berth.up.embedded.rabbitmq import RabbitMQ
+from berth.up.server_restart import kept_running
 from bus.rabbitmq import channels
+from lab.load.record import LoadRecord, decode
 from tests.kit.waiting import until
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.rabbitmq, pytest.mark.timeout(600)]
@@ -47,7 +47,7 @@ def berth(env: dict[str, str], *arguments: str, module: str = "berth") -> subpro
 
 
 def load(env: dict[str, str], directory: Path, *arguments: str) -> LoadRecord:
-    done = berth(env, *arguments, "--json", str(directory / "load.json"), module="berth.commands.load")
+    done = berth(env, *arguments, "--json", str(directory / "load.json"), module="lab.load.command")
     assert done.returncode == 0, done.stderr + done.stdout
     return decode((directory / "load.json").read_bytes())
 

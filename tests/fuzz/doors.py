@@ -20,19 +20,9 @@ from aiormq.abc import DeliveredMessage
 from msgspec import structs
 from pamqp import commands, header
 
-import berth.settings
+import berth.config.settings
 import bus.rabbitmq  # noqa: F401  (makes pamqp read with our functions)
-from bus.consuming.dead_letters import read_dead_letter
-from bus.contracts.base import MAX_REASON, Meta
-from bus.contracts.catalogue import FORBIDDEN, queues_taking, routing_key
-from bus.contracts.queues import COMMANDS, DEAD, EVENTS, QUEUES, REPLAY
-from bus.port import Outgoing
-from bus.rabbitmq import channels
-from bus.rabbitmq.channels import RabbitDelivery
-from bus.rabbitmq.patches import install
-from bus.service.settings import SettingsError, redact
-from bus.topology import QueueNames
-from bus.wire import (
+from bus.codec import (
     BATCH,
     JSON,
     MAX_ATTEMPT,
@@ -49,9 +39,20 @@ from bus.wire import (
     shown,
     single,
 )
-from compute_sim import fleet, records
-from compute_sim.domain.hosts import plan_hosts
-from compute_sim.simulated_config import SimulatedConfig
+from bus.consuming.dead_letters import read_dead_letter
+from bus.contracts.base import MAX_REASON, Meta
+from bus.contracts.catalogue import FORBIDDEN, queues_taking, routing_key
+from bus.contracts.queues import COMMANDS, DEAD, EVENTS, QUEUES, REPLAY
+from bus.rabbitmq import channels
+from bus.rabbitmq.channels import RabbitDelivery
+from bus.rabbitmq.patches import install
+from bus.service.settings import SettingsError, redact
+from bus.topology import QueueNames
+from bus.transport import Outgoing
+from compute_agent.records import records
+from compute_sim import fleet
+from compute_sim.config import SimulatedConfig
+from compute_sim.host_plan import plan_hosts
 from ironic_sync.domain.effect import effect_of
 from ironic_sync.domain.notification import Notification, Rejected
 from ironic_sync.domain.notification import parse as parse_notification
@@ -301,7 +302,7 @@ class Settings:
     """A TOML file and variables. Whatever is in them: settings, or a SettingsError with a code."""
 
     def __init__(self) -> None:
-        self._kind = hostile.kinds([berth.settings.Settings])[0]
+        self._kind = hostile.kinds([berth.config.settings.Settings])[0]
         self._folder = _folder()
         self._path = self._folder / "berth.toml"
 
@@ -329,7 +330,7 @@ class Settings:
         raw, env = given
         self._path.write_bytes(raw)
         try:
-            settings = berth.settings.read_settings(self._path, env)
+            settings = berth.config.settings.read_settings(self._path, env)
         except SettingsError as error:
             must(error.code.startswith("settings."), f"a code that is none: {error.code}")
             must(error.reason, "no reason")

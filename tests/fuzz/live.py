@@ -24,26 +24,26 @@ import msgspec
 from aiormq.abc import DeliveredMessage
 from pamqp import commands, header
 
-from berth.trial.embedded.process import free_port
+from berth.config.ports import free_port
 from bus.bus import API
 from bus.clock import new_uuid
+from bus.codec import JSON, Codec, Read
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellBuild
 from bus.contracts.queues import COMMANDS
-from bus.port import Transport
 from bus.rabbitmq.channels import RabbitDelivery
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.main import GC_THRESHOLD
 from bus.topology import QueueNames
-from bus.wire import JSON, Codec, Read
+from bus.transport import Transport
 from placement_worker.rest import bodies
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.routes import ROUTES
 from tests.fuzz import hostile
 from tests.fuzz.doors import NEW_ID, packed, property_of
 from tests.integration.placement_rest.conftest import Placement
-from tests.integration.scheduler.world import World
+from tests.integration.scheduler_worker.world import World
 from tests.kit import servers
 from tests.kit.raw_amqp import FLAGS, publish_frames, raw_publisher
 from tests.kit.waiting import until

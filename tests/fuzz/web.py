@@ -13,13 +13,13 @@ from urllib.parse import quote
 
 from msgspec import inspect
 
-from berth.settings import Settings
-from berth.web.access import Access
+from berth.config.settings import Settings
 from berth.web.server import WebServer
+from berth.web.sign_in_sessions import Access
 from bus.contracts.build import BuildRequest
 from tests.fuzz import hostile
 from tests.fuzz.live import CONNECTIONS, HOSTS, Stalls, _answers
-from tests.integration.scheduler.world import World
+from tests.integration.scheduler_worker.world import World
 from tests.kit import servers
 
 PATHS = (

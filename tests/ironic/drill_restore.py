@@ -13,14 +13,14 @@ import asyncpg
 import msgspec
 import pytest
 
-from berth.audit.gather import gather, rest
+from berth.audit.facts import gather, rest
 from berth.backup.copying import save
 from berth.backup.restoring import restore
-from berth.settings import ComputeSettings
-from berth.trial.servers import SystemPlan
+from berth.config.settings import ComputeSettings
+from berth.up.servers import SystemPlan
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
-from compute_sim.config import IronicConfig
+from compute_agent.drivers.ironic.config import IronicConfig
 from lab.ironic.laboratory import Lab, Nodes, lab
 from tests.drills.test_backup_drill import age, breaches, decide, delete, repaired
 from tests.kit.real_metal import FLAVOR, WAIT_S, until

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from bus.bus_ownership import BusOwnedByAnother
 from bus.clock import new_uuid
 from bus.contracts.build import BuildState
 from bus.contracts.cell import BreakerTripped
 from bus.openstack.rest import IRONIC_VERSION
-from bus.owner import BusOwnedByAnother
-from cell_conductor.domain.instance import State
-from cell_conductor.domain.report import UnknownMachineKind
+from cell_conductor.state.instance import State
+from cell_conductor.state.unknown_machine import UnknownMachineKind
+from cell_conductor.store.keyed_tables import DESTROY, PROTECT, DecidedMachine
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from cell_conductor.store.safety import DESTROY, PROTECT, DecidedMachine
-from compute_sim.config import IronicConfig
+from compute_agent.drivers.ironic.config import IronicConfig
 from lab.ironic.laboratory import Nodes, lab
 from tests.kit.lone_cell import CONDUCTOR, LoneCell, a_third_cell_joins
 from tests.kit.real_metal import RNG

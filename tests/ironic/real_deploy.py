@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from berth.client.moves import ActionClient
-from berth.site import process_name
+from berth.client.actions import ActionClient
+from berth.config.site import process_name
 from bus.clock import new_uuid
+from bus.contracts.actions import ActionKind, ActionRequest, ActionState
 from bus.contracts.build import BuildState
 from bus.contracts.deploy import VolumeRequest
-from bus.contracts.moves import ActionKind, ActionRequest, ActionState
-from compute_sim.config import IronicConfig
-from compute_sim.drivers.ironic.driver import IronicDriver
+from compute_agent.drivers.ironic.config import IronicConfig
+from compute_agent.drivers.ironic.driver import IronicDriver
 from tests.kit.real_metal import RNG, WAIT_S, RealMetal, another_berth, drive, real_metal, until
 
 

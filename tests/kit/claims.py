@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 from bus.clock import SystemClock
 from bus.contracts.base import Refusal
-from bus.contracts.book import ConsumerRecord, ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.placement import (
     Claim,
     ClaimAll,
@@ -18,8 +17,9 @@ from bus.contracts.placement import (
     LocatePage,
     LocateRequest,
 )
+from bus.contracts.placement_queries import ConsumerRecord, ProjectUsagePage, ProjectUsageQuery
 from bus.faults import Fault, RequestRefused, RequestTimeout
-from placement_worker.book import PlacementService
+from placement_worker.service import PlacementService
 from placement_worker.store.memory_rows import MemoryPlacementRows
 from placement_worker.store.memory_table import MemoryPlacementTable
 
@@ -27,7 +27,7 @@ Answer = Callable[[Claim], ClaimResult | Refusal | None]
 
 
 class PlacementClaims:
-    """A ClaimPort on a memory book. It passes tests/contract/placement/test_claim_port.py.
+    """A ClaimPort on a memory book. It passes tests/contract/placement_worker/test_claim_port.py.
 
     held: what `holding` answers instead of placement.
     answer: a script that answers claims instead of placement (None: no answer). unavailable: nothing is answered.

@@ -43,7 +43,7 @@ def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 # Their tests read all sources: one process parses them once.
-READERS = ("tests/test_house.py", "tests/unit/front/test_architecture.py", "tests/unit/front/test_codes.py")
+READERS = ("tests/test_house.py", "tests/unit/berth/test_architecture.py", "tests/unit/berth/test_codes.py")
 
 
 def unit_of(nodeid: str) -> str:

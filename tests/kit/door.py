@@ -20,9 +20,9 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildAccepted, BuildRequest
 from bus.contracts.queues import COMMANDS, EVENTS, REPLY, project_bus
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.port import Delivery, Outgoing
 from bus.service.environment import Environment
 from bus.topology import QueuePlan
+from bus.transport import Delivery, Outgoing
 from gateway.app import build
 from gateway.config import GatewayConfig
 from tests.kit.waiting import until

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from berth.trial.embedded.rabbitmq import RabbitMQ
+from berth.up.embedded.rabbitmq import RabbitMQ
 from tests.kit import lent, servers
 from tests.kit.databases import LentDatabases
 

@@ -15,18 +15,18 @@ import sys
 from typing import Any
 
 import cell_conductor.app
-import compute_sim.app
+import compute_agent.app
 import gateway.app
 import ironic_sync.app
 import placement_worker.app
 import scheduler_worker.app
-from berth.cli import main
+from berth.cli.main import main
 from tests.kit.preloading import preload
 
 PR_SET_PDEATHSIG = 1
 PRELOADED = (
     cell_conductor.app,
-    compute_sim.app,
+    compute_agent.app,
     gateway.app,
     ironic_sync.app,
     placement_worker.app,

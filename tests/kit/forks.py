@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from berth.trial.embedded.process import POLL_S, STOP_TIMEOUT_S, Account, GuardedProcess
+from berth.up.embedded.process import POLL_S, STOP_TIMEOUT_S, Account, GuardedProcess
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,10 +17,10 @@ from urllib.parse import quote
 import asyncpg
 from sqlalchemy.engine import make_url
 
-from berth.trial.embedded.postgres import SUPERUSER, Postgres
-from berth.trial.embedded.process import ServerFailed
-from berth.trial.embedded.rabbitmq import ADMIN, RabbitMQ
-from berth.trial.servers import RealServers
+from berth.config.ports import ServerFailed
+from berth.up.embedded.postgres import SUPERUSER, Postgres
+from berth.up.embedded.rabbitmq import ADMIN, RabbitMQ
+from berth.up.servers import RealServers
 from tests.kit.servers import fresh_database
 
 # --- several servers that are one: a RabbitMQ cluster of three nodes, a PostgreSQL with a synchronous stand-by
@@ -243,6 +243,6 @@ databases = Lender(Postgres, lambda _: None)
 
 @contextlib.contextmanager
 def lent_servers(cells: tuple[str, ...]) -> Iterator[RealServers]:
-    """As `berth.trial.servers.real_servers`, not durable: a virtual host per bus, and an empty database."""
+    """As `berth.up.servers.real_servers`, not durable: a virtual host per bus, and an empty database."""
     with brokers.lend() as broker, databases.lend() as postgres, fresh_database(postgres.url()) as url:
         yield RealServers(broker, postgres, cells, database=make_url(url).database or "")

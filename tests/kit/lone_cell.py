@@ -11,9 +11,10 @@ from typing import Any
 from msgspec.structs import replace
 
 import cell_conductor.app
-import compute_sim.app
-from berth.settings import ComputeSettings
+import compute_agent.app
+from berth.config.settings import ComputeSettings
 from bus.bus import Bus
+from bus.bus_ownership import BusOwnedByAnother
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
@@ -31,14 +32,13 @@ from bus.contracts.cell import (
 )
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ReleaseResult
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.owner import BusOwnedByAnother
 from bus.service.environment import Environment
 from bus.service.service import WorkerRuntime
 from cell_conductor.config import ConductorConfig
-from cell_conductor.domain.instance import State
+from cell_conductor.state.instance import State
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from compute_sim.config import IronicConfig
-from compute_sim.records import Records
+from compute_agent.drivers.ironic.config import IronicConfig
+from compute_agent.records.records import Records
 from tests.kit.waiting import until
 
 WAIT_S = 300.0
@@ -116,7 +116,9 @@ class LoneCell:
             report_interval_s=60.0,
         )
         service = f"{self.name}-a"
-        compute = compute_sim.app.build(self._environment("compute"), config, self.name, service, records=self.records)
+        compute = compute_agent.app.build(
+            self._environment("compute"), config, self.name, service, records=self.records
+        )
         self._lives = [Life(conductor), Life(compute)]
         try:
             for life in self._lives:

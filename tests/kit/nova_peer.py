@@ -1,4 +1,4 @@
-"""A process of a real Nova that a test talks to (`tests/integration/nova/peer.py`)."""
+"""A process of a real Nova that a test talks to (`tests/integration/nova_scheduler/peer.py`)."""
 
 from __future__ import annotations
 

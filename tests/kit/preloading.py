@@ -12,7 +12,7 @@ import importlib
 import io
 import pkgutil
 
-from berth.cli import COMMANDS, app, load
+from berth.cli.main import COMMANDS, app, load
 
 # The first worker of a schema migrates it; one that serves Placement's API has policies.
 LATE = ("bus.persistence.migrations", "oslo_config.cfg", "oslo_policy.opts", "oslo_policy.policy")

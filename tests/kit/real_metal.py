@@ -9,17 +9,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from berth.audit.gather import gather, rest
+from berth.audit.facts import gather, rest
 from berth.audit.invariants import check_invariants
 from berth.client import BuildClient, RequestWatch
-from berth.settings import BusSettings, CellSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
-from berth.site import process_name
-from berth.trial.up import LocalSystem, site
+from berth.config.settings import BusSettings, CellSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
+from berth.config.site import process_name
+from berth.up.in_one_process import LocalSystem, site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, HostsPage, HostsQuery
 from bus.contracts.deploy import ConfigDrive, ImageSource
 from cell_conductor.config import ConductorConfig
-from compute_sim.config import IronicConfig
+from compute_agent.drivers.ironic.config import IronicConfig
 from ironic_sync.config import IronicSyncConfig, NotificationBroker
 from lab.ironic.laboratory import Lab, Nodes, lab
 from tests.kit import waiting

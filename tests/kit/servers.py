@@ -13,8 +13,8 @@ from typing import Any
 import asyncpg
 from sqlalchemy.engine import make_url
 
-from berth.trial.embedded.postgres import Postgres
-from berth.trial.embedded.rabbitmq import RabbitMQ
+from berth.up.embedded.postgres import Postgres
+from berth.up.embedded.rabbitmq import RabbitMQ
 
 ADMIN_TIMEOUT_S = 60.0
 

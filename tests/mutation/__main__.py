@@ -23,23 +23,23 @@ ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 # The tests of each package, in a process without servers.
 TESTS_OF = {
-    "berth": ("tests/unit/front", "tests/integration/berth"),
+    "berth": ("tests/unit/berth", "tests/integration/berth"),
     "bus": ("tests/unit/bus", "tests/unit/service", "tests/contract"),
-    "cell_conductor": ("tests/unit/conductor", "tests/contract"),
-    "compute_sim": ("tests/unit/compute", "tests/integration/compute"),
+    "cell_conductor": ("tests/unit/cell_conductor", "tests/contract"),
+    "compute_sim": ("tests/unit/compute_agent", "tests/integration/compute_agent"),
     "gateway": ("tests/unit/gateway",),
-    "ironic_sync": ("tests/unit/ironic", "tests/integration/ironic"),
+    "ironic_sync": ("tests/unit/ironic_sync", "tests/integration/ironic_sync"),
     "placement_worker": (
-        "tests/unit/placement", "tests/unit/replica", "tests/unit/placement_rest", "tests/integration/placement_rest",
+        "tests/unit/placement_worker", "tests/unit/replica", "tests/unit/placement_rest", "tests/integration/placement_rest",
         "tests/integration/replica", "tests/contract",
     ),
-    "scheduler_worker": ("tests/unit/scheduler", "tests/unit/nova", "tests/contract"),
+    "scheduler_worker": ("tests/unit/scheduler_worker", "tests/unit/nova_scheduler", "tests/contract"),
 }  # fmt: skip
 # Beside these, with servers.
 WITH_SERVERS = {
-    "bus": ("tests/integration/bus",), "cell_conductor": ("tests/integration/conductor",),
-    "gateway": ("tests/integration/gateway",), "placement_worker": ("tests/integration/placement",),
-    "scheduler_worker": ("tests/integration/scheduler", "tests/integration/nova"),
+    "bus": ("tests/integration/bus",), "cell_conductor": ("tests/integration/cell_conductor",),
+    "gateway": ("tests/integration/gateway",), "placement_worker": ("tests/integration/placement_worker",),
+    "scheduler_worker": ("tests/integration/scheduler_worker", "tests/integration/nova_scheduler"),
 }  # fmt: skip
 # What tries and measures berth is no product.
 OF_NO_PRODUCT = ("berth/load", "berth/reference", "berth/trial", "*/migrations", "bus/persistence/alembic")
@@ -47,14 +47,14 @@ OF_NO_PRODUCT = ("berth/load", "berth/reference", "berth/trial", "*/migrations",
 # Of these a mutant counts so where no test without servers runs its function.
 ONLY_WITH_SERVERS = (
     "*/app.py", "*/store/postgres*.py", "*/store/tables.py", "*/__main__.py", "berth/audit/*", "berth/backup/*",
-    "berth/commands/*", "berth/schemas.py", "berth/site.py", "berth/web/server.py", "bus/persistence/address.py",
+    "berth/commands/*", "berth/config/schemas.py", "berth/config/site.py", "berth/web/server.py", "bus/persistence/address.py",
     "bus/persistence/database.py", "bus/persistence/database_faults.py", "bus/persistence/guarded_statement.py",
     "bus/persistence/migrations.py", "bus/persistence/revision.py", "bus/persistence/rights.py",
     "bus/persistence/tables.py", "bus/rabbitmq/*", "placement_worker/operations/*", "placement_worker/rest/*",
     "placement_worker/store/feed.py", "placement_worker/store/trees.py",
-    "scheduler_worker/drains.py", "scheduler_worker/nova/entrance.py", "scheduler_worker/nova/relay.py",
-    "scheduler_worker/nova/rpc_server.py",
-    "scheduler_worker/objects.py", "scheduler_worker/store/objects.py",
+    "scheduler_worker/drain/drain_controller.py", "nova_scheduler/rpc/intake.py", "nova_scheduler/stock/forwarder.py",
+    "nova_scheduler/rpc/server.py",
+    "scheduler_worker/objects/object_registry.py", "scheduler_worker/store/object_rows.py",
 )  # fmt: skip
 
 

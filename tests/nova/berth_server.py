@@ -16,22 +16,22 @@ import host_names
 import msgspec
 from forks import serve
 
+import nova_scheduler.app
 import placement_worker.app
-import scheduler_worker.nova.app
-from berth.rest_address import with_rest_at
-from berth.settings import Settings
-from berth.site import Brokers, Site, process_name
+from berth.config.rest_address import with_rest_at
+from berth.config.settings import Settings
+from berth.config.site import Brokers, Site, process_name
 from bus.clock import SystemClock
 from bus.service.environment import Environment
 from bus.service.main import run_process
 from bus.service.service import WorkerRuntime
-from placement_worker.book import PlacementService
+from nova_scheduler.decide.select_destinations import Destinations
+from nova_scheduler.wire.envelope import Call
+from placement_worker.service import PlacementService
 from placement_worker.store.memory_rows import MemoryPlacementRows
 from placement_worker.store.memory_table import MemoryPlacementTable
 from scheduler_worker import plugins
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.nova.envelope import Call
-from scheduler_worker.nova.select import Destinations
 
 POLL_S = 0.02
 ROLE = "nova"
@@ -59,7 +59,7 @@ def run(given: dict[str, Any]) -> None:
     """
     if given.get("holds"):
         Holding.file = Path(given["holds"])
-        scheduler_worker.nova.app.Destinations = Holding
+        nova_scheduler.app.Destinations = Holding
     settings = msgspec.convert(given["settings"], Settings)
     if given["api"]:
         settings = with_rest_at(settings, given["api"])
@@ -120,7 +120,7 @@ async def _front(here: Site, file: Path, told: str, stop: asyncio.Event) -> None
     host_names.WEIGHTS = given["weights"]
     its = msgspec.convert(given["settings"], Settings)
     env = here.environment(process_name("front"), takes_cells=False)
-    service = scheduler_worker.nova.app.build(env, its.nova, its.scheduler)
+    service = nova_scheduler.app.build(env, its.nova, its.scheduler)
     ends = asyncio.Event()
     running = asyncio.create_task(service.run(ends))
     served = False

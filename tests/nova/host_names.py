@@ -6,8 +6,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_worker.domain.hosts import Floats
-from scheduler_worker.domain.view import HostsView, RequestSpec
+from scheduler_worker.hosts.host_table import Floats
+from scheduler_worker.selection.host_view import HostsView
+from scheduler_worker.selection.request_spec import RequestSpec
 
 WEIGHTS: dict[str, float] = {}  # of hosts by name; set before a front is made
 

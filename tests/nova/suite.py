@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from berth.trial.embedded.rabbitmq import RabbitMQ
+from berth.up.embedded.rabbitmq import RabbitMQ
 
 HERE = Path(__file__).parent
 STOP_S = 60.0

@@ -17,16 +17,11 @@ from typing import Any
 
 import pytest
 
+from nova_scheduler.decide.notifications import payload_of
+from nova_scheduler.request.request_spec import NotDecided, parse_request_spec
+from nova_scheduler.request.resource_request import PrefilterSettings, querystring, resource_request, translated
 from scheduler_worker.config import Aggregate
-from scheduler_worker.domain.view import Unsatisfiable
-from scheduler_worker.nova.notifications import payload_of
-from scheduler_worker.nova.request_spec import NotDecided, parse_request_spec
-from scheduler_worker.nova.resource_request import (
-    PrefilterSettings,
-    querystring,
-    resource_request,
-    translated,
-)
+from scheduler_worker.selection.request_spec import Unsatisfiable
 from tests.kit.nova_peer import PYTHON, needs_nova
 
 ROOT = Path(__file__).parents[2]

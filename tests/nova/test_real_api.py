@@ -19,18 +19,19 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from berth.commands.import_nova import config_of, tree_of
-from berth.commands.objects import read_file
-from berth.nova.cloud import read_cloud
-from berth.nova.to_objects import imported
+from berth.cli.objects.nova_import import config_of, tree_of
+from berth.cli.objects.objects import read_file
+from berth.nova_objects.cloud import read_cloud
+from berth.nova_objects.to_objects import imported
 from bus.clock import SystemClock
 from bus.contracts.objects import ObjectChange, ObjectsChange
-from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.domain.objects import ChangePlan, plan
-from scheduler_worker.nova.cells import ConfiguredCells
-from scheduler_worker.nova.facts import NovaState
-from scheduler_worker.nova.facts_keeper import NovaStatePoller
-from scheduler_worker.nova.nova_rest import NovaRest
+from nova_scheduler.cloud.cells import ConfiguredCells
+from nova_scheduler.cloud.poller import NovaStatePoller
+from nova_scheduler.cloud.rest import NovaRest
+from nova_scheduler.cloud.state import NovaState
+from scheduler_worker.hosts.host_table import HostTable
+from scheduler_worker.objects.change_plan import plan
+from scheduler_worker.records.object_records import ChangePlan
 from tests.kit.keystone import keystone_stand_in
 from tests.kit.waiting import wait_until
 

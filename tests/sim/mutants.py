@@ -19,17 +19,19 @@ from bus.contracts.placement import Claim, ClaimOutcome, Release
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows
 from bus.persistence.outbox import Sweep, by_bus
 from bus.persistence.relay import Relay
-from cell_conductor.domain import rules, steps, table
-from cell_conductor.domain.instance import State
+from cell_conductor import placement_question, table, transition
 from cell_conductor.engine import Engine
-from cell_conductor.placement_requests import PlacementRequests
-from compute_sim.domain.attempts import AttemptPhase, HostAttempt, SpawnAction
-from compute_sim.drivers.hypervisor import SimulatedDriver
+from cell_conductor.placement_client import PlacementRequests
+from cell_conductor.rules import build_rules as rules
+from cell_conductor.state import step as steps
+from cell_conductor.state.instance import State
+from compute_agent.records.attempt import AttemptPhase, HostAttempt, SpawnAction
+from compute_sim.driver import SimulatedDriver
 from placement_worker.domain import claims
 from placement_worker.domain.report_group import ReportGroup
-from placement_worker.replica.book import Replica
 from placement_worker.replica.follower import Follower
-from scheduler_worker.domain import recorded_moves
+from placement_worker.replica.replica import Replica
+from scheduler_worker.records import action_record as recorded_moves
 from tests.sim.mutants_of_cases import refused_while_another_bus_is_away, release_under_the_reverts_number
 from tests.sim.mutants_of_disks import MUTANTS_OF_DISKS, UNPROVEN_OF_DISKS
 from tests.sim.mutants_of_hosts import MUTANTS_OF_HOSTS
@@ -114,7 +116,7 @@ def fence_ignored_by_compute() -> AbstractContextManager[Any]:
             return SpawnAction.UNDERWAY, entry
         return SpawnAction.START, HostAttempt(attempt, AttemptPhase.BUILDING)
 
-    return patch("compute_sim.agent.on_spawn", on_spawn)
+    return patch("compute_agent.attempts.agent.on_spawn", on_spawn)
 
 
 def stale_inventory_applied() -> AbstractContextManager[Any]:
@@ -124,7 +126,7 @@ def stale_inventory_applied() -> AbstractContextManager[Any]:
 
 def alternates_claimed_twice() -> AbstractContextManager[Any]:
     """The claim of an alternate is not the same when it is repeated: each asking takes another attempt."""
-    requested = table.awaited_request_of
+    requested = placement_question.awaited_request_of
 
     def wanted(instance: Any) -> Any:
         message = requested(instance)
@@ -238,7 +240,7 @@ def late_success_accepted() -> AbstractContextManager[Any]:
 
 def old_attempt_not_destroyed() -> AbstractContextManager[Any]:
     """The machine of a failed or late attempt stays on its host."""
-    stepped = table.step
+    stepped = transition.step
 
     def step(instance: Any, event: Any, context: Any) -> Any:
         done = stepped(instance, event, context)
@@ -291,7 +293,7 @@ def delete_releases_any_attempt() -> AbstractContextManager[Any]:
 
 def no_answer_is_no() -> AbstractContextManager[Any]:
     """A conductor takes placement's silence for a refusal."""
-    from cell_conductor.domain.events import ClaimRefused  # noqa: PLC0415  (only this one needs it)
+    from cell_conductor.state.events import ClaimRefused  # noqa: PLC0415  (only this one needs it)
 
     original = PlacementRequests._claim_event
 
@@ -369,7 +371,7 @@ UNPROVEN: dict[str, Mutant] = {
     for mutant in (
         late_success_accepted,
         refused_while_another_bus_is_away,  # of the kind buses-apart
-        release_under_the_reverts_number,  # found by tests/unit/conductor/test_move_requests.py
+        release_under_the_reverts_number,  # found by tests/unit/cell_conductor/test_move_requests.py
         *UNPROVEN_OF_DISKS,
         *UNPROVEN_OF_MESSAGES,
         *UNPROVEN_OF_PEERS,

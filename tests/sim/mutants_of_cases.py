@@ -12,21 +12,24 @@ from msgspec.structs import replace
 from bus.contracts.operations import CellFence
 from bus.persistence.outbox import by_bus
 from bus.persistence.relay import Relay
-from bus.port import BusUnavailable
-from cell_conductor import guard
-from cell_conductor.domain import delete_rules, events, fence_rules, move_steps, rules, table
-from cell_conductor.domain.breaker import BreakerAssessment
-from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import State
-from cell_conductor.domain.steps import Step
-from cell_conductor.domain.table import Rule
-from cell_conductor.fences import FenceController
-from cell_conductor.store.safety import FenceStore
-from compute_sim import agent
-from compute_sim.drivers.ironic.machine_change import NodeChange
+from bus.transport import BusUnavailable
+from cell_conductor import table
+from cell_conductor.hosts.fence_controller import FenceController
+from cell_conductor.reports import report_guard as guard
+from cell_conductor.rules import build_rules as rules
+from cell_conductor.rules import delete_rules, fence_rules, move_steps
+from cell_conductor.state import events
+from cell_conductor.state.breaker import BreakerAssessment
+from cell_conductor.state.fence import Fence
+from cell_conductor.state.instance import State
+from cell_conductor.state.step import Step
+from cell_conductor.store.fence_rows import FenceStore
+from cell_conductor.table import Rule
+from compute_agent.attempts import agent
+from compute_agent.drivers.ironic.machine_change import NodeChange
 from ironic_sync.domain import position
-from scheduler_worker.domain import fences
-from scheduler_worker.moves import ActionEngine
+from scheduler_worker.action.action_engine import ActionEngine
+from scheduler_worker.objects import fence_rules as fences
 
 # --- fences and evacuations
 

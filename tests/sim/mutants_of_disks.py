@@ -13,7 +13,7 @@ from cell_conductor import engine
 from cell_conductor.store.memory import MemoryInstanceRows, MemoryInstances
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildRows
-from scheduler_worker.unanswered import SilentRequests
+from scheduler_worker.upkeep.silent_requests import SilentRequests
 
 
 async def _at_once(self: Any) -> None:

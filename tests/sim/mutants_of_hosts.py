@@ -11,18 +11,18 @@ import numpy as np
 from msgspec.structs import replace
 
 import cell_conductor.app
-import cell_conductor.handlers
+import cell_conductor.request_handlers
 import placement_worker.store.memory_rows as book_store
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Refuse
-from cell_conductor.domain.report import rescan_id
-from compute_sim.drivers.hypervisor import SimulatedDriver
-from compute_sim.drivers.ironic.driver import IronicDriver
-from compute_sim.host_changes import PendingHostReports
+from cell_conductor.state.ownership_proof import rescan_id
+from compute_agent.drivers.ironic.driver import IronicDriver
+from compute_agent.hosts.pending_reports import PendingHostReports
+from compute_sim.driver import SimulatedDriver
 from ironic_sync.domain import position
 from ironic_sync.domain import rules as ironic_rules
 from placement_worker.domain.allocation_migration import _Migration
-from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.hosts.host_table import HostTable
 
 
 def flip_ignored() -> AbstractContextManager[Any]:
@@ -203,13 +203,13 @@ def patience_by_two_clocks() -> AbstractContextManager[Any]:
 
 def report_by_our_clock() -> AbstractContextManager[Any]:
     """A host's report is as old as it looks by the conductor's clock: when it came."""
-    real = cell_conductor.handlers.differences
+    real = cell_conductor.request_handlers.differences
 
     def differences(report: Any, recorded: Any, *, now: float, **fields: Any) -> Any:
         rescans = tuple(rescan_id(one) for one in recorded if now > one.since)
         return real(replace(report, rescans=rescans), recorded, now=now, **fields)
 
-    return patch.object(cell_conductor.handlers, "differences", differences)
+    return patch.object(cell_conductor.request_handlers, "differences", differences)
 
 
 MUTANTS_OF_HOSTS = (

@@ -11,28 +11,38 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.cell_links import CellLinks
-from bus.contracts.book import ConsumerRecord
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.objects import CellBus
 from bus.contracts.placement import ClaimAll, ClaimAllResult, ReleaseByOwner
+from bus.contracts.placement_queries import ConsumerRecord
 from bus.persistence.outbox import OutboxMessage
-from cell_conductor.domain import departure_rules, move_rules
-from cell_conductor.domain.events import ChangeEnded
-from cell_conductor.domain.instance import State
-from cell_conductor.domain.steps import Step
-from cell_conductor.domain.table import TABLE, Rule
+from cell_conductor.rules import cell_transfer_rules as departure_rules
+from cell_conductor.rules import move_rules
+from cell_conductor.state.events import ChangeEnded
+from cell_conductor.state.instance import State
+from cell_conductor.state.step import Step
+from cell_conductor.table import TABLE, Rule
 from placement_worker.domain import claims
 from placement_worker.handlers import CellFollower
-from scheduler_worker import engine as scheduler_engine
-from scheduler_worker import keepers as scheduler_cells
-from scheduler_worker import placing
-from scheduler_worker.domain import decisions, gangs, recorded_moves
-from scheduler_worker.domain.builds import FIRST_ATTEMPT, Actor, BuildUpdate, ProjectsBuild, RecordedBuild, effects
-from scheduler_worker.domain.decisions import NO_HOST
-from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, plan_deletes
-from scheduler_worker.domain.placement import ClaimUnlocatable, PlacementRefused, PlacementState
-from scheduler_worker.domain.selector import NoValidHost
-from scheduler_worker.placing import Placer
+from scheduler_worker.build import build_engine as scheduler_engine
+from scheduler_worker.build import decision as decisions
+from scheduler_worker.build import gang as gangs
+from scheduler_worker.build import placer as placing
+from scheduler_worker.build.decision import NO_HOST
+from scheduler_worker.build.delete_rules import DeletePlan, PendingDelete, plan_deletes
+from scheduler_worker.build.placement_state import ClaimUnlocatable, PlacementRefused, PlacementState
+from scheduler_worker.build.placer import Placer
+from scheduler_worker.cell_events import cell_event_batch
+from scheduler_worker.fleet import aggregate_sync as scheduler_cells
+from scheduler_worker.records.build_record import (
+    FIRST_ATTEMPT,
+    Actor,
+    BuildUpdate,
+    ProjectsBuild,
+    RecordedBuild,
+    effects,
+)
+from scheduler_worker.selection.explain import NoValidHost
 
 
 def placement_stays_with_its_settings() -> AbstractContextManager[Any]:
@@ -240,13 +250,13 @@ def former_cell_keeps_it() -> AbstractContextManager[Any]:
 
 def map_names_the_former_cell() -> AbstractContextManager[Any]:
     """The map of instances to cells is not changed when one leaves."""
-    original = recorded_moves.transferred
+    original = cell_event_batch.transferred
 
     def transferred(move: Any, build: Any, *more: Any) -> Any:
         after, there, commands = original(move, build, *more)
         return after, replace(there, cell=build.cell), commands
 
-    return patch.object(recorded_moves, "transferred", transferred)
+    return patch.object(cell_event_batch, "transferred", transferred)
 
 
 def leaves_with_its_machine() -> AbstractContextManager[Any]:

@@ -19,17 +19,18 @@ from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.relay import Relay
-from bus.port import BusUnavailable
 from bus.publishing import Waiter
+from bus.transport import BusUnavailable
 from cell_conductor import engine
-from cell_conductor.domain.report import NewestReports
 from cell_conductor.engine import Engine
-from compute_sim.agent import Agent
+from cell_conductor.reports.listings import NewestReports
+from compute_agent.attempts.agent import Agent
 from placement_worker.domain import claims
-from scheduler_worker import placing
-from scheduler_worker.domain import admission, builds, decision_round, placement
-from scheduler_worker.domain.builds import RecordedBuild, releases_of
-from scheduler_worker.fleet import HostsListener
+from scheduler_worker.build import admission, claim_answer, recovered_claim
+from scheduler_worker.build import placer as placing
+from scheduler_worker.fleet.host_listener import HostsListener
+from scheduler_worker.records import build_record as builds
+from scheduler_worker.records.build_record import RecordedBuild, releases_of
 
 
 def retry_not_confirmed() -> AbstractContextManager[Any]:
@@ -136,14 +137,14 @@ def whatever_is_held_is_what_was_claimed() -> AbstractContextManager[Any]:
     def taken(state: Any, answer: Any, selector: Any, *, now: float) -> Any:
         if isinstance(answer, ClaimResult) and answer.outcome is ClaimOutcome.CLAIMED and answer.option is None:
             answer = replace(answer, option=0)
-        return decision_round.step(state, answer, selector, now=now)
+        return claim_answer.step(state, answer, selector, now=now)
 
     return patch.object(placing, "step", taken)
 
 
 def alternate_that_left() -> AbstractContextManager[Any]:
     """Alternates are named as they were chosen: it is not checked whether they left while the claim was under way."""
-    return patch.object(placement, "_is_still_in", lambda cell, alternate, selector: True)
+    return patch.object(recovered_claim, "_is_still_in", lambda cell, alternate, selector: True)
 
 
 def overtaken_report_accepted() -> AbstractContextManager[Any]:

@@ -9,22 +9,28 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
-import compute_sim.drivers.hypervisor
+import compute_sim.driver
+from bus.contracts.actions import ChangeKind
 from bus.contracts.base import DatabaseMark
 from bus.contracts.cell import Spawn
-from bus.contracts.moves import ChangeKind
 from bus.contracts.placement import Claim, Release
 from bus.persistence.unit_of_work import Committed
-from cell_conductor import engine, placement_requests
-from cell_conductor.domain import delete_rules, move_events, move_rules, move_steps, rules, steps, table, way_back
-from cell_conductor.domain import events as e
-from cell_conductor.domain.desires import DESIRED_STATES, MachineTarget
-from cell_conductor.domain.instance import Power, State
-from cell_conductor.domain.steps import Step
-from cell_conductor.domain.table import Rule
+from cell_conductor import engine, placement_question, table
+from cell_conductor import placement_client as placement_requests
+from cell_conductor.rules import action_events as move_events
+from cell_conductor.rules import build_rules as rules
+from cell_conductor.rules import delete_rules, move_rules, move_steps, resize_rules
+from cell_conductor.rules import rollback_rules as way_back
+from cell_conductor.state import evacuation_proof
+from cell_conductor.state import events as e
+from cell_conductor.state import step as steps
+from cell_conductor.state.desired_state import DESIRED_STATES, MachineTarget
+from cell_conductor.state.instance import Power, State
+from cell_conductor.state.step import Step
 from cell_conductor.store.memory import MemoryInstanceRows
 from cell_conductor.store.port import InstanceWrites
-from compute_sim.records import Records
+from cell_conductor.table import Rule
+from compute_agent.records.records import Records
 from placement_worker.domain import claims
 
 Mutant = Callable[[], AbstractContextManager[Any]]
@@ -54,7 +60,7 @@ def _shared(name: str, apply: Callable[..., Any]) -> AbstractContextManager[Any]
 
 def _requested(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]:
     """Another question to placement."""
-    wanted, stack = table.awaited_request_of, ExitStack()
+    wanted, stack = placement_question.awaited_request_of, ExitStack()
     for module in (table, placement_requests, engine):
         stack.enter_context(
             patch.object(module, "awaited_request_of", lambda instance: change(instance, wanted(instance)))
@@ -81,13 +87,13 @@ def source_never_commanded_to_stop() -> AbstractContextManager[Any]:
 
 def hand_over_leaves_it_running() -> AbstractContextManager[Any]:
     """A driver reports that a machine was handed over, and lets it run."""
-    changed = compute_sim.drivers.hypervisor._changed
+    changed = compute_sim.driver._changed
 
     def unchanged(machine: Any, change: Any) -> Any:
         hands_over = change.kind in (ChangeKind.HAND_OVER, ChangeKind.HAND_OVER_LIVE)
         return machine if hands_over else changed(machine, change)
 
-    return patch.object(compute_sim.drivers.hypervisor, "_changed", unchanged)
+    return patch.object(compute_sim.driver, "_changed", unchanged)
 
 
 def silent_destination_left_behind() -> AbstractContextManager[Any]:
@@ -120,7 +126,7 @@ def reverted_without_its_source() -> AbstractContextManager[Any]:
     """A revert gives the destination up before its source was seen."""
 
     def end_resized(instance: Any, event: Any, context: Any) -> Step:
-        stepped = move_rules.end_resized(instance, event, context)
+        stepped = resize_rules.end_resized(instance, event, context)
         move = stepped.instance.action
         if not way_back.is_waiting(stepped.instance):
             return stepped
@@ -237,7 +243,7 @@ def end_announced_twice() -> AbstractContextManager[Any]:
     def again(instance: Any, *rest: Any) -> Step:
         return answer(replace(instance, action=replace(instance.action, answered=False)), *rest)
 
-    return patch("cell_conductor.domain.move_events.answer", again)
+    return patch("cell_conductor.rules.action_events.answer", again)
 
 
 def end_of_an_undone_move_not_announced() -> AbstractContextManager[Any]:
@@ -313,13 +319,15 @@ def undone_in_place_keeps_the_new_size() -> AbstractContextManager[Any]:
 
 def evacuated_while_its_service_is_up() -> AbstractContextManager[Any]:
     """An instance is built elsewhere though the service of its host is up."""
-    why = move_steps.evacuation_blocker
+    why = evacuation_proof.evacuation_blocker
 
     def unproved(instance: Any, context: Any, *, fenced: bool, force: bool) -> Any:
         found = why(instance, context, fenced=fenced, force=force)
         return None if found is not None and found.code == "evacuate.service_up" else found
 
-    return _Both(_shared("evacuation_blocker", unproved), patch.object(move_steps, "evacuation_blocker", unproved))
+    return _Both(
+        _shared("evacuation_blocker", unproved), patch.object(evacuation_proof, "evacuation_blocker", unproved)
+    )
 
 
 def late_answers_accepted() -> AbstractContextManager[Any]:

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 from bus.contracts.placement import Claim, ClaimOutcome, LocatePage
 from bus.persistence.memory_database import MemoryDatabaseTransaction
-from cell_conductor.domain import table
+from cell_conductor import placement_question
 from placement_worker.domain import claims
 from placement_worker.store.memory_table import MemoryPlacementTable
-from scheduler_worker import placing
-from scheduler_worker.domain import decision_round
-from scheduler_worker.domain.placement import PlacementRefused
+from scheduler_worker.build import decision_round
+from scheduler_worker.build import placer as placing
+from scheduler_worker.build.placement_state import PlacementRefused
 
 
 def group_rule_left_to_filters() -> AbstractContextManager[Any]:
@@ -42,7 +42,7 @@ def group_not_locked() -> AbstractContextManager[Any]:
 
 def alternates_without_their_group() -> AbstractContextManager[Any]:
     """A conductor's claims of alternates do not name the server group."""
-    requested = table.awaited_request_of
+    requested = placement_question.awaited_request_of
 
     def wanted(instance: Any) -> Any:
         message = requested(instance)
@@ -53,7 +53,7 @@ def alternates_without_their_group() -> AbstractContextManager[Any]:
 
 def alternates_without_limits() -> AbstractContextManager[Any]:
     """A conductor's claims of alternates do not name their project's limits."""
-    requested = table.awaited_request_of
+    requested = placement_question.awaited_request_of
 
     def wanted(instance: Any) -> Any:
         message = requested(instance)

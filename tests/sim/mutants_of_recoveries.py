@@ -13,16 +13,17 @@ from bus.contracts.base import DatabaseMark
 from bus.contracts.listing import ListedMachine
 from bus.contracts.operations import CellFence
 from bus.contracts.placement import Restate
-from cell_conductor import recovery
-from cell_conductor.domain import reconcile, table
-from cell_conductor.domain.events import Event
-from cell_conductor.domain.instance import Instance
-from cell_conductor.domain.marks import Stated
-from cell_conductor.domain.reconcile import InstanceFacts
-from cell_conductor.domain.recovery_facts import KnownInstance, Reconciled
-from cell_conductor.domain.steps import Step, StepContext
-from cell_conductor.known_reader import OwnInstances
-from cell_conductor.recovery import CellRecovery, MachineListing
+from cell_conductor import transition
+from cell_conductor.recovery import cell_recovery as recovery
+from cell_conductor.recovery.cell_recovery import CellRecovery, MachineListing
+from cell_conductor.recovery.known_reader import OwnInstances
+from cell_conductor.rules import reconcile
+from cell_conductor.rules.reconcile import InstanceFacts
+from cell_conductor.rules.recovery_facts import KnownInstance, Reconciled
+from cell_conductor.state.database_marks import Stated
+from cell_conductor.state.events import Event
+from cell_conductor.state.instance import Instance
+from cell_conductor.state.step import Step, StepContext
 
 Mutant = Callable[[], AbstractContextManager[Any]]
 
@@ -65,12 +66,12 @@ def incarnation_not_raised() -> AbstractContextManager[Any]:
 
 def blocked_taken() -> AbstractContextManager[Any]:
     """Requests, reports and deadlines are judged by a record of which it is not known what is true."""
-    stepped = table._stepped
+    stepped = transition._stepped
 
     def step(instance: Instance, event: Event, context: StepContext) -> Step:
         return stepped(replace(instance, blocked_reason=""), event, context)
 
-    return patch.object(table, "_stepped", step)
+    return patch.object(transition, "_stepped", step)
 
 
 def blocked_for_good() -> AbstractContextManager[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from compute_sim.domain.faults import Faults
+from compute_sim.faults import Faults
 from lab.simulation.draw import plan_of
 from lab.simulation.plan import Action, Cell, FaultEvent, Order, Plan, Rates
 from lab.simulation.run import Result, run

@@ -21,9 +21,9 @@ from unittest.mock import patch
 
 import typer
 
-from cell_conductor.domain import table
-from cell_conductor.domain.instance import Instance
-from cell_conductor.domain.steps import Step, StepContext
+from cell_conductor import transition
+from cell_conductor.state.instance import Instance
+from cell_conductor.state.step import Step, StepContext
 from lab.simulation.__main__ import redirect_logs
 from lab.simulation.run import simulate
 from lab.simulation.widening import WIDENED, Widening
@@ -53,7 +53,7 @@ def record(
     """Run these seeds, and keep their steps."""
     redirect_logs()
     alike: Counter[tuple[str, ...]] = Counter()
-    stepped_by = table.step
+    stepped_by = transition.step
     with gzip.open(path, "ab") as file:
 
         def step(instance: Instance, event: Any, context: StepContext) -> Step:
@@ -65,7 +65,7 @@ def record(
                 pickle.dump((instance, event, context, digest_of(stepped)), file)
             return stepped
 
-        with patch("cell_conductor.engine.step", step), patch("cell_conductor.domain.table.step", step):
+        with patch("cell_conductor.engine.step", step), patch("cell_conductor.transition.step", step):
             for seed in range(first_seed, first_seed + seeds):
                 simulate(seed, frozenset(only or WIDENED))
     typer.echo(
@@ -90,8 +90,8 @@ def compare(path: Path, shown: int = 3) -> None:
     for instance, event, context, (before_record, before_messages) in recorded(path):
         count += 1
         try:
-            stepped = table.step(instance, event, context)
-        except table.IllegalStep as fault:
+            stepped = transition.step(instance, event, context)
+        except transition.IllegalStep as fault:
             found[str(instance.state), type(event).__name__, f"raises {fault}"[:100]] += 1
             continue
         after_record, after_messages = digest_of(stepped)

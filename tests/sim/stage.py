@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.cell import ComputeOutcome, ComputeResult, InstanceSpec, Selection
-from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import REUSED_ATTEMPT, UnknownMachine, UnknownMachineKind
-from cell_conductor.store.safety import UnknownMachineRecord
+from cell_conductor.state.instance import Instance, State
+from cell_conductor.state.unknown_machine import REUSED_ATTEMPT, UnknownMachine, UnknownMachineKind
+from cell_conductor.store.keyed_tables import UnknownMachineRecord
 from compute_sim.fleet import SimulatedMachine
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog

@@ -15,8 +15,8 @@ import pytest
 from msgspec import Struct
 
 from bus.clock import new_uuid
-from bus.port import Outgoing
-from bus.wire import BATCH
+from bus.codec import BATCH
+from bus.transport import Outgoing
 from lab.simulation.draw import plan_of
 from lab.simulation.message_watch import MessageWatch
 from lab.simulation.plan import Action, Cell, Order, Plan

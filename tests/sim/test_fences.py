@@ -11,10 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock, new_uuid
+from bus.contracts.actions import ActionKind, ActionState
 from bus.contracts.build import BuildEvent, BuildRecord, BuildState
 from bus.contracts.drains import DrainRecord, DrainState, DrainTarget
-from bus.contracts.moves import ActionKind, ActionState
-from cell_conductor.domain.leases import Lease, LeaseTable
+from cell_conductor.hosts.lease_table import LeaseTable
+from cell_conductor.state.lease import Lease
 from lab.simulation import rest
 from lab.simulation.draw import plan_of
 from lab.simulation.gang_watch import GangWatch
@@ -27,7 +28,7 @@ from lab.simulation.wiring import BUILD_TIMEOUT_S
 from placement_worker.domain.report_group import ReportGroup
 from placement_worker.domain.values import ConsumerState
 from placement_worker.store.memory_table import ConsumerRow, MemoryPlacementTable
-from scheduler_worker.domain.recorded_moves import RecordedAction
+from scheduler_worker.records.action_record import RecordedAction
 from tests.kit.cases import nightly
 from tests.kit.virtual_time import on_virtual_time
 from tests.sim.mutants_of_kinds import CELLS_FOUND_BY

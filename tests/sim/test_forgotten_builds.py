@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.moves import ActionKind
-from compute_sim.domain.faults import Faults
+from bus.contracts.actions import ActionKind
+from compute_sim.faults import Faults
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
 from lab.simulation.moves import FENCE

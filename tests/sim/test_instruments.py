@@ -18,19 +18,19 @@ from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
 from bus.clock import SystemClock
+from bus.contracts.actions import ChangeKind
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import InstanceSpec
-from bus.contracts.moves import ChangeKind
 from bus.contracts.stages import STAGES, durations
-from cell_conductor.domain import build_repeat_rules
-from cell_conductor.domain.events import BuildRequested, DeleteRequested
-from cell_conductor.domain.instance import Instance
-from cell_conductor.domain.steps import Step, StepContext
-from compute_sim.domain.faults import Faults
-from compute_sim.driver import ChangeFault, ChangeOrder
+from cell_conductor.rules import build_repeat_rules
+from cell_conductor.state.events import BuildRequested, DeleteRequested
+from cell_conductor.state.instance import Instance
+from cell_conductor.state.step import Step, StepContext
+from compute_agent.driver import ChangeFault, ChangeOrder
+from compute_agent.records.records import Records
+from compute_sim.config import SimulatedConfig
+from compute_sim.faults import Faults
 from compute_sim.fleet import Fleet, SimulatedMachine
-from compute_sim.records import Records
-from compute_sim.simulated_config import SimulatedConfig
 from lab.simulation.__main__ import read_plan, written
 from lab.simulation.draw import plan_of
 from lab.simulation.loop import EPOCH

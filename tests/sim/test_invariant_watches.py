@@ -10,21 +10,21 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import CLOCKS_APART_S
+from bus.codec import pack, single
+from bus.contracts.actions import ActionKind
 from bus.contracts.base import MAX_AMOUNT, Message, Meta
 from bus.contracts.build import HostRecord, HostsPage
 from bus.contracts.cell import CellBuild
-from bus.contracts.moves import ActionKind
 from bus.contracts.operations import AdminState, AdminStateSet, FenceState, HostAdminState, SetAdminState
 from bus.contracts.placement import Claim, ClaimOption, Inventory
 from bus.contracts.queues import BY_QUEUE
-from bus.wire import pack, single
-from cell_conductor.app import FENCE_PROVES_S, purge_forever
-from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import ActionInProgress, Instance, State
-from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.periodic import FENCE_PROVES_S, purge_forever
+from cell_conductor.state.fence import Fence
+from cell_conductor.state.instance import ActionInProgress, Instance, State
+from cell_conductor.state.lease import Lease, LeaseState
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from compute_sim.drivers.ironic.node import OwnerTag
-from compute_sim.drivers.ironic.request import take_patch
+from compute_agent.drivers.ironic.node import OwnerTag
+from compute_agent.drivers.ironic.request import take_patch
 from compute_sim.fleet import Fleet, SimulatedMachine
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
-from bus.turns import yield_to_loop
+from bus.yielding import yield_to_loop
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
 from lab.simulation.loop import PROCESS, Deadlock, EndlessTurn, Livelock, Process, VirtualLoop, run

@@ -7,11 +7,11 @@ from contextlib import nullcontext
 import pytest
 from msgspec.structs import replace
 
+from bus.contracts.actions import ActionKind, ActionState
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild, InstanceSpec, Selection
-from bus.contracts.moves import ActionKind, ActionState
 from bus.contracts.placement import GroupPolicy, Inventory, ServerGroup
-from cell_conductor.domain.instance import ActionInProgress, EndedAction, Instance, Power, State
+from cell_conductor.state.instance import ActionInProgress, EndedAction, Instance, Power, State
 from compute_sim.fleet import Fleet, SimulatedMachine
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
@@ -24,7 +24,7 @@ from lab.simulation.shrink import _without_metal
 from lab.simulation.watch import Breach
 from lab.simulation.widening import Widening
 from lab.simulation.world import World
-from placement_worker.domain.moves import MIGRATION_TYPE
+from placement_worker.domain.migration import MIGRATION_TYPE
 from placement_worker.domain.values import ConsumerState, Provider, stored_inventory
 from placement_worker.store.memory_table import ConsumerRow, MemoryPlacementTable
 from tests.sim.stage import INSTANCE, SPEC, breach, chosen, instance, provider

@@ -17,21 +17,23 @@ import pytest
 from msgspec.structs import replace
 
 from bus.consuming import consumer, in_flight
-from cell_conductor.domain import departure_rules, move_events
-from cell_conductor.domain.instance import State
-from cell_conductor.domain.rules import Step
+from cell_conductor.rules import action_events as move_events
+from cell_conductor.rules import cell_transfer_rules as departure_rules
+from cell_conductor.rules.build_rules import Step
+from cell_conductor.state.instance import State
 from lab.simulation import drain_watch
 from lab.simulation.draw import plan_of
 from lab.simulation.moves import DRAIN
 from lab.simulation.plan import Action, Cell, Order, Plan
 from lab.simulation.run import run, simulate
 from lab.simulation.widening import Widening
-from scheduler_worker import drains
-from scheduler_worker.domain.drains import BegunMoves, NextMoves
-from scheduler_worker.emptying import HostEmptier
+from scheduler_worker.drain import drain_controller as drains
+from scheduler_worker.drain.drain_steps import NextMoves
+from scheduler_worker.drain.host_emptier import HostEmptier
+from scheduler_worker.records.drain_record import BegunMoves
 from scheduler_worker.store.memory_units import MemoryUnit
-from scheduler_worker.unanswered import SilentRequests
-from tests.contract.conductor import test_instances as cell_stores
+from scheduler_worker.upkeep.silent_requests import SilentRequests
+from tests.contract.cell_conductor import test_instances as cell_stores
 from tests.sim import mutants_of_cases as defects
 from tests.sim import mutants_of_recoveries as recoveries
 from tests.sim.mutants import Mutant
@@ -47,10 +49,10 @@ from tests.sim.test_forgotten_builds import (
     service_away,
 )
 from tests.sim.test_other_tenants import hosts_come_back, machines_are_lost_at_once, nodes_come_again
-from tests.unit.compute import test_outdated_orders as outdated_orders
-from tests.unit.conductor import test_moves as moves
-from tests.unit.conductor import test_reconcile as reconciled
-from tests.unit.conductor import test_recovery as recovering
+from tests.unit.cell_conductor import test_moves as moves
+from tests.unit.cell_conductor import test_reconcile as reconciled
+from tests.unit.cell_conductor import test_recovery as recovering
+from tests.unit.compute_agent import test_outdated_orders as outdated_orders
 
 
 def requests_end_with_their_requesters() -> AbstractContextManager[Any]:

@@ -20,11 +20,12 @@ from lab.simulation.plan import Action, Order, Plan, Rates
 from lab.simulation.run import run
 from lab.simulation.watch import Breach
 from lab.simulation.widening import Widening
-from placement_worker import book
+from placement_worker import service as book
 from placement_worker.domain import allocations
 from placement_worker.domain.refusal import WriteRefusal
 from placement_worker.replica.catch_up import PAGE
-from placement_worker.rest import groups, providers
+from placement_worker.rest import providers
+from placement_worker.rest import write_batcher as groups
 from placement_worker.store.memory_reads import MemoryReads
 from tests.sim.mutants import Mutant
 from tests.sim.plans import builds_of, held, in_order

@@ -18,7 +18,7 @@ import pytest
 from msgspec import Struct
 
 from bus.local import LocalTransport
-from bus.port import Outgoing
+from bus.transport import Outgoing
 
 # No host has built this one. Fixed: every process of a test run must collect the same tests.
 

@@ -11,19 +11,19 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-import compute_sim.app
-from berth.audit.gather import gather, rest
+import compute_agent.app
+from berth.audit.facts import gather, rest
 from berth.audit.invariants import Facts, check_invariants
 from berth.client import RequestWatch
-from berth.settings import CellSettings, ComputeSettings, Settings, UpSettings, read_settings
-from berth.site import process_name
-from berth.trial.up import LocalSystem, site
+from berth.config.settings import CellSettings, ComputeSettings, Settings, UpSettings, read_settings
+from berth.config.site import process_name
+from berth.up.in_one_process import LocalSystem, site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildPage, BuildQuery, BuildRequest
 from bus.contracts.placement import InventoryResult, InventoryUpdate
+from compute_agent.records.records import Records
+from compute_sim.config import Device, HostSize, SimulatedConfig
 from compute_sim.fleet import Fleet
-from compute_sim.records import Records
-from compute_sim.simulated_config import Device, HostSize, SimulatedConfig
 from lab.feed_watch import RecordingClient
 
 PAGE = Path(__file__).parents[2] / "docs" / "use" / "nested-hosts.md"
@@ -128,7 +128,7 @@ class Example:
             await self.system.in_process.kill(OLD)
         config = replace(FLAT, simulated=replace(FLAT.simulated, nested=nested))
         environment = self.system.site.environment(OLD)
-        service = compute_sim.app.build(
+        service = compute_agent.app.build(
             environment, config, CELL, OLD, records=self._old.records, driver_state=self._old
         )
         await self.system.in_process.start((OLD, service))

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from berth.settings import ComputeSettings, Settings
-from berth.site import Site
-from berth.trial.servers import API_VHOST, RealServers, SystemPlan, start_all, variables
-from berth.trial.worker_processes import WorkerProcesses
-from compute_sim.simulated_config import SimulatedConfig
+from berth.config.settings import ComputeSettings, Settings
+from berth.config.site import Site
+from berth.up.servers import API_VHOST, RealServers, SystemPlan, start_all, variables
+from berth.up.worker_processes import WorkerProcesses
+from compute_sim.config import SimulatedConfig
 from tests.kit.forks import ForkedProcess
 from tests.kit.lent import lent_servers
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from berth.audit import gather as gathering
-from berth.audit.auditing import watch
+from berth.audit import facts as gathering
+from berth.audit.facts import gather, rest
 from berth.audit.findings import REPAIRABLE, AuditFinding, Confirmed
-from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
-from berth.audit.repairing import chosen, release_ended
+from berth.audit.passes import watch
+from berth.audit.repair import chosen, release_ended
+from berth.cli.claims.placement_audit import audited
 from berth.client import BuildClient
-from berth.client.moves import ActionClient
-from berth.commands.book import audited
-from berth.settings import (
+from berth.client.actions import ActionClient
+from berth.config.settings import (
     AuditSettings,
     BusSettings,
     CellSettings,
@@ -29,12 +29,12 @@ from berth.settings import (
     Settings,
     UpSettings,
 )
-from berth.site import Site, process_name
-from berth.trial.up import LocalSystem, site
+from berth.config.site import Site, process_name
+from berth.up.in_one_process import LocalSystem, site
 from bus.clock import new_uuid
+from bus.contracts.actions import ActionKind, ActionRequest
 from bus.contracts.build import BuildQuery, BuildRequest
 from bus.contracts.cell import InstanceSpec, Selection
-from bus.contracts.moves import ActionKind, ActionRequest
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectLogPage, ObjectLogQuery, ObjectsChange, ObjectsChanged
 from bus.contracts.placement import (
     AggregateMembers,
@@ -50,10 +50,10 @@ from bus.contracts.placement import (
     Release,
     ReleaseResult,
 )
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.state.instance import Instance, State
 from cell_conductor.store.tables import INSERT, columns, with_parameters
+from compute_sim.config import SimulatedConfig
 from compute_sim.fleet import SimulatedMachine
-from compute_sim.simulated_config import SimulatedConfig
 from scheduler_worker.config import SchedulerConfig
 from tests.kit.waiting import until
 

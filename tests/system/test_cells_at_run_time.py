@@ -13,18 +13,26 @@ import pytest
 import pytest_asyncio
 
 import cell_conductor.app
-import compute_sim.app
-from berth.audit.gather import gather, rest
+import compute_agent.app
+from berth.audit.facts import gather, rest
 from berth.audit.invariants import check_invariants
+from berth.cli.claims.placement_audit import audited
+from berth.cli.common import check_cell
 from berth.client import BuildClient
-from berth.commands.book import audited
-from berth.commands.common import check_cell
-from berth.settings import MEMORY, BusSettings, CellSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
-from berth.site import Site, process_name
-from berth.trial.embedded.rabbitmq import RabbitMQ
-from berth.trial.servers import variables
-from berth.trial.up import LocalSystem
-from berth.trial.up import site as local_site
+from berth.config.settings import (
+    MEMORY,
+    BusSettings,
+    CellSettings,
+    ComputeSettings,
+    DatabaseSettings,
+    Settings,
+    UpSettings,
+)
+from berth.config.site import Site, process_name
+from berth.up.embedded.rabbitmq import RabbitMQ
+from berth.up.in_one_process import LocalSystem
+from berth.up.in_one_process import site as local_site
+from berth.up.servers import variables
 from bus.clock import new_uuid
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, HostRecord, HostsPage, HostsQuery
 from bus.contracts.objects import (
@@ -41,7 +49,7 @@ from bus.contracts.objects import (
 from bus.contracts.operations import AdminState, DeleteHost, DeleteService, HostDeleted, ServiceDeleted, SetAdminState
 from bus.faults import RequestRefused
 from bus.service.settings import SettingsError
-from compute_sim.simulated_config import SimulatedConfig
+from compute_sim.config import SimulatedConfig
 from tests.kit.forks import run_berth
 from tests.kit.waiting import until
 
@@ -72,7 +80,7 @@ class Whole:
         other = Site(settings, brokers=self.place.brokers, database_url=self.place.database_url, clock=self.place.clock)
         conductor = cell_conductor.app.build(other.environment("conductor-cell2"), settings.conductor, "cell2")
         await self.system.in_process.start(("conductor-cell2", conductor))
-        compute = compute_sim.app.build(other.environment("c2", "compute"), settings.compute, "cell2", "c2")
+        compute = compute_agent.app.build(other.environment("c2", "compute"), settings.compute, "cell2", "c2")
         await self.system.in_process.start(("c2", compute))
 
     async def decide(self, name: str, *, force: bool = False, **body: object) -> ObjectsChanged:
@@ -253,7 +261,7 @@ async def test_a_cell_that_cannot_be_read_is_named_and_the_rest_is_judged(
 async def with_second(whole: Whole) -> Whole:
     """A second compute service in the cell, `c2`, of one host."""
     place = whole.place
-    second = compute_sim.app.build(place.environment("c2", "compute"), place.settings.compute, "cell1", "c2")
+    second = compute_agent.app.build(place.environment("c2", "compute"), place.settings.compute, "cell1", "c2")
     await whole.system.in_process.start(("c2", second))
     return whole
 
@@ -300,7 +308,7 @@ async def test_a_host_whose_service_has_died_is_fenced_emptied_and_forgotten(wit
     assert [(one.name, one.actor, one.reason) for one in log.entries] == [("c2", "ann", "burnt")]
     assert not any((await audited(place, repair=False, grace_s=0.0)).values())
     settings = place.settings
-    again = compute_sim.app.build(place.environment("c2", "compute"), settings.compute, "cell1", "c2")
+    again = compute_agent.app.build(place.environment("c2", "compute"), settings.compute, "cell1", "c2")
     await with_second.system.in_process.start(("c2", again))
     back = await with_second.until(lambda found: mine in found and found[mine].up)
     assert back[mine].admin is None

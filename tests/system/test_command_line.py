@@ -20,14 +20,14 @@ from typing import Any
 import httpx
 import pytest
 
-from berth.load.record import STAGES, decode
-from berth.trial.embedded.process import free_port
-from berth.trial.worker_processes import NO_TLS, WorkerProcesses
+from berth.config.ports import free_port
+from berth.up.worker_processes import NO_TLS, WorkerProcesses
 from bus.persistence.database import Database
-from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.report import UnknownMachine, UnknownMachineKind
+from cell_conductor.state.breaker import Breaker
+from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineKind
 from cell_conductor.store.postgres_keyed import PostgresKeyed
-from cell_conductor.store.safety import Safety
+from cell_conductor.store.unknown_machines import Safety
+from lab.load.record import STAGES, decode
 from tests.kit.waiting import wait_until
 from tests.system import command_line
 from tests.system.command_line import (
@@ -259,7 +259,7 @@ def test_a_load_is_reported_and_judged(berth: Berth) -> None:
 
 def test_an_interrupted_load_ends_with_its_summary(berth: Berth) -> None:
     arguments = ("--boots", "100000", "--rate", "20", "--json", "cut.json")
-    with berth.start("berth.commands.load", *arguments, stderr=subprocess.PIPE) as load:
+    with berth.start("lab.load.command", *arguments, stderr=subprocess.PIPE) as load:
         assert load.stderr is not None
         load.stderr.readline()  # the first line of progress: it is under way
         load.send_signal(signal.SIGINT)

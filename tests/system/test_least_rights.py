@@ -15,10 +15,10 @@ import msgspec
 import pytest
 from sqlalchemy.engine import make_url
 
+from berth.config.settings import DatabaseSettings, Settings
 from berth.database_rights import BACKUP, RESTORE, rights, statements
 from berth.permissions import PermissionRole, definitions, of_role
-from berth.settings import DatabaseSettings, Settings
-from berth.trial.servers import RealServers
+from berth.up.servers import RealServers
 from tests.kit.lent import lent_servers
 from tests.kit.servers import fresh_database
 from tests.kit.waiting import wait_until

@@ -14,17 +14,17 @@ import asyncpg
 import pytest
 
 from berth.client import drains as client_drains
-from berth.client.moves import ActionClient
-from berth.settings import ComputeSettings
-from berth.trial.servers import SystemPlan
+from berth.client.actions import ActionClient
+from berth.config.settings import ComputeSettings
+from berth.up.servers import SystemPlan
 from bus.clock import new_uuid
+from bus.contracts.actions import ActionKind, ActionPage, ActionQuery, ActionRequest
 from bus.contracts.build import BuildQuery, BuildRequest
 from bus.contracts.drains import DrainProgress, DrainQuery, DrainsQuery, DrainStart, DrainState
 from bus.contracts.feed import SnapshotPage, SnapshotRequest
-from bus.contracts.moves import ActionKind, ActionPage, ActionQuery, ActionRequest
 from bus.contracts.operations import AdminState, SetAdminState
-from compute_sim.domain.faults import Faults
-from compute_sim.simulated_config import SimulatedConfig
+from compute_sim.config import SimulatedConfig
+from compute_sim.faults import Faults
 from tests.system import command_line
 from tests.system.command_line import NO, TIME, TIMEOUT_S, USAGE, Berth, boot
 from tests.system.worker_processes import Rig, rig

@@ -10,24 +10,24 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-import compute_sim.app
-from berth.audit.gather import gather, rest
+import compute_agent.app
+from berth.audit.facts import gather, rest
 from berth.audit.invariants import InvariantResult, check_invariants
 from berth.client import BuildClient
-from berth.settings import BusSettings, CellSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
-from berth.site import Site, process_name
-from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, Silent
-from berth.trial.up import LocalSystem, announcer, site
+from berth.config.settings import BusSettings, CellSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
+from berth.config.site import Site, process_name
+from berth.up.in_one_process import LocalSystem, announcer, site
+from bus.bus_ownership import BusOwnedByAnother
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, HostsPage, HostsQuery
-from bus.owner import BusOwnedByAnother
 from cell_conductor.config import ConductorConfig
-from cell_conductor.domain.instance import State
-from cell_conductor.domain.report import UnknownMachineKind
+from cell_conductor.state.instance import State
+from cell_conductor.state.unknown_machine import UnknownMachineKind
+from cell_conductor.store.keyed_tables import DESTROY, PROTECT, DecidedMachine
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from cell_conductor.store.safety import DESTROY, PROTECT, DecidedMachine
-from compute_sim.config import IronicConfig
-from compute_sim.records import Records
+from compute_agent.drivers.ironic.config import IronicConfig
+from compute_agent.records.records import Records
+from compute_sim.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from tests.kit.lone_cell import LoneCell
 from tests.kit.waiting import until
 
@@ -200,7 +200,7 @@ class Metal:
         config = replace(base, driver="ironic", ironic=replace(base.ironic, url=self.ironic.url))
         if state is not None:
             config = replace(self.place.settings, state_dir=str(state), compute=config).kept_compute
-        built = compute_sim.app.build(self.place.environment(service), config, CELL, service)
+        built = compute_agent.app.build(self.place.environment(service), config, CELL, service)
         await self.system.in_process.start((service, built))
 
     async def by_service(self) -> dict[str, list[str]]:

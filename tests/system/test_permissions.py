@@ -22,16 +22,16 @@ import msgspec
 import pytest
 from aiormq.exceptions import ChannelAccessRefused
 
+from berth.config.settings import BusSettings, CellSettings, Settings
 from berth.permissions import Grant, PermissionRole, definitions, exchanges, of_role
 from berth.project_vhost import host_definitions, virtual_host
-from berth.settings import BusSettings, CellSettings, Settings
-from berth.trial.servers import API_VHOST, RealServers, variables
-from berth.trial.worker_processes import WorkerProcesses
+from berth.up.servers import API_VHOST, RealServers, variables
+from berth.up.worker_processes import WorkerProcesses
 from bus.contracts.queues import Where, project_bus
-from bus.port import BusForbidden, BusRightsMissing, BusTopicsOpen
 from bus.rabbitmq import transport
 from bus.rabbitmq.transport import RabbitTransport
 from bus.rights import sample_keys
+from bus.transport import BusForbidden, BusRightsMissing, BusTopicsOpen
 from gateway.config import GatewayConfig
 from tests.kit.forks import ForkedProcess, run_berth
 from tests.kit.lent import lent_servers

@@ -19,15 +19,15 @@ import aio_pika
 import pytest
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 
-from berth.trial.embedded.rabbitmq import RabbitMQ
-from berth.trial.servers import variables
-from berth.trial.worker_processes import Worker
+from berth.up.embedded.rabbitmq import RabbitMQ
+from berth.up.servers import variables
+from berth.up.worker_processes import Worker
 from bus.bus import API
+from bus.codec import MAX_DEAD_LETTER_BYTES
 from bus.consuming import dead_letters
 from bus.consuming.dead_letters import DeadLetter
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.main import EXIT_SETTINGS
-from bus.wire import MAX_DEAD_LETTER_BYTES
 from tests.kit import lent, servers
 from tests.kit.forks import run_berth
 from tests.kit.waiting import PATIENCE_S, until, wait_until

@@ -18,7 +18,7 @@ import pytest
 from msgspec import Struct
 
 from berth.client import BuildClient
-from berth.settings import (
+from berth.config.settings import (
     BusSettings,
     CellSettings,
     ComputeSettings,
@@ -27,22 +27,22 @@ from berth.settings import (
     TraceSettings,
     UpSettings,
 )
-from berth.site import Site
-from berth.trial.ironic_stand_in import Behaviour
-from berth.trial.servers import SystemPlan
-from berth.trial.up import LocalSystem, simulated_ironic
-from berth.trial.worker_processes import NO_TLS, WorkerProcesses
-from berth.web.access import Access
+from berth.config.site import Site
+from berth.up.in_one_process import LocalSystem, simulated_ironic
+from berth.up.servers import SystemPlan
+from berth.up.worker_processes import NO_TLS, WorkerProcesses
 from berth.web.server import WebServer
+from berth.web.sign_in_sessions import Access
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildEvent, BuildRequest
-from bus.port import Outgoing
 from bus.tracing.context import TraceContext
+from bus.transport import Outgoing
 from cell_conductor.config import ConductorConfig
-from compute_sim.domain.faults import Faults
-from compute_sim.simulated_config import SimulatedConfig
+from compute_sim.config import SimulatedConfig
+from compute_sim.faults import Faults
+from compute_sim.ironic_stand_in import Behaviour
 from scheduler_worker.config import SchedulerConfig
 from tests.kit.forks import run_berth
 from tests.kit.otlp import OtlpReceiver, ReceivedSpan, otlp_receiver

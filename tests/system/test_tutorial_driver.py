@@ -17,16 +17,16 @@ import pytest
 import pytest_asyncio
 from msgspec import Struct
 
-import compute_sim.app
+import compute_agent.app
 from berth.client import BuildClient
-from berth.client.moves import ActionClient
-from berth.settings import CellSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
-from berth.trial.up import LocalSystem, site
+from berth.client.actions import ActionClient
+from berth.config.settings import CellSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
+from berth.up.in_one_process import LocalSystem, site
 from bus.clock import new_uuid
+from bus.contracts.actions import ActionKind, ActionRequest
 from bus.contracts.build import BuildQuery, BuildRequest
-from bus.contracts.moves import ActionKind, ActionRequest
-from compute_sim.driver import Driver, NotOwned
-from compute_sim.driver_plugin import DriverParts
+from compute_agent.driver import Driver, NotOwned
+from compute_agent.driver_plugin import DriverParts
 
 PAGE = (Path(__file__).parents[2] / "docs" / "start" / "first-driver.md").read_text()
 WAIT_S = 60.0
@@ -82,7 +82,7 @@ async def racks(empty_database: str, tmp_path: Path) -> AsyncIterator[Racks]:
         system = LocalSystem(place)
         await system.start()
         config = ComputeSettings(state_dir=str(tmp_path))
-        built = compute_sim.app.build(
+        built = compute_agent.app.build(
             place.environment("racks"), config, CELL, "racks", driver=DriverParts(driver=driver)
         )
         await system.in_process.start(("racks", built))

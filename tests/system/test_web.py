@@ -15,17 +15,17 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from berth.settings import Settings
-from berth.site import Site
-from berth.trial.up import site
-from berth.trial.worker_processes import NO_TLS
+from berth.config.settings import Settings
+from berth.config.site import Site
+from berth.up.in_one_process import site
+from berth.up.worker_processes import NO_TLS
 from berth.web import server
-from berth.web.access import MAX_SESSIONS, MAX_SESSIONS_OF_TOKEN, Access, WebRole, check_listen, read_tokens
 from berth.web.api import MAX_BODY_BYTES
 from berth.web.server import WebCannotListen, WebServer
+from berth.web.sign_in_sessions import MAX_SESSIONS, MAX_SESSIONS_OF_TOKEN, Access, WebRole, check_listen, read_tokens
 from bus.clock import SystemClock
-from bus.port import BusUnavailable
 from bus.service.settings import SettingsError
+from bus.transport import BusUnavailable
 from tests.contract.rig import LocalRig
 from tests.system.web_server import JSON, TIMEOUT_S, Web, boot, code_of, ended, follow, running_web, token_file
 from tests.system.web_server import server as web_of

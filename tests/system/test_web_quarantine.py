@@ -11,10 +11,11 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.report import UnknownMachine, UnknownMachineKind
+from cell_conductor.state.breaker import Breaker
+from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineKind
+from cell_conductor.store.keyed_tables import UnknownMachineRecord
 from cell_conductor.store.postgres_keyed import PostgresKeyed
-from cell_conductor.store.safety import Safety, UnknownMachineRecord
+from cell_conductor.store.unknown_machines import Safety
 from tests.kit.waiting import wait_until
 from tests.system.web_server import TIMEOUT_S, Web, code_of, running_web
 

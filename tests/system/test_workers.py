@@ -24,18 +24,18 @@ import pytest
 import yaml
 from sqlalchemy.engine import make_url
 
-from berth.settings import ComputeSettings
-from berth.trial.embedded.postgres import Postgres
-from berth.trial.embedded.rabbitmq import RabbitMQ
-from berth.trial.ironic_stand_in import AmqpAnnouncer, IronicStandIn
-from berth.trial.servers import API_VHOST, RealServers, SystemPlan, running_processes, start_all, variables
-from berth.trial.worker_processes import WorkerProcesses
+from berth.config.settings import ComputeSettings
+from berth.up.embedded.postgres import Postgres
+from berth.up.embedded.rabbitmq import RabbitMQ
+from berth.up.servers import API_VHOST, RealServers, SystemPlan, running_processes, start_all, variables
+from berth.up.worker_processes import WorkerProcesses
 from bus.clock import SystemClock
 from bus.consuming import dead_letters
 from bus.contracts.queues import COMMANDS
 from bus.rabbitmq.transport import RabbitTransport
-from compute_sim.simulated_config import SimulatedConfig
-from tests.integration.ironic.test_whole import Site, placement_on
+from compute_sim.config import SimulatedConfig
+from compute_sim.ironic_stand_in import AmqpAnnouncer, IronicStandIn
+from tests.integration.ironic_sync.test_whole import Site, placement_on
 from tests.kit.forks import ForkedProcess, run_berth
 from tests.kit.lent import lent_servers
 from tests.kit.raw_amqp import raw_publisher

@@ -16,16 +16,16 @@ import httpx
 from msgspec import Struct
 from msgspec.structs import replace
 
-from berth.settings import ComputeSettings, Settings, UpSettings
-from berth.site import Site
-from berth.trial.up import LocalSystem, site
-from berth.trial.worker_processes import NO_TLS
-from berth.web.access import Access, read_tokens
+from berth.config.settings import ComputeSettings, Settings, UpSettings
+from berth.config.site import Site
+from berth.up.in_one_process import LocalSystem, site
+from berth.up.worker_processes import NO_TLS
 from berth.web.server import WebServer
+from berth.web.sign_in_sessions import Access, read_tokens
 from bus.bus import API
 from bus.contracts.queues import DEAD
-from bus.port import Outgoing
-from compute_sim.simulated_config import SimulatedConfig
+from bus.transport import Outgoing
+from compute_sim.config import SimulatedConfig
 
 START_TIMEOUT_S = 120.0
 TIMEOUT_S = 60.0

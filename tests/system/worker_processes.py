@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 
 from msgspec import Struct
 
-from berth.audit.gather import gather, rest
+from berth.audit.facts import gather, rest
 from berth.audit.invariants import InvariantResult, check_invariants
-from berth.load import LoadPlan, LoadReport, run_load
-from berth.site import Site, process_name
-from berth.trial.servers import RealServers, SystemPlan, hosts_known, running_processes
-from berth.trial.worker_processes import WorkerProcesses
+from berth.config.site import Site, process_name
+from berth.up.servers import RealServers, SystemPlan, hosts_known, running_processes
+from berth.up.worker_processes import WorkerProcesses
 from lab.feed_watch import RecordingClient
+from lab.load import LoadPlan, LoadReport, run_load
 from tests.kit.forks import ForkedProcess
 from tests.kit.lent import lent_servers
 

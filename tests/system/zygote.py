@@ -12,8 +12,8 @@ import sys
 import tempfile
 from typing import Any
 
-from berth.cli import app
-from berth.commands.load import app as load
+from berth.cli.main import app
+from lab.load.command import app as load
 from tests.kit.preloading import preload
 
 PROGRAMS = {"berth": app, "scripts/load": load}

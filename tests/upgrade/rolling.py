@@ -27,20 +27,20 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from berth.audit.gather import gather, rest
+from berth.audit.facts import gather, rest
 from berth.audit.invariants import check_invariants
 from berth.backup.copying import connect
 from berth.client import BuildClient
+from berth.config.schemas import SchemaRevision, SchemaState, find_schemas
+from berth.config.settings import ComputeSettings
+from berth.config.site import Site, process_name
 from berth.fencing.fencer import MAX_HOSTS
-from berth.schemas import SchemaRevision, SchemaState, find_schemas
-from berth.settings import ComputeSettings
-from berth.site import Site, process_name
-from berth.trial.servers import API_VHOST, RealServers, SystemPlan, real_servers, start_all, variables
-from berth.trial.worker_processes import Worker, WorkerProcesses
+from berth.up.servers import API_VHOST, RealServers, SystemPlan, real_servers, start_all, variables
+from berth.up.worker_processes import Worker, WorkerProcesses
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState
 from bus.contracts.operations import AdminState, HostAdminState, SetAdminState
-from compute_sim.simulated_config import SimulatedConfig
+from compute_sim.config import SimulatedConfig
 from lab.feed_watch import RecordingClient
 
 PLAN = SystemPlan(

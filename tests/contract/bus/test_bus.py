@@ -14,16 +14,25 @@ import pytest
 from msgspec import structs
 
 from bus.bus import Bus
+from bus.codec import BATCH
 from bus.consuming.dead_letters import list_dead, replay
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
+from bus.contracts.actions import ActionEvent, ActionKind, ActionState
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellDelete
-from bus.contracts.moves import ActionEvent, ActionKind, ActionState
 from bus.contracts.queues import BY_QUEUE, COMMANDS, EVENTS, QueueKind, QueueRow, Where, project_bus
 from bus.local import MAX_CALL, LocalServer
 from bus.memory import MemoryTransport
-from bus.port import BusError, BusOwned, BusUnavailable, Outgoing, PublishRefused, QueueMissing, Transport, Unroutable
-from bus.wire import BATCH
+from bus.transport import (
+    BusError,
+    BusOwned,
+    BusUnavailable,
+    Outgoing,
+    PublishRefused,
+    QueueMissing,
+    Transport,
+    Unroutable,
+)
 from tests.contract.rig import (
     EVERY_ADAPTER,
     EVERY_ADAPTER_THAT_RECONNECTS,

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from bus import gather, topology
+from bus import batcher as gather
+from bus import topology
 from bus.bus import Bus
 from bus.clock import SystemClock
+from bus.codec import BATCH, Malformed
 from bus.consuming import consumer as consuming
 from bus.consuming import dead_letters
 from bus.consuming.dead_letters import DeadLetter
@@ -22,9 +24,8 @@ from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildSt
 from bus.contracts.cell import CellDelete
 from bus.contracts.queues import BY_QUEUE, COMMANDS
 from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseUnavailable
-from bus.port import BusForbidden, Outgoing
-from bus.wire import BATCH, Malformed
-from scheduler_worker.domain.requests import refused_unreadable
+from bus.transport import BusForbidden, Outgoing
+from scheduler_worker.requests.request_refusal import refused_unreadable
 from tests.contract.rig import KINDS, REQUESTS, Answering, Collector, House, boot, collect, depth_is, settled
 from tests.kit.cases import case
 from tests.kit.waiting import PATIENCE_S, until

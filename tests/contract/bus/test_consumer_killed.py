@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from bus.batcher import SLOW_S
 from bus.bus import Bus
+from bus.codec import batch, pack
 from bus.consuming import consumer as consuming
 from bus.consuming.consumer import POISON_RETRY_S, Consumer
 from bus.consuming.outcome import Done, Outcome, Received
@@ -17,10 +19,8 @@ from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest
 from bus.contracts.queues import BY_QUEUE, COMMANDS
 from bus.faults import DatabaseUnavailable
-from bus.gather import SLOW_S
-from bus.port import BusUnavailable, Delivery
 from bus.published_key import dead_letter_code_of
-from bus.wire import batch, pack
+from bus.transport import BusUnavailable, Delivery
 from tests.contract.rig import KINDS, REQUESTS, Answering, House, Rig, boot, collect, depth_is, settled
 from tests.kit.waiting import PATIENCE_S, until
 

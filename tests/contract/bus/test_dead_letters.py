@@ -10,15 +10,15 @@ import pytest
 
 from bus import metrics, topology
 from bus.bus import Bus
+from bus.codec import MAX_DEAD_LETTER_BYTES, SENT_AT
 from bus.consuming import dead_letters
 from bus.consuming.dead_letters import DIED_AT, DeadLetter
 from bus.consuming.outcome import Done, Refuse
 from bus.contracts.base import DatabaseMark, encode
 from bus.contracts.cell import CellDelete, Destroy
 from bus.contracts.queues import COMMANDS, DEAD, DEAD_LETTERS, QueueKind, QueueRow, Where
-from bus.port import UNREAD, Delivery, Outgoing, PublishRefused, Transport
 from bus.topology import delay_exchange
-from bus.wire import MAX_DEAD_LETTER_BYTES, SENT_AT
+from bus.transport import UNREAD, Delivery, Outgoing, PublishRefused, Transport
 from tests.contract.rig import EVERY_ADAPTER, KINDS, REQUESTS, Answering, House, Rig, boot, depth_is, rig_for, settled
 from tests.kit.cases import case
 from tests.kit.waiting import until

@@ -13,6 +13,7 @@ import pytest
 
 from bus.bus import Bus
 from bus.clock import SystemClock
+from bus.codec import BATCH
 from bus.consuming import dead_letters
 from bus.consuming.consumer import Consumer
 from bus.consuming.in_flight import ArrivedDelivery, InFlightMessage
@@ -22,7 +23,6 @@ from bus.contracts.build import BuildAccepted
 from bus.contracts.queues import COMMANDS, DEAD_LETTERS
 from bus.published_key import dead_letter_code_of
 from bus.rabbitmq.transport import RabbitTransport
-from bus.wire import BATCH
 from tests.contract.rig import REQUESTS, Answering, boot, collect
 from tests.kit.cases import case
 from tests.kit.raw_amqp import RawPublisher, long, raw_publisher, short, table

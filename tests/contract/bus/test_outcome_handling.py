@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from bus import topology, wire
+from bus import codec as wire
+from bus import topology
 from bus.bus import Bus
 from bus.consuming import dead_letters
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
@@ -15,7 +16,7 @@ from bus.contracts.build import DeleteRequest
 from bus.contracts.deploy import ConfigDrive
 from bus.contracts.queues import BY_QUEUE, DEAD
 from bus.memory import MemoryTransport
-from bus.port import BusUnavailable, Outgoing
+from bus.transport import BusUnavailable, Outgoing
 from tests.contract.rig import REQUESTS, Answering, House, boot
 from tests.kit.waiting import until
 

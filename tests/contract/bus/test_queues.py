@@ -12,9 +12,10 @@ import pytest
 from msgspec import structs
 from structlog.testing import capture_logs
 
-from berth.trial.embedded.rabbitmq import RabbitMQ
+from berth.up.embedded.rabbitmq import RabbitMQ
 from bus.bus import Bus
 from bus.clock import SystemClock
+from bus.codec import Malformed
 from bus.consuming import dead_letters, in_flight
 from bus.consuming.dead_letters import UNKNOWN
 from bus.consuming.outcome import Done, Outcome, Received, Retry
@@ -32,7 +33,6 @@ from bus.contracts.queues import (
     QueueKind,
     Where,
 )
-from bus.port import Outgoing, PublishRefused, Transport
 from bus.published_key import CODE
 from bus.rabbitmq.transport import RabbitTransport
 from bus.topology import (
@@ -45,7 +45,7 @@ from bus.topology import (
     plan,
     shared_queues,
 )
-from bus.wire import Malformed
+from bus.transport import Outgoing, PublishRefused, Transport
 from tests.contract.rig import (
     EVERY_ADAPTER,
     KINDS,

@@ -24,7 +24,7 @@ from msgspec import structs
 from pamqp import encode
 from structlog.testing import capture_logs
 
-from berth.trial.embedded.rabbitmq import RabbitMQ
+from berth.up.embedded.rabbitmq import RabbitMQ
 from bus import metrics
 from bus.bus import Bus
 from bus.clock import SystemClock
@@ -32,7 +32,15 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
 from bus.contracts.queues import BY_QUEUE, COMMANDS, EVENTS, QUEUES, REPLY, QueueKind
-from bus.port import (
+from bus.rabbitmq import channels, session
+from bus.rabbitmq.address import parse_bus_url
+from bus.rabbitmq.patches import has_ended
+from bus.rabbitmq.session import Session
+from bus.rabbitmq.transport import RabbitSubscription, RabbitTransport
+from bus.service.health import Health
+from bus.service.service import WorkerRuntime
+from bus.topology import QueueNames, plan, shared_queues
+from bus.transport import (
     BusError,
     BusForbidden,
     BusUnavailable,
@@ -42,14 +50,6 @@ from bus.port import (
     QueueDiffers,
     QueueMissing,
 )
-from bus.rabbitmq import channels, session
-from bus.rabbitmq.address import parse_bus_url
-from bus.rabbitmq.patches import has_ended
-from bus.rabbitmq.session import Session
-from bus.rabbitmq.transport import RabbitSubscription, RabbitTransport
-from bus.service.health import Health
-from bus.service.service import WorkerRuntime
-from bus.topology import QueueNames, plan, shared_queues
 from tests.contract.rig import Collector, Rig, collect, command, declare, row, with_queue
 from tests.kit.waiting import until
 

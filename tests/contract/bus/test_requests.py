@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import pytest
 from msgspec.structs import replace
 
-from bus import wire
+from bus import codec as wire
 from bus.consuming.dead_letters import list_dead
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import DatabaseMark, Message, Refusal
@@ -20,8 +20,8 @@ from bus.contracts.cell import CellServiceDelete, CellServiceDeleted
 from bus.contracts.operations import DeleteHost, HostDeleted
 from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
-from bus.port import BusUnavailable, Outgoing, Unroutable
 from bus.publishing import Waiter
+from bus.transport import BusUnavailable, Outgoing, Unroutable
 from tests.contract.rig import KINDS, REQUESTS, Answering, Collector, House, accepted, boot, collect, settled
 from tests.kit.waiting import PATIENCE_S, until
 

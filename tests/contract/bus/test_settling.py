@@ -9,8 +9,8 @@ import pytest
 
 from bus import topology
 from bus.contracts.queues import DEAD, DEAD_LETTERS, QueueKind
-from bus.port import Delivery, Outgoing, PublishRefused
 from bus.topology import delay_exchange, delayed_queue
+from bus.transport import Delivery, Outgoing, PublishRefused
 from tests.contract.rig import EVERY_ADAPTER, Collector, Rig, collect, command, declare, depth_is, row, with_queue
 from tests.kit.waiting import PATIENCE_S, until
 

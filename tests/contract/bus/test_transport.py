@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from bus.contracts.queues import COMMANDS, EVENTS, REPLY, QueueKind
-from bus.port import Delivery, NotSent, Outgoing, QueueLocked, QueueMissing, Unroutable
+from bus.transport import Delivery, NotSent, Outgoing, QueueLocked, QueueMissing, Unroutable
 from tests.contract.rig import (
     EVERY_ADAPTER,
     EVERY_ADAPTER_THAT_RECONNECTS,

@@ -17,9 +17,9 @@ from sqlalchemy import make_url
 from berth.backup.copying import parents_first, save
 from berth.backup.manifest import MANIFEST, MANIFEST_SUM, BadBackup, read_manifest
 from berth.backup.restoring import restore
+from berth.config.schemas import SchemaState, assess, find_schemas, in_order, package_of
+from berth.config.settings import CellSettings, Settings
 from berth.database_rights import BACKUP, RESTORE, rights, statements
-from berth.schemas import SchemaState, assess, find_schemas, in_order, package_of
-from berth.settings import CellSettings, Settings
 from bus.faults import DatabaseRightsMissing
 from bus.persistence.database import Database
 from bus.persistence.revision import APPLIED, REVISION_TABLES, Revisions

@@ -20,17 +20,12 @@ import aio_pika
 import asyncpg
 import pytest
 
-from berth.trial.embedded import process as module
-from berth.trial.embedded.postgres import Postgres, find_binaries
-from berth.trial.embedded.process import (
-    Account,
-    DirectoryInaccessible,
-    GuardedProcess,
-    ServerFailed,
-    free_port,
-    listening,
-)
-from berth.trial.embedded.rabbitmq import NOT_STARTED, RabbitMQ
+from berth.config import ports
+from berth.config.ports import ServerFailed, free_port
+from berth.up.embedded import process as module
+from berth.up.embedded.postgres import Postgres, find_binaries
+from berth.up.embedded.process import Account, DirectoryInaccessible, GuardedProcess, listening
+from berth.up.embedded.rabbitmq import NOT_STARTED, RabbitMQ
 from tests.kit.waiting import wait_until
 
 PATIENCE_S = 60.0
@@ -270,15 +265,15 @@ def test_a_free_port_is_free() -> None:
 def test_a_free_port_is_none_that_the_system_gives_to_a_client_meanwhile() -> None:
     """A broker binds its port seconds after it was chosen; a client's connection had taken it, once in a long while."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    if lowest - module.PORTS >= module.LOWEST_PORT:
-        assert all(module.LOWEST_PORT <= free_port() < lowest for _ in range(200))
+    if lowest - ports.PORTS >= ports.LOWEST_PORT:
+        assert all(ports.LOWEST_PORT <= free_port() < lowest for _ in range(200))
 
 
 def draw(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     """Let these be drawn for the next ports, and then what none of the tests draws."""
     drawn = itertools.chain(numbers, itertools.count(1000))
     monkeypatch.setattr(secrets, "randbelow", lambda _: next(drawn))
-    monkeypatch.setattr(module, "_lowest_allocated", lambda: LOWEST_GIVEN_OUT)
+    monkeypatch.setattr(ports, "_lowest_allocated", lambda: LOWEST_GIVEN_OUT)
 
 
 def test_no_port_is_given_twice_before_its_server_has_bound_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,27 +317,27 @@ def bound_just_below(lowest: int) -> socket.socket:
 
 def test_a_port_in_use_is_not_given_and_another_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     lowest, drawn = LOWEST_GIVEN_OUT, secrets.randbelow
-    monkeypatch.setattr(module, "_lowest_allocated", lambda: lowest)
+    monkeypatch.setattr(ports, "_lowest_allocated", lambda: lowest)
     with bound_just_below(lowest) as server:
         taken = server.getsockname()[1]
         first = [lowest - 1 - taken]
         monkeypatch.setattr(module.secrets, "randbelow", lambda below: first.pop() if first else drawn(below))
         given = free_port()
     assert not first and given != taken
-    assert lowest - module.PORTS <= given < lowest
+    assert lowest - ports.PORTS <= given < lowest
 
 
 def test_where_no_port_is_free_it_fails_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with bound_just_below(LOWEST_GIVEN_OUT) as server:
         taken = server.getsockname()[1]
-        monkeypatch.setattr(module, "_lowest_allocated", lambda: LOWEST_GIVEN_OUT)
+        monkeypatch.setattr(ports, "_lowest_allocated", lambda: LOWEST_GIVEN_OUT)
         monkeypatch.setattr(module.secrets, "randbelow", lambda _: LOWEST_GIVEN_OUT - 1 - taken)
         with pytest.raises(ServerFailed, match="no free port"):
             free_port()
 
 
 def test_where_the_system_gives_out_all_ports_a_free_one_is_of_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_lowest_allocated", lambda: 1024)
+    monkeypatch.setattr(ports, "_lowest_allocated", lambda: 1024)
     assert not listening(free_port())
 
 

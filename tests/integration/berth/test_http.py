@@ -18,18 +18,18 @@ from prometheus_client import CollectorRegistry, Counter
 from starlette.responses import Response
 
 from berth.client import BuildClient
+from berth.config.settings import FencingSettings
 from berth.fencing.fencer import Fencer
 from berth.fencing.plugin import FencingFailed, FencingPlugin, IronicPower, load
-from berth.settings import FencingSettings
-from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, Silent
-from berth.web.access import SESSION_COOKIE, Access, WebCaller, WebRole, check_listen
 from berth.web.problems import Problem
+from berth.web.sign_in_sessions import SESSION_COOKIE, Access, WebCaller, WebRole, check_listen
 from bus.clock import SystemClock
 from bus.contracts.build import HostRecord
 from bus.service import http_protocol
 from bus.service.http_protocol import MAX_IDLE_BYTES, MAX_PIPELINED, WRITE_TIMEOUT_S, Protocol, protocol
 from bus.service.settings import SettingsError
-from compute_sim.config import IronicConfig
+from compute_agent.drivers.ironic.config import IronicConfig
+from compute_sim.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from placement_worker.rest.config import KeystoneConfig
 from placement_worker.rest.keystone import Keystone
 from tests.kit.keystone import KeystoneStandIn, keystone_stand_in

@@ -10,10 +10,10 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from berth import schemas
 from berth.backup import restoring
 from berth.backup.copying import save
 from berth.backup.restoring import restore
+from berth.config import schemas
 from bus.faults import DatabaseForbidden
 from bus.persistence.database import Database
 from bus.persistence.migrations import oldest_for

@@ -13,7 +13,7 @@ import pytest
 from aiormq.exceptions import AMQPError, ChannelAccessRefused
 
 from berth.permissions import PermissionRole, definitions, exchanges, of_role
-from berth.trial.servers import API_VHOST, RealServers, SystemPlan
+from berth.up.servers import API_VHOST, RealServers, SystemPlan
 from bus.contracts.catalogue import MESSAGES, OPERATORS
 from bus.contracts.queues import (
     BY_QUEUE,
@@ -26,10 +26,10 @@ from bus.contracts.queues import (
     QueueKind,
     Where,
 )
-from bus.port import Delivery
 from bus.published_key import published_key
 from bus.rabbitmq.transport import RabbitTransport
 from bus.topology import delay_exchange
+from bus.transport import Delivery
 from tests.kit.lent import lent_servers
 from tests.kit.waiting import PATIENCE_S
 

@@ -15,10 +15,10 @@ import asyncpg
 import pytest
 from alembic.script import ScriptDirectory
 
-from berth.in_process import WorkerEnded
-from berth.settings import Settings
-from berth.trial import up
-from berth.trial.embedded.postgres import Postgres
+from berth.config.settings import Settings
+from berth.up import in_one_process as up
+from berth.up.embedded.postgres import Postgres
+from berth.up.local_workers import WorkerEnded
 from bus.faults import DatabaseForbidden as DirDatabaseForbidden
 from bus.persistence import address
 from bus.persistence import database as module

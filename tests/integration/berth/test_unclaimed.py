@@ -11,38 +11,42 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from berth.audit.gather import _gangs, _roots
+from berth.audit.facts import _gangs, _roots
 from berth.audit.invariants import RunningFact
-from berth.audit.unclaimed import HostReports, Unclaimed, catch_up, claim_again, find_unclaimed
-from berth.commands import book
-from berth.commands.book import audited
-from berth.settings import DatabaseSettings, Settings
-from berth.site import Site
+from berth.audit.missing_claims import HostReports, Unclaimed, catch_up, claim_again, find_unclaimed
+from berth.cli.claims import placement_audit as book
+from berth.cli.claims.placement_audit import audited
+from berth.config.settings import DatabaseSettings, Settings
+from berth.config.site import Site
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.consumer import Consumer
-from bus.contracts.book import ConsumerRecord
+from bus.contracts.actions import ActionKind, ActionState, CellAction
 from bus.contracts.build import BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import InstanceSpec, Selection
-from bus.contracts.moves import ActionKind, ActionState, CellAction
 from bus.contracts.placement import ClaimResult, Inventory, InventoryUpdate, ProviderReport, Release
+from bus.contracts.placement_queries import ConsumerRecord
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
-from cell_conductor.domain.desires import DESIRED_STATES
-from cell_conductor.domain.events import ActionRequested
-from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import UnknownMachine, UnknownMachineKind, is_provably_ended
-from cell_conductor.domain.steps import StepContext
-from cell_conductor.domain.table import awaited_request_of, step
-from cell_conductor.placement_requests import PendingRequest, PlacementRequests
+from cell_conductor.placement_client import PendingRequest, PlacementRequests
+from cell_conductor.placement_question import awaited_request_of
+from cell_conductor.state.desired_state import DESIRED_STATES
+from cell_conductor.state.events import ActionRequested
+from cell_conductor.state.instance import Instance, State
+from cell_conductor.state.ownership_proof import is_provably_ended
+from cell_conductor.state.step import StepContext
+from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineKind
 from cell_conductor.store.postgres import MIGRATIONS, PostgresInstances
 from cell_conductor.store.postgres_keyed import PostgresKeyed
-from cell_conductor.store.safety import Safety
 from cell_conductor.store.tables import INSERT, columns, with_parameters
-from placement_worker.book import PlacementService
+from cell_conductor.store.unknown_machines import Safety
+from cell_conductor.transition import step
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.operations.audit import generations
-from scheduler_worker.domain.builds import (
+from placement_worker.service import PlacementService
+from scheduler_worker.build.delete_rules import PendingDelete, plan_deletes
+from scheduler_worker.records.action_record import RecordedAction
+from scheduler_worker.records.build_record import (
     FAILED_OR_REFUSED,
     SCHEDULED,
     Actor,
@@ -51,12 +55,10 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
-from scheduler_worker.domain.deletes import PendingDelete, plan_deletes
-from scheduler_worker.domain.recorded_moves import RecordedAction
-from scheduler_worker.domain.requests import RequestDelivery
+from scheduler_worker.requests.request_delivery import RequestDelivery
 from scheduler_worker.store.postgres import MIGRATIONS as SCHEDULER_MIGRATIONS
 from scheduler_worker.store.postgres import PostgresBuilds
-from tests.integration.placement.conftest import PlacementDatabase, claim
+from tests.integration.placement_worker.conftest import PlacementDatabase, claim
 from tests.kit.sent import Sent
 
 # --- An instance that runs by its cell's record and holds nothing in placement, as after a restore: it is found and

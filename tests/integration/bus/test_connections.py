@@ -17,7 +17,7 @@ from bus.persistence import database as database_module
 from bus.persistence import group_flush
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict, GuardedStatement, PreconditionFailed
-from scheduler_worker.domain.builds import NewBuild, RecordedBuild
+from scheduler_worker.records.build_record import NewBuild, RecordedBuild
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.contract.rig import Proxy
 from tests.kit.lent import DatabasePair, database_pair

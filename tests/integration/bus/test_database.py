@@ -13,7 +13,7 @@ import asyncpg
 import pytest
 from sqlalchemy import make_url
 
-from berth.trial.embedded.postgres import Postgres
+from berth.up.embedded.postgres import Postgres
 from bus.faults import DatabaseForbidden, DatabaseRightsMissing, DatabaseUnavailable, Transient
 from bus.persistence import database as module
 from bus.persistence.address import DatabaseAddress

@@ -27,9 +27,9 @@ from bus.persistence.outbox import DELETE_CONFIRMED, OutboxMessage, PostgresRows
 from bus.persistence.relay import SWEEP_BATCH, Relay
 from bus.persistence.revision import migrating
 from bus.persistence.tables import create_tables, outbox_tables
-from bus.port import BusUnavailable, Unroutable
 from bus.tracing.context import CURRENT, Scope, TraceContext
 from bus.tracing.tracer import Tracer
+from bus.transport import BusUnavailable, Unroutable
 from tests.kit.posting import PostedBus
 from tests.kit.waiting import until
 

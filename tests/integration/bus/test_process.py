@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from berth.trial.embedded.process import Account, GuardedProcess
-from berth.trial.up_processes import ABORT_S, Supervisor
-from berth.trial.worker_processes import WatchdogPings, WorkerProcesses
-from berth.trial.worker_processes import Worker as WorkersWorker
+from berth.up.embedded.process import Account, GuardedProcess
+from berth.up.in_processes import ABORT_S, Supervisor
+from berth.up.worker_processes import WatchdogPings, WorkerProcesses
+from berth.up.worker_processes import Worker as WorkersWorker
 from tests.kit.waiting import until
-from tests.unit.front.world import HandClock
+from tests.unit.berth.world import HandClock
 
 # --- a worker as a real process: ready, drained by SIGTERM, ended at once by a second one, and its exit statuses
 

@@ -13,19 +13,19 @@ from urllib.parse import quote
 import pytest
 from msgspec.structs import replace
 
-from berth.trial.embedded.postgres import Postgres
-from berth.trial.embedded.process import free_port
-from berth.trial.embedded.rabbitmq import ADMIN, RabbitMQ
+from berth.config.ports import free_port
+from berth.up.embedded.postgres import Postgres
+from berth.up.embedded.rabbitmq import ADMIN, RabbitMQ
 from bus.faults import DatabaseForbidden
 from bus.persistence.address import parse_database_url
 from bus.persistence.database import Database
-from bus.port import BusForbidden, BusUnavailable
 from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.session import Session
 from bus.rabbitmq.transport import RabbitTransport
 from bus.topology import QueueNames
-from scheduler_worker.nova.config import as_amqp
-from scheduler_worker.nova.queues import RabbitOptions
+from bus.transport import BusForbidden, BusUnavailable
+from nova_scheduler.config import as_amqp
+from nova_scheduler.wire.queues import RabbitOptions
 from tests.kit.certificates import Authority
 from tests.kit.documents import ROOT, blocks
 

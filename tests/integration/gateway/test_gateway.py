@@ -19,12 +19,12 @@ from aiormq.abc import DeliveredMessage
 from aiormq.exceptions import AMQPError, DeliveryError
 from pamqp.commands import Basic
 
+from berth.config.settings import BusSettings, Settings
 from berth.permissions import PermissionRole, definitions, exchanges, of_role
 from berth.project_vhost import MAX_QUEUES, host_definitions, virtual_host
-from berth.settings import BusSettings, Settings
-from berth.trial.embedded.rabbitmq import RabbitMQ
-from berth.trial.servers import API_VHOST, variables
-from berth.trial.worker_processes import WorkerProcesses
+from berth.up.embedded.rabbitmq import RabbitMQ
+from berth.up.servers import API_VHOST, variables
+from berth.up.worker_processes import WorkerProcesses
 from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer

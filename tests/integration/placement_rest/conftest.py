@@ -10,18 +10,18 @@ from typing import Any
 import httpx
 import pytest
 
-from berth.trial.embedded.process import free_port
-from berth.trial.worker_processes import NO_TLS
+from berth.config.ports import free_port
+from berth.up.worker_processes import NO_TLS
 from bus.clock import SystemClock, new_uuid
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
 from placement_worker.app import build
-from placement_worker.book import PlacementService
 from placement_worker.config import PlacementConfig
 from placement_worker.domain.server_groups import counted_by_class
 from placement_worker.operations import audit
 from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.rest.config import RestConfig
+from placement_worker.service import PlacementService
 from placement_worker.store.memory_rows import MemoryPlacementRows
 from placement_worker.store.memory_table import MemoryPlacementTable
 from placement_worker.store.postgres_rows import PostgresPlacementRows

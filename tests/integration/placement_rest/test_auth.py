@@ -16,8 +16,8 @@ import pytest
 import structlog
 from starlette.responses import JSONResponse, Response
 
-from berth.trial.embedded.process import free_port
-from berth.trial.worker_processes import NO_TLS
+from berth.config.ports import free_port
+from berth.up.worker_processes import NO_TLS
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.consumer import Consumer

@@ -15,8 +15,8 @@ import httpx
 import msgspec
 import pytest
 
-from berth.commands.book import _repair, _unnamed, uuids_of
-from berth.commands.common import Stop
+from berth.cli.claims.placement_audit import _repair, _unnamed, uuids_of
+from berth.cli.common import Stop
 from bus.clock import new_uuid
 from bus.contracts.placement import (
     Claim,
@@ -29,12 +29,12 @@ from bus.contracts.placement import (
     Swap,
 )
 from bus.persistence.database import Database
-from placement_worker.book import PlacementService
 from placement_worker.operations import audit, export, export_store
 from placement_worker.operations import audit as questions
 from placement_worker.operations.audit import Duplicate, excess_of, generations, reduce_allocations, repair
 from placement_worker.operations.export import CopyReader, InvalidExport, PlacementExport
 from placement_worker.replica.catch_up import LocalReplica
+from placement_worker.service import PlacementService
 from placement_worker.store.postgres_rows import PostgresPlacementRows
 from tests.integration.placement_rest.conftest import Placement, on_postgres
 from tests.kit.forks import run_berth

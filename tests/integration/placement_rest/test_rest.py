@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from berth.trial.embedded.process import free_port
+from berth.config.ports import free_port
 from bus.clock import new_uuid
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, Inventory, InventoryUpdate, ProviderReport
 from bus.persistence.database import Database
-from placement_worker.book import PlacementService
 from placement_worker.operations import export, export_store
 from placement_worker.rest.config import RestConfig
+from placement_worker.service import PlacementService
 from placement_worker.store.postgres_rows import PostgresPlacementRows
 from tests.integration.placement_rest.conftest import Placement, holding, on_postgres, serving
 from tests.kit.servers import fresh_database

@@ -18,7 +18,7 @@ import pytest
 
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
-from placement_worker.rest.groups import MAX_ENTRIES
+from placement_worker.rest.write_batcher import MAX_ENTRIES
 from placement_worker.store.memory_table import MemoryPlacementTable
 from tests.integration.placement_rest.conftest import Placement, holding, serving
 

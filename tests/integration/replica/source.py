@@ -22,7 +22,7 @@ from bus.contracts.feed import (
     feed_rows,
 )
 from bus.contracts.placement import ProviderState
-from placement_worker.replica.book import Replica
+from placement_worker.replica.replica import Replica
 from tests.unit.replica.worlds import inventory, uuid
 
 

@@ -14,9 +14,9 @@ from bus.contracts.feed import FeedChanges, feed_rows
 from bus.memory import MemoryBroker, MemoryTransport
 from placement_worker.replica import catch_up
 from placement_worker.replica import follower as follower_of
-from placement_worker.replica.book import Replica
 from placement_worker.replica.catch_up import SnapshotEndless
 from placement_worker.replica.follower import Follower
+from placement_worker.replica.replica import Replica
 from tests.integration.replica.source import ManualClock, Source, until
 from tests.unit.replica.worlds import provider, used
 

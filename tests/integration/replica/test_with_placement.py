@@ -26,8 +26,8 @@ from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
 from placement_worker.app import build
 from placement_worker.config import PlacementConfig
-from placement_worker.replica.book import Replica
 from placement_worker.replica.follower import Follower
+from placement_worker.replica.replica import Replica
 from placement_worker.replica.request import Query
 from placement_worker.replica.search import options, search
 

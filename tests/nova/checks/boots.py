@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .cloud import HOSTS, Cloud
+from tests.nova.checks.cloud import HOSTS, Cloud
 
 
 class Boots(Cloud):

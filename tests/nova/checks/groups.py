@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .cloud import HOSTS, MEMORY_MB, Cloud
+from tests.nova.checks.cloud import HOSTS, MEMORY_MB, Cloud
 
 
 class Groups(Cloud):

@@ -11,7 +11,7 @@ from unittest import mock
 import outside
 from nova.virt import fake
 
-from .cloud import HOSTS, PATIENCE, Cloud, Server
+from tests.nova.checks.cloud import HOSTS, PATIENCE, Cloud, Server
 
 STEP_S = 1.0
 

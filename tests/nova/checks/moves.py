@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .cloud import HOSTS, IMAGE, OTHER_IMAGE, Cloud, Server
+from tests.nova.checks.cloud import HOSTS, IMAGE, OTHER_IMAGE, Cloud, Server
 
 
 class Resizes(Cloud):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.gather import SLOW_S, Batcher
+from bus.batcher import SLOW_S, Batcher
 
 TURNS = 6  # of the loop: more than everything that may begin needs to begin
 SIZE = 3  # the items of a full batch

@@ -20,9 +20,9 @@ from bus.faults import DatabaseUnavailable
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.outbox import OutboxMessage, Sweep
 from bus.persistence.relay import DELETE_BATCH, DELETE_PAUSE_S, Lingering, Relay, StreamPosition
-from bus.port import Outgoing
+from bus.transport import Outgoing
 from cell_conductor.app import is_progress, position_of
-from scheduler_worker.app import position_of_event
+from scheduler_worker.cell_link import position_of_event
 from tests.kit.posting import PostedBus
 from tests.kit.turns import cancelled
 from tests.kit.virtual_time import on_virtual_time

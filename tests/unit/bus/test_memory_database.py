@@ -14,8 +14,8 @@ from bus.faults import DatabaseUnavailable, Fault, Transient
 from bus.persistence.memory_database import UNFLUSHED_S, MemoryDatabase, MemorySession
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed, OptimisticUnitOfWork, VersionCache, WriteSet
-from bus.port import BusForbidden, BusUnavailable
 from bus.retrying import Backoff, Retrying, RetryPolicy, is_transient
+from bus.transport import BusForbidden, BusUnavailable
 
 # --- The memory database and retries.
 

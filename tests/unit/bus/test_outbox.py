@@ -30,8 +30,8 @@ from bus.persistence.relay import (
     Relay,
 )
 from bus.persistence.unit_of_work import published
-from bus.port import BusUnavailable, Outgoing
 from bus.publishing import BusLimits, Waiter
+from bus.transport import BusUnavailable, Outgoing
 from tests.contract.rig import boot
 from tests.kit.posting import PostedBus
 from tests.kit.turns import cancelled

@@ -17,7 +17,7 @@ from pamqp import frame, header
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
-from bus import wire
+from bus import codec as wire
 from bus.contracts.base import Message, encode
 from bus.contracts.catalogue import REPLIES, queues_taking, routing_key
 from bus.contracts.cell import (
@@ -44,12 +44,12 @@ from bus.contracts.placement import (
     ProviderReport,
     ServerGroup,
 )
-from bus.port import UNREAD, Outgoing
 from bus.publishing import BusLimits
 from bus.rabbitmq import channels
 from bus.rabbitmq.channels import RabbitDelivery
 from bus.rabbitmq.patches import MAX_DEPTH, MAX_VALUES, install
 from bus.topology import QueueNames, matches
+from bus.transport import UNREAD, Outgoing
 from tests.kit.raw_amqp import FLAGS, long, publish_frames, short, table
 from tests.unit.bus.test_wire import arrived
 

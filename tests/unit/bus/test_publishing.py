@@ -15,6 +15,7 @@ from aiormq.exceptions import ChannelPreconditionFailed
 
 from bus.bus import API, Bus
 from bus.clock import SystemClock
+from bus.codec import BATCH, TIMEOUT
 from bus.consuming.in_flight import DOUBLES_S, GAP, ITEMS_AS_A_BATCH, LONGEST_S, BatchInterval
 from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildState
 from bus.contracts.cell import CellDelete
@@ -22,12 +23,11 @@ from bus.contracts.queues import project_bus
 from bus.faults import DatabaseUnavailable, RequestTimeout, RequestUnconfirmed
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.group_flush import GroupFlush
-from bus.port import BusUnavailable, NotSent, Outgoing, PublishRefused
 from bus.publishing import SLOW_CONFIRM_S, BusLimits, Waiter
 from bus.rabbitmq.channels import GATHERED_SHARE, LINGER_S, WRITE_TIMEOUT_S, Acks
 from bus.rabbitmq.session import Session
 from bus.topology import QueueNames
-from bus.wire import BATCH, TIMEOUT
+from bus.transport import BusUnavailable, NotSent, Outgoing, PublishRefused
 from tests.contract.rig import boot
 from tests.kit.virtual_time import on_virtual_time
 

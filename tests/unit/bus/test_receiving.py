@@ -28,19 +28,19 @@ from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.port import BusUnavailable
 from bus.rabbitmq import patches
 from bus.rabbitmq import transport as module
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.patches import MAX_FRAME_BYTES, FrameSplitter
 from bus.rabbitmq.transport import RabbitTransport
-from bus.turns import YieldingParts, yield_to_loop
+from bus.transport import BusUnavailable
+from bus.yielding import YieldingParts, yield_to_loop
 from tests.kit.turns import Turns, unfinished
 
 # --- frames cut from a connection's bytes are those that pamqp reads, however the bytes come
 
 FRAMES: list[Any] = [
-    Basic.Deliver("ctag1.0", 2**62 + 5, True, "berth.commands", "build.request.p"),
+    Basic.Deliver("ctag1.0", 2**62 + 5, True, "berth.cli", "build.request.p"),
     ContentHeader(body_size=3, properties=Basic.Properties(message_id="m", headers={"a": 1})),
     ContentBody(b"\xce\x01\x00"),
     Basic.Ack(7, True),

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus import wire
+from bus import codec as wire
 from bus.consuming import in_flight
 from bus.consuming.in_flight import BufferedBytes
+from bus.contracts.actions import ActionKind, ActionRequest
 from bus.contracts.base import Message, Meta
 from bus.contracts.build import BuildRequest, DeleteRequest, FlavorCount
 from bus.contracts.catalogue import (
@@ -28,13 +29,12 @@ from bus.contracts.catalogue import (
     routing_key,
 )
 from bus.contracts.deploy import MAX_NETWORK_DATA, MAX_USER_DATA, ConfigDrive
-from bus.contracts.moves import ActionKind, ActionRequest
 from bus.contracts.queues import BY_QUEUE, COMMANDS, REQUEST_QUEUES, QueueKind, QueueRow
-from bus.port import UNREAD, Delivery, Outgoing
 from bus.published_key import dead_letter_code_of, published_key
 from bus.topology import matches, plan
+from bus.transport import UNREAD, Delivery, Outgoing
+from scheduler_worker.build.decision import instance_spec
 from scheduler_worker.config import Flavor, SchedulerConfig
-from scheduler_worker.domain.decisions import instance_spec
 from tests.unit.bus.test_wire import UUID, Arrived
 
 # --- An operator's rights: one table, which every door goes by.

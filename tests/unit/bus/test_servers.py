@@ -13,7 +13,7 @@ from uuid import UUID
 
 import pytest
 
-from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, check_urls
+from berth.config.settings import BusSettings, CellSettings, DatabaseSettings, Settings, check_urls
 from bus.bus import API, Bus
 from bus.cell_links import REOPEN_S, CellLink, CellLinks
 from bus.clock import SystemClock
@@ -26,7 +26,6 @@ from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseUnavailable, 
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.address import parse_database_url
 from bus.persistence.group_flush import GroupFlush
-from bus.port import BusForbidden, BusUnavailable, Delivery, Subscription
 from bus.rabbitmq import patches
 from bus.rabbitmq.address import BadBusUrl, parse_bus_url
 from bus.rabbitmq.channels import WRITE_TIMEOUT_S
@@ -34,6 +33,7 @@ from bus.rabbitmq.patches import SUPPORTED, UnknownLibrary, install
 from bus.rabbitmq.transport import RabbitTransport
 from bus.server_url import Endpoint
 from bus.service.settings import SettingsError, hide_password
+from bus.transport import BusForbidden, BusUnavailable, Delivery, Subscription
 from tests.kit.virtual_time import on_virtual_time
 
 # --- URLs of brokers and databases: every form that is taken, and every other refused in a sentence that hides it.

@@ -10,9 +10,9 @@ from unittest.mock import Mock, patch
 from aiormq import Channel
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from bus.port import Outgoing
 from bus.rabbitmq import session as sessions
 from bus.topology import QueueNames
+from bus.transport import Outgoing
 from tests.kit.waiting import PATIENCE_S
 
 

@@ -16,16 +16,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from bus.bus import Bus
 from bus.clock import SystemClock, shared_delay_s
+from bus.codec import BATCH, Codec, Read
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
 from bus.contracts.stages import STAGES, StageTimes, durations
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.port import Delivery, Outgoing
 from bus.publishing import BusLimits
 from bus.service.stages import BUCKETS_S, MAX_STAGE_S, StageSeconds
-from bus.wire import BATCH, Codec, Read
+from bus.transport import Delivery, Outgoing
 
 # --- the stages of a build: durations that add up whatever the clocks read, and a histogram that counts each once
 

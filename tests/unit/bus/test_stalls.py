@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from bus import topology
 from bus.bus import Bus
 from bus.clock import SystemClock
+from bus.codec import headers_of, pack
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Handler, Outcome, Received, Retry
 from bus.consuming.stall_watch import BACKLOG_S, STALL_S, StallWatch
@@ -24,8 +25,7 @@ from bus.contracts.placement import Release, ReleaseResult
 from bus.contracts.queues import BY_QUEUE, COMMANDS
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.port import Delivery, Outgoing, Subscription
-from bus.wire import headers_of, pack
+from bus.transport import Delivery, Outgoing, Subscription
 from tests.contract.rig import REQUESTS, Answering, accepted, boot
 from tests.kit.waiting import until
 

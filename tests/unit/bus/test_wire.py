@@ -14,19 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from bus import wire
+from bus import codec as wire
+from bus.contracts.actions import MachineChanged
 from bus.contracts.base import MAX_ATTEMPT, MAX_EPOCH, MAX_INCARNATION, MAX_SENT_SEQUENCE, SENT_SLOTS, Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_TYPE, project_of
 from bus.contracts.cell import ComputeHosts, Heartbeat, LookedUpMachine, Running, ServiceSuperseded
 from bus.contracts.drains import DrainStart
 from bus.contracts.host_metrics import HostMetrics, HostReading
-from bus.contracts.moves import MachineChanged
 from bus.contracts.operations import AdminState, SetAdminState
 from bus.contracts.placement import InventoryUpdate
 from bus.contracts.queues import REPLAY, RETURN
 from bus.json_values import NUL_REASON, has_more_values
-from bus.port import Outgoing
+from bus.transport import Outgoing
 
 UUID = "00000000-0000-0000-0000-000000000001"
 KEY = "build.delete.p"

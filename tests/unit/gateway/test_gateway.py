@@ -15,13 +15,13 @@ from bus.bus import API
 from bus.clock import SystemClock
 from bus.consuming.in_flight import LAST_DELIVERIES
 from bus.consuming.outcome import Done, Outcome, Received, Retry
+from bus.contracts.actions import ActionKind, ActionPage, ActionRecord, ActionState
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
-from bus.contracts.moves import ActionKind, ActionPage, ActionRecord, ActionState
 from bus.contracts.placement import ConflictingConsumer
 from bus.contracts.queues import BY_QUEUE, project_bus
-from bus.port import UNREAD, BusForbidden, Outgoing, PublishRefused
 from bus.topology import plan
+from bus.transport import UNREAD, BusForbidden, Outgoing, PublishRefused
 from gateway import app
 from gateway.config import GatewayConfig
 from tests.kit.door import ANSWER_TO, Door, accepted, request

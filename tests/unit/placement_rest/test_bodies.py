@@ -22,8 +22,8 @@ from bus.contracts.placement import ProviderState
 from bus.faults import BrokenInvariant
 from placement_worker.domain.refusal import RefusalCode, WriteRefusal
 from placement_worker.domain.values import MAX_CAPACITY
-from placement_worker.replica.book import Replica
 from placement_worker.replica.candidates import candidates
+from placement_worker.replica.replica import Replica
 from placement_worker.replica.request import CandidatesRequest, Group
 from placement_worker.rest import bodies
 from placement_worker.rest.api import Api, copy_of

@@ -36,8 +36,8 @@ from placement_worker.domain.values import (
     StoredInventory,
     state_of,
 )
-from placement_worker.replica.book import Replica
-from placement_worker.rest.groups import BATCH_S, MAX_ENTRIES, TRIES, Groups, TooMany
+from placement_worker.replica.replica import Replica
+from placement_worker.rest.write_batcher import BATCH_S, MAX_ENTRIES, TRIES, Groups, TooMany
 from tests.unit.replica.worlds import dump, loaded
 
 # --- The results of the REST API's writes, decided without a database: Placement's generations, capacity, and refusals.

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from bus.contracts.feed import ChangesPage, FeedHead, SnapshotPage, feed_rows
 from bus.contracts.placement import ProviderState
 from placement_worker.replica import catch_up
-from placement_worker.replica.book import CLASS_WEIGHS, SWEEP_FROM, Gap, Replica
 from placement_worker.replica.catch_up import AT_ONCE, CatchUp, LocalReplica, apply
 from placement_worker.replica.columns import MOVES_KEPT, Moves
+from placement_worker.replica.replica import CLASS_WEIGHS, SWEEP_FROM, Gap, Replica
 from placement_worker.replica.request import Query
 from placement_worker.replica.search import search
 from placement_worker.replica.sharing import Sharing, sharing_of

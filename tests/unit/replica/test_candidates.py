@@ -16,9 +16,9 @@ from msgspec import structs
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
 from placement_worker.domain.values import SHARING
-from placement_worker.replica.book import SWEEP_FROM, Replica
 from placement_worker.replica.candidates import MAX_CELLS, candidates
 from placement_worker.replica.compiled import MAX_SLOTS
+from placement_worker.replica.replica import SWEEP_FROM, Replica
 from placement_worker.replica.request import CandidatesRequest, Group, QueryTooWide
 from placement_worker.replica.tree_solver import TimeBudget, TooLong, TreeProblem, TreeSolver, can_match
 from placement_worker.rest.api import copy_of

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from bus.contracts.placement import ProviderState
-from placement_worker.replica import book as replica_module
-from placement_worker.replica.book import Replica
+from placement_worker.replica import replica as replica_module
+from placement_worker.replica.replica import Replica
 from placement_worker.replica.request import Group, Query
 from placement_worker.replica.search import options, search
 from tests.unit.replica.worlds import Assignment, changed, inventory, provider, removed, used, uuid, ways

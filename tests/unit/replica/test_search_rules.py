@@ -13,7 +13,7 @@ from msgspec import structs
 from bus.contracts.placement import ProviderState
 from placement_worker.domain.values import SHARING
 from placement_worker.replica import compiled
-from placement_worker.replica.book import Replica
+from placement_worker.replica.replica import Replica
 from placement_worker.replica.request import Group, Query, request_of, total_resources
 from placement_worker.replica.search import QUERIES_KEPT, ResultsCache, options, results_of, search
 from tests.unit.replica.worlds import (

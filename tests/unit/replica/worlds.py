@@ -11,8 +11,8 @@ from msgspec import Struct, structs
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
 from placement_worker.domain.values import SHARING
-from placement_worker.replica.book import Replica
 from placement_worker.replica.candidates import CandidateSet
+from placement_worker.replica.replica import Replica
 from placement_worker.replica.request import CandidatesRequest, Group, Query
 from placement_worker.replica.trees import NO_ROW
 

@@ -23,13 +23,13 @@ from bus.consuming.stall_watch import LOOK_S, STALL_S, StallWatch
 from bus.contracts.workers import STOPPED, WorkerHeartbeat
 from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseRightsMissing, Fault
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.port import BusRightsMissing
 from bus.retrying import RIGHTS
 from bus.service.environment import Environment
 from bus.service.health import MAX_CONNECTIONS, MAX_HEAD_BYTES, Health
 from bus.service.main import GC_THRESHOLD, live
-from bus.service.presence import add_heartbeat
 from bus.service.service import SideTaskEnded, WorkerRuntime
+from bus.service.worker_heartbeat import add_heartbeat
+from bus.transport import BusRightsMissing
 
 # --- the lifecycle: its order, its ends, and what a dead side task does
 

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from berth.cli import app
-from berth.settings import read_settings
-from berth.trial.worker_processes import STALL_S
+from berth.cli.main import app
+from berth.config.settings import read_settings
+from berth.up.worker_processes import STALL_S
 from tests.release import ANCHOR, findings, git
 
 # --- `scripts/nightly release` in a scratch repository: what holds, and what each mistake breaks

@@ -1,0 +1,3 @@
+"""The commands of `berth`, a file each."""
+
+from __future__ import annotations

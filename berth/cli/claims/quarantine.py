@@ -1,0 +1,237 @@
+"""`berth quarantine` and `berth breaker`: what berth does not destroy by itself, and an operator's decision on it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from berth.audit import quarantine as records
+from berth.audit.quarantine import InCells
+from berth.cli.common import (
+    AsJson,
+    By,
+    Exit,
+    Stop,
+    Yes,
+    ask_first,
+    by_cell,
+    check_reason,
+    database_of,
+    decided_by,
+    explain,
+    out,
+    parse_uuid,
+    print_json,
+    print_result,
+    print_stop,
+)
+from berth.cli.options import CommandGroup
+from berth.config.settings import Settings
+from berth.text import counted, render_rows, utc
+from bus.faults import Fault
+from bus.service.environment import Environment
+from cell_conductor.state.breaker import Breaker
+from cell_conductor.state.unknown_machine import UnknownMachineKind
+from cell_conductor.store.keyed_tables import ADOPT, DESTROY, PROTECT, DecidedMachine, UnknownMachineRecord
+
+quarantine = CommandGroup(no_args_is_help=True, help="Machines that stay until an operator decides about them.")
+
+
+breaker = CommandGroup(no_args_is_help=True, help="Stopped destruction: too much was lost within a short time.")
+
+
+CellName = Annotated[str | None, typer.Option("--cell", help="Only this cell.")]
+
+
+@quarantine.command("list")
+async def list_quarantine(settings: Settings, cell: CellName = None, as_json: AsJson = False) -> int:
+    """List the machines in quarantine, and the decisions about them.
+
+    Exit status 3 when a cell has no record here; the others are listed.
+    """
+    return await show_unknown(settings, cell, (UnknownMachineKind.QUARANTINED,), as_json)
+
+
+@quarantine.command("release")
+async def release(
+    settings: Settings,
+    uuids: Annotated[list[str] | None, typer.Argument(metavar="[UUID]...", help="The instances.")] = None,
+    destroy: Annotated[
+        bool | None, typer.Option("--destroy/--protect", help="Have its host destroy it, or protect it for good.")
+    ] = None,
+    service: Annotated[
+        str | None, typer.Option("--service", help="Those of this compute service; without UUIDs all undecided ones.")
+    ] = None,
+    cell: CellName = None,
+    by: By = None,
+    as_json: AsJson = False,
+    yes: Yes = False,
+) -> None:
+    """Decide about machines in quarantine: --destroy or --protect. Destroying starts with their hosts' next reports.
+
+    `berth quarantine adopt` records one as its instance's.
+    """
+    instances = {parse_uuid(one) for one in uuids or ()}
+    if not instances and service is None:
+        raise typer.BadParameter("give UUIDs, or --service", param_hint="[UUID]...")
+    if destroy is None:
+        raise typer.BadParameter("give --destroy or --protect", param_hint="--destroy/--protect")
+    decision = DESTROY if destroy else PROTECT
+
+    here, actor = environment(settings), decided_by(by)
+    chosen = _chosen(await records.read(here, cell), instances, service)
+    if destroy and chosen:
+        uuids_of = {name: [one.uuid for one in of] for name, of in chosen.items()}
+        ask_first(f"Destroy {by_cell(uuids_of, 'machine')}", yes=yes)
+    of_cells, faults = await records.decide(here, chosen, decision, actor)
+    decided = [place for of in of_cells.values() for place in of]
+    done = sorted({uuid for _, uuid in decided})
+    what = ", ".join(done) if instances else f"service {service}"
+    if done or faults:
+        found = {"instances": done, "decision": decision, "machines": len(decided)}
+        print_result(found, as_json, f"{what}: {decision}, {counted(len(decided), 'machine')}")
+    raise_first(faults)
+    if left := ", ".join(sorted(instances.difference(done))) or ("" if done else what):
+        raise Stop(Exit.NO, "quarantine.unknown", f"no machine of {left} is in quarantine")
+
+
+@quarantine.command("adopt")
+async def adopt(
+    settings: Settings,
+    uuid: Annotated[str, typer.Argument(help="The instance.")],
+    host: Annotated[str, typer.Option("--host", help="The UUID of the host with the machine, as `list` shows it.")],
+    reason: Annotated[str, typer.Option("--reason", help="The reason, for the record.")],
+    by: By = None,
+    as_json: AsJson = False,
+) -> None:
+    """Adopt a machine in quarantine as its instance's.
+
+    For an instance that was moved after a backup, and whose record has its former host: the record then has it
+    where it runs. Its cell carries this out with the host's next report, if the host still reports the machine, no
+    other host reports one of the instance, and the host on record has reported (or is fenced, or its service
+    deleted). Nothing is destroyed or started. The cell claims what the machine uses; where placement refuses that,
+    `berth placement audit --repair` repairs it.
+    """
+    instance, place = parse_uuid(uuid), parse_uuid(host)
+    check_reason(reason, least=1)
+
+    decided, refused = await records.adopt(
+        environment(settings), [(place, instance)], actor=decided_by(by), reason=reason
+    )
+    if refused:
+        raise refused[place, instance]
+    found = {"instance": instance, "decision": ADOPT, "cell": decided[place, instance], "host": place}
+    print_result(found, as_json, f"{instance}: {ADOPT}, with the next report of host {place}")
+
+
+@breaker.command("list")
+async def list_breakers(settings: Settings, cell: CellName = None, as_json: AsJson = False) -> int:
+    """List the breakers that ever tripped. Exit status 1 when one is open, 3 when a cell has no record here."""
+    read = await records.read(environment(settings), cell)
+    found = [(name, one) for name, breakers in read.breakers.items() for one in breakers]
+    if as_json:
+        print_json([{"cell": name, "breaker": one} for name, one in found])
+    else:
+        columns = ["cell", "service", "state", "lost", "quarantined", "over", "tripped"]
+        render_rows(out, columns, [_breaker_row(*one) for one in found])
+    return Exit.NO if any(one.is_open for _, one in found) else name_never_started(read)
+
+
+@breaker.command("reset")
+async def reset(
+    settings: Settings,
+    service: Annotated[str, typer.Argument(help="The compute service.")],
+    cell: CellName = None,
+    by: By = None,
+    as_json: AsJson = False,
+    yes: Yes = False,
+) -> None:
+    """Allow what tripped the breaker.
+
+    It may be destroyed or counted as lost; later findings are evaluated again.
+    """
+    here, actor = environment(settings), decided_by(by)
+    tripped = [
+        (name, one)
+        for name, breakers in (await records.read(here, cell)).breakers.items()
+        for one in breakers
+        if one.service == service and one.is_open
+    ]
+    _check_one_cell(service, [name for name, _ in tripped])
+    if not tripped:
+        raise Stop(Exit.NO, "breaker.not_open", f"no breaker of {service} is open")
+    ((name, one),) = tripped
+    what = f"{counted(one.lost, 'machine')} lost, {one.quarantined} in quarantine, {one.over} over"
+    ask_first(f"Allow what tripped the breaker of {service} in {name} ({what})", yes=yes)
+    was_open, _ = await records.reset(here, [(name, service, one.tripped_at)], actor)
+    if not all(was_open.values()):
+        reason = "was reset or has tripped again meanwhile: read it again"
+        raise Stop(Exit.NO, "breaker.not_open", f"the breaker of {service} in {name} {reason}")
+    print_result({"service": service, "cells": [name]}, as_json, f"{service}: reset in {name}")
+
+
+def _chosen(read: InCells, instances: Collection[str], service: str | None) -> dict[str, list[DecidedMachine]]:
+    """The machines in quarantine of these instances, or else the undecided ones of a service. Raises Stop."""
+    chosen: dict[str, list[DecidedMachine]] = defaultdict(list)
+    for name, one in read.machines(UnknownMachineKind.QUARANTINED):
+        machine = one.machine
+        if service in (None, one.service) and (machine.uuid in instances or not (instances or one.decision)):
+            chosen[name].append(DecidedMachine(machine.uuid, machine.host_uuid, machine.attempt))
+    if service is not None:
+        _check_one_cell(service, chosen)
+    return chosen
+
+
+def _check_one_cell(service: str, cells: Collection[str]) -> None:
+    """Services of several cells may have one name, and an operator has seen one. Raises Stop."""
+    if len(cells) > 1:
+        reason = f"{', '.join(sorted(cells))} each have one of a service {service}: name the --cell"
+        raise Stop(Exit.USAGE, "service.ambiguous", reason)
+
+
+def raise_first(faults: Mapping[Any, Fault]) -> None:
+    """Of the cells that have not answered, after what was done in the others is stated."""
+    for fault in faults.values():
+        raise fault
+
+
+def environment(settings: Settings) -> Environment:
+    """The environment of these commands. Raises Stop when the database is not known."""
+    return database_of(settings).environment("operator")
+
+
+def name_never_started(read: InCells) -> int:
+    """Name the cells that have no record; returns the exit status for it."""
+    for cell in read.never_started:
+        fault = records.CellNeverStarted(f"cell {cell} has never been started here with this release")
+        stop = explain(fault)
+        assert stop is not None
+        print_stop(stop)
+    return Exit.UNAVAILABLE if read.never_started else 0
+
+
+async def show_unknown(settings: Settings, cell: str | None, kinds: Sequence[UnknownMachineKind], as_json: bool) -> int:
+    """The machines of these kinds that are on record, as JSON or as a table; returns the exit status."""
+    read = await records.read(environment(settings), cell)
+    found = read.machines(*kinds)
+    if as_json:
+        print_json([{"cell": name, "record": one} for name, one in found])
+    else:
+        columns = ["kind", "cell", "service", "host", "instance", "attempt", "reason", "first seen", "decided"]
+        render_rows(out, columns, [_unknown_row(*one) for one in found])
+    return name_never_started(read)
+
+
+def _unknown_row(cell: str, one: UnknownMachineRecord) -> list[str]:
+    machine = one.machine
+    decided = f"{one.decision} ({one.decided_by}, {utc(one.decided_at)})" if one.decision else ""
+    of = [machine.kind.value, cell, one.service, machine.host_uuid, machine.uuid]
+    return [*of, str(machine.attempt or ""), machine.reason, utc(one.first_seen), decided]
+
+
+def _breaker_row(cell: str, one: Breaker) -> list[str]:
+    state = "open" if one.is_open else f"reset by {one.reset_by}"
+    return [cell, one.service, state, str(one.lost), str(one.quarantined), str(one.over), utc(one.tripped_at)]

@@ -1,0 +1,101 @@
+"""`berth recovery`: cells whose database was restored, and the decision about what they would lose."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import typer
+
+from berth.audit import recoveries
+from berth.cli.claims.quarantine import CellName, environment
+from berth.cli.common import (
+    AsJson,
+    By,
+    Exit,
+    Reason,
+    Stop,
+    Yes,
+    ask_first,
+    check_reason,
+    decided_by,
+    out,
+    print_json,
+    print_result,
+)
+from berth.cli.options import CommandGroup
+from berth.config.settings import Settings
+from berth.text import counted, render_rows
+from bus.contracts.base import Word, reason_of
+
+recovery = CommandGroup(no_args_is_help=True, help="Cells whose database was restored, and what they would lose.")
+
+
+@recovery.command("show")
+async def show(settings: Settings, cell: CellName = None, as_json: AsJson = False) -> int:
+    """Show whether cells recover, and which instances they would lose. Exit status 1 when one waits for `accept`."""
+    found = await recoveries.read(environment(settings), cell)
+    if as_json:
+        print_json(found)
+    else:
+        columns = ["cell", "state", "incarnation", "losses", "builds", "instances", "absent"]
+        render_rows(out, columns, [_row(one) for one in found])
+    return Exit.NO if any(one.is_waiting for one in found) else 0
+
+
+@recovery.command("accept")
+async def accept(
+    settings: Settings,
+    cell: Annotated[str, typer.Argument(help="The cell.")],
+    losses: Annotated[int, typer.Option("--losses", help="How many, as `show` names them.", min=1)],
+    reason: Reason = "",
+    by: By = None,
+    as_json: AsJson = False,
+    yes: Yes = False,
+) -> None:
+    """Have a cell recover though it loses these instances: they end, and their allocations are released."""
+    check_reason(reason)
+    here = environment(settings)
+    (found,) = await recoveries.read(here, cell)
+    if not found.is_waiting or found.losses.count != losses:
+        waits = f"for a decision about {counted(found.losses.count, 'instance')}" if found.is_waiting else "for nothing"
+        raise Stop(Exit.NO, "recovery.not_waiting", f"the recovery of {cell} waits {waits}")
+    what = counted(losses, "instance")
+    ask_first(f"Lose {what} in {cell}, and {counted(found.losses.builds, 'build')} under way", yes=yes)
+    if not await recoveries.accept(here, found, decided_by(by), reason):
+        raise Stop(Exit.NO, "recovery.not_waiting", f"the recovery of {cell} has continued meanwhile: read it again")
+    print_result({"cell": cell, "losses": losses}, as_json, f"{cell}: recovers, {what} lost")
+
+
+@recovery.command("without")
+async def without(
+    settings: Settings,
+    cell: Annotated[str, typer.Argument(help="The cell.")],
+    service: Annotated[str, typer.Argument(help="The compute service.")],
+    reason: Reason = "",
+    by: By = None,
+    as_json: AsJson = False,
+    yes: Yes = False,
+) -> None:
+    """State that a decommissioned compute service has no machine: what waits for its hosts continues without them.
+
+    It ends if nothing else has it. A machine that runs there all the same is quarantined when it is listed.
+    """
+    check_reason(reason)
+    try:
+        msgspec.convert(service, Word)
+    except msgspec.ValidationError as error:
+        raise typer.BadParameter(reason_of(error), param_hint="SERVICE") from None
+    ask_first(f"Count the hosts of {service} in {cell} as empty", yes=yes)
+    if not await recoveries.state_without(environment(settings), cell, service, decided_by(by), reason):
+        raise Stop(
+            Exit.NO, "recovery.not_without", f"the compute service {service} of {cell} is up: it lists by itself"
+        )
+    print_result({"cell": cell, "service": service}, as_json, f"{cell}: goes on without {service}")
+
+
+def _row(one: recoveries.Recovery) -> list[str]:
+    absent = [f"{name} (nothing)" if has_nothing else name for name, has_nothing in sorted(one.absent.items())]
+    lost = one.losses
+    counts = [str(number) for number in (one.database_incarnation, lost.count, lost.builds)]
+    return [one.cell, one.state, *counts, " ".join(lost.instances), ", ".join(absent)]

@@ -1,0 +1,391 @@
+"""The common parts of the commands: settings, output, exit statuses, and errors without a traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import json
+import os
+import socket
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import asyncpg
+import msgspec
+import typer
+import uvloop
+from rich.console import Console
+from rich.text import Text
+
+from berth.client import BuildClient
+from berth.config.ports import ServerFailed
+from berth.config.settings import Settings, check_urls, read_settings
+from berth.config.site import Site, process_name
+from berth.text import counted, printable, printable_lines, render_rows
+from berth.up.embedded.process import DirectoryInaccessible, ServerMissing
+from berth.up.local_workers import WorkerEnded
+from bus.bus_ownership import BusOwnedByAnother
+from bus.contracts.base import MAX_REASON
+from bus.contracts.objects import CellsPage, CellsQuery
+from bus.faults import (
+    DatabaseUnavailable,
+    DatabaseUnprepared,
+    Fault,
+    Forbidden,
+    RequestTimeout,
+    RequestUnconfirmed,
+    Transient,
+)
+from bus.persistence.database_faults import raise_fault
+from bus.rabbitmq.errors import BrokerUntrusted
+from bus.service.environment import CellAddressInvalid, NotConfigured
+from bus.service.settings import SettingsError
+from bus.service.telemetry import configure_logging
+from bus.service.watchdog import watchdog_of, watched_loop
+from bus.transport import BusError, BusForbidden, BusUnavailable, PublishRefused, Unroutable
+
+
+class Exit(IntEnum):
+    """The statuses of commands beside 0 and, where it was interrupted, 130."""
+
+    NO = 1  # the answer is no: a build failed, an invariant is broken
+    USAGE = 2  # wrong use, settings or credentials
+    UNAVAILABLE = 3  # bus or database out of reach
+    TIME = 4  # time ran out
+
+
+OPEN_TIMEOUT_S = 10.0
+
+
+QUERY_TIMEOUT_S = 10.0
+
+
+CLOSE_TIMEOUT_S = 2.0
+
+
+MAX_IN_QUESTION = 10  # of a cell, in a prompt
+
+
+def parse_uuid(text: str) -> str:
+    """A UUID as people write it (upper case, without dashes) in the one spelling that the bus knows."""
+    try:
+        return str(uuid.UUID(text))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a UUID") from None
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+Timeout = Annotated[float, typer.Option("--timeout", min=0.1, max=86_400, help="Seconds to wait at most.")]
+
+
+By = Annotated[str | None, typer.Option("--by", help="Who decides; else the user and host of this command.")]
+
+
+Yes = Annotated[bool, typer.Option("--yes", help="Do not prompt; off a terminal nothing is done without it.")]
+
+
+Reason = Annotated[str, typer.Option("--reason", help="The reason, for the record.")]
+
+
+Wait = Annotated[bool, typer.Option("--wait", help="Wait for the end; exit status 1 when it failed.")]
+
+
+Instance = Annotated[str, typer.Argument(help="The instance's UUID.", parser=parse_uuid, metavar="UUID")]
+
+
+T = TypeVar("T")
+
+
+out = Console(highlight=False)
+
+
+err = Console(stderr=True, highlight=False)
+
+
+class Stop(Exception):
+    """Ends the command with a message and a status."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+SHADOW = "Forward each call to the fallback's nova-scheduler, decide it as well, and report how the two differ."
+
+
+def in_shadow(settings: Settings, shadow: bool) -> Settings:
+    """The settings with `nova.shadow`, if the command line has it."""
+    if not shadow:
+        return settings
+    return msgspec.structs.replace(settings, nova=msgspec.structs.replace(settings.nova, shadow=True))
+
+
+def settings_of(context: typer.Context, *, bus: str | None = None) -> Settings:
+    """The settings in force, from --config or where `read_settings` looks; `bus`: another URL. Raises SettingsError."""
+    path: Path | None = context.obj
+    settings = read_settings(path)
+    if bus is not None:
+        settings = msgspec.structs.replace(settings, bus=msgspec.structs.replace(settings.bus, url=bus))
+    check_urls(settings)
+    return settings
+
+
+def make_directory(state: Path) -> None:
+    """The directory of what lasts. Raises Stop when this user cannot make it or write to it."""
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        writable = os.access(state, os.W_OK | os.X_OK)
+    except OSError as fault:
+        raise Stop(Exit.USAGE, "state.unusable", f"cannot make {state}: {fault.strerror or fault}") from fault
+    if not writable:
+        raise Stop(Exit.USAGE, "state.unusable", f"{state} is not writable; set state_dir")
+
+
+def decided_by(by: str | None) -> str:
+    """The person on record for a decision: the one named, else the user and host of this command."""
+    return by or f"{getpass.getuser()}@{socket.gethostname()}"
+
+
+async def check_cell(berth: BuildClient, settings: Settings, name: str | None) -> None:
+    """Check that there is a cell of this name, by the settings or among those added at run time (None: none is named).
+    Raises SettingsError, RequestTimeout.
+    """
+    if name is None or name in settings.cells:
+        return
+    page = await berth.bus.request(CellsQuery(), CellsPage, timeout_s=QUERY_TIMEOUT_S)
+    known = sorted({*settings.cells, *(one.name for one in page.cells)})
+    if name not in known:
+        raise SettingsError("cell.unknown", f"there is no cell {name!r}; there are {', '.join(known)}")
+
+
+def ask_first(what: str, *, yes: bool) -> None:
+    """Prompt before what cannot be undone. what: an imperative that says how many, and which. Raises Stop."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise Stop(Exit.USAGE, "command.unconfirmed", f"{what}: off a terminal this needs --yes; nothing is done")
+    if not typer.confirm(printable(f"{what}?"), err=True):
+        raise Stop(Exit.NO, "command.declined", "nothing is done")
+
+
+def by_cell(of_cells: Mapping[str, Collection[str]], what: str) -> str:
+    """How many there are, how many of each cell, and the first names: `3 hosts (cell1 2: a, b; cell2 1: c)`."""
+    parts = []
+    for cell, names in sorted(of_cells.items()):
+        some = ", ".join(sorted(names)[:MAX_IN_QUESTION]) + (", ..." if len(names) > MAX_IN_QUESTION else "")
+        parts += [f"{cell} {len(names)}: {some}"] if names else []
+    shown = f" ({'; '.join(parts)})" if parts else ""
+    return f"{counted(sum(map(len, of_cells.values())), what)}{shown}"
+
+
+def check_reason(reason: str, *, least: int = 0) -> None:
+    """Raises BadParameter for a reason that no message may carry."""
+    if not least <= len(reason) <= MAX_REASON:
+        bounds = f"{least} to {MAX_REASON}" if least else f"at most {MAX_REASON}"
+        raise typer.BadParameter(f"{bounds} characters", param_hint="--reason")
+
+
+def print_line(text: str) -> None:
+    """Print one line for a person, whatever a name in it contains."""
+    out.print(Text(printable(text)), soft_wrap=True)
+
+
+def print_result(data: object, as_json: bool, line: str) -> None:
+    """Print a result as JSON, or as one line."""
+    if as_json:
+        print_json(data)
+    else:
+        print_line(line)
+
+
+def print_rows(
+    items: Collection[T], as_json: bool, columns: Sequence[str], row: Callable[[T], Sequence[str | Text]]
+) -> None:
+    """Print items as JSON, or as a table with a row for each."""
+    if as_json:
+        print_json(items)
+    else:
+        render_rows(out, columns, [row(one) for one in items])
+
+
+def print_json(data: object) -> None:
+    """Print data as indented JSON on standard output, control characters escaped (only strings can have them)."""
+    text = msgspec.json.format(msgspec.json.encode(data), indent=2).decode()
+    sys.stdout.write("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text) + "\n")
+    sys.stdout.flush()
+
+
+def print_json_line(data: object) -> None:
+    """Print data as one line of JSON on standard output, at once: for a stream of them."""
+    text = msgspec.json.encode(data).decode()
+    sys.stdout.write("".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text) + "\n")
+    sys.stdout.flush()
+
+
+def run(body: Callable[[], Coroutine[Any, Any, int | None]]) -> NoReturn:
+    """Run a command's coroutine and exit with its status; faults become a message on standard error."""
+    configure_logging(process="berth", role="cli", level=os.environ.get("BERTH_CLI_LOG", "error"), style="pretty")
+    try:
+        status = uvloop.run(_watched(body)) or 0
+    except KeyboardInterrupt:
+        status = 130
+    except Exception as fault:  # those that have a message for a user; others are re-raised
+        found = explain(fault)
+        if found is None:
+            raise
+        print_stop(found)
+        status = found.status
+    raise SystemExit(status)
+
+
+async def _watched(body: Callable[[], Coroutine[Any, Any, int | None]]) -> int | None:
+    async with watched_loop(watchdog_of(os.environ, pid=os.getpid())):
+        return await body()
+
+
+def print_stop(stop: Stop) -> None:
+    """The message of a Stop on standard error, with its stable code."""
+    message = Text.assemble(("berth: ", "red"), printable_lines(str(stop)), (f" ({stop.code})", "dim"))
+    err.print(message, soft_wrap=True)
+
+
+# Faults in the words of a user, first match first: (fault, exit status, message; `{}` is the fault's own text).
+_MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
+    (SettingsError, Exit.USAGE, "{}"),
+    (Unroutable, Exit.UNAVAILABLE, "the bus has no queue for this yet: has a scheduler ever been started?"),
+    (PublishRefused, Exit.UNAVAILABLE, "the queue is full: publish more slowly"),
+    (BrokerUntrusted, Exit.USAGE, "the broker is not trusted: {}"),
+    (BusOwnedByAnother, Exit.USAGE, "{}"),
+    (BusForbidden, Exit.USAGE, "the broker refuses these credentials: {}"),
+    (BusUnavailable, Exit.UNAVAILABLE, "the bus is out of reach: {}"),
+    (RequestUnconfirmed, Exit.TIME, "{}: is it out of disk, or of memory? see its log"),
+    (RequestTimeout, Exit.TIME, "no answer in time: is a scheduler running?"),
+    (DatabaseUnprepared, Exit.UNAVAILABLE, "no worker has prepared this database yet: {}"),
+    (Forbidden, Exit.USAGE, "{}"),
+    (NotConfigured, Exit.USAGE, "{}"),
+    (CellAddressInvalid, Exit.USAGE, "{}"),
+    (DatabaseUnavailable, Exit.UNAVAILABLE, "the database is out of reach: {}"),
+    (Transient, Exit.UNAVAILABLE, "{}"),
+    (ServerMissing, Exit.USAGE, "{}"),
+    (DirectoryInaccessible, Exit.USAGE, "{}"),
+    (ServerFailed, Exit.UNAVAILABLE, "{}"),
+    (BusError, Exit.NO, "{}"),
+    (Fault, Exit.NO, "{}"),
+    (TimeoutError, Exit.TIME, "time ran out"),
+)
+
+
+# Stable codes for faults that have none of their own.
+_CODES: dict[type[BaseException], str] = {
+    ServerMissing: "server.missing",
+    DirectoryInaccessible: "directory.inaccessible",
+    ServerFailed: "server.failed",
+    TimeoutError: "timeout",
+}
+
+
+def explain(fault: BaseException) -> Stop | None:
+    """A fault in the words of a user, or None when it is a defect of berth."""
+    if isinstance(fault, Stop):
+        return fault
+    if isinstance(fault, BaseExceptionGroup):
+        return explain(fault.exceptions[0])
+    if isinstance(fault, asyncpg.PostgresError):
+        try:
+            raise_fault(fault)
+        except Exception as meant:  # the fault itself, where it is a defect of berth
+            return None if meant is fault else explain(meant)
+    if isinstance(fault, WorkerEnded):
+        stop = explain(fault.__cause__) if fault.__cause__ is not None else None
+        status = Exit.NO if stop is None else stop.status
+        return Stop(status, "up.worker_died" if stop is None else stop.code, f"{fault}; see the log above")
+    for kind, status, message in _MEANINGS:
+        if isinstance(fault, kind):
+            code = _CODES.get(kind) or str(getattr(fault, "code", kind.__name__))
+            return Stop(status, code, message.replace("{}", str(fault)))
+    return None
+
+
+@contextlib.asynccontextmanager
+async def client(settings: Settings) -> AsyncIterator[BuildClient]:
+    """A connected client of the API bus. Raises Stop when the bus does not answer within OPEN_TIMEOUT_S."""
+    site = Site(settings)
+    process = process_name("cli")
+    made = BuildClient(site.bus(process), clock=site.clock, process=process)
+    await open_in_time(made.open())
+    try:
+        yield made
+    finally:
+        # Nothing that is wanted is under way any more. A broker with an alarm reads nothing, its farewell neither.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await made.close()
+        await site.close()
+
+
+async def open_in_time(opening: Coroutine[Any, Any, None]) -> None:
+    """Wait for a connection, but not for ever as a worker does. Raises Stop."""
+    try:
+        async with asyncio.timeout(OPEN_TIMEOUT_S):
+            await opening
+    except TimeoutError as fault:
+        raise Stop(
+            Exit.UNAVAILABLE,
+            "bus.unavailable",
+            f"no answer from the bus within {OPEN_TIMEOUT_S:g} s: does its broker run, and is bus.url its address?",
+        ) from fault
+
+
+def database_of(settings: Settings) -> Site:
+    """A site whose database is known. Raises Stop when it is embedded and no `berth up` runs."""
+    site = Site(settings)
+    if site.database_url is None:
+        raise Stop(
+            Exit.UNAVAILABLE,
+            "database.unavailable",
+            "no database: set database.url (BERTH_DATABASE__URL), or start `berth up`",
+        )
+    return site
+
+
+async def open_database_in_time(opening: Coroutine[Any, Any, None]) -> None:
+    """Open a database for a command. Workers wait for their server without end; a command ends after OPEN_TIMEOUT_S.
+
+    Raises Stop.
+    """
+    try:
+        async with asyncio.timeout(OPEN_TIMEOUT_S):
+            await opening
+    except TimeoutError as error:
+        raise Stop(
+            Exit.UNAVAILABLE,
+            "database.unavailable",
+            f"no answer from the database within {OPEN_TIMEOUT_S:g} s: does it run, and is database.url its address?",
+        ) from error
+
+
+def host_and_port(listen: str, option: str) -> tuple[str, int]:
+    """Where to listen. Raises BadParameter."""
+    host, _, port = listen.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
+        raise typer.BadParameter(f"{option} takes HOST:PORT, not {listen!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def pairs_of(given: Sequence[str] | None, option: str) -> dict[str, str]:
+    """KEY=VALUE, repeated. The first = ends the key."""
+    pairs: dict[str, str] = {}
+    for one in given or ():
+        key, equals, value = one.partition("=")
+        if not equals or not key or key in pairs:
+            raise typer.BadParameter(f"{one!r}: KEY=VALUE, each key once", param_hint=option)
+        pairs[key] = value
+    return pairs

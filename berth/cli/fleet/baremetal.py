@@ -1,0 +1,153 @@
+"""`berth baremetal`: Ironic's nodes, what serves and what does not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+import typer
+from msgspec.structs import replace
+
+from berth.cli.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, out, print_json, print_result, print_rows
+from berth.cli.options import CommandGroup
+from berth.client.baremetal import QUARANTINE, NodeRecord, flavor_classes, node_record, unserved
+from berth.client.object_edits import stored_objects
+from berth.config.settings import Settings
+from berth.config.site import read_runtime
+from berth.text import render_rows
+from bus.clock import SystemClock
+from bus.contracts.objects import ObjectKind
+from bus.service.settings import hide_password
+from compute_agent.driver import DriverUnavailable
+from compute_agent.drivers.ironic.api import IronicApi, Refused
+
+baremetal = CommandGroup(no_args_is_help=True, help="Ironic's nodes, and their faults.")
+
+
+NodeIdent = Annotated[str, typer.Argument(help="The node's UUID or name.", metavar="NODE")]
+
+
+@baremetal.command("list")
+async def list_nodes(settings: Settings, as_json: AsJson = False) -> None:
+    """List all nodes, with the fault of each."""
+    _show(await _records(settings, await _classes(settings)), as_json)
+
+
+@baremetal.command()
+async def problems(settings: Settings, as_json: AsJson = False) -> int:
+    """List nodes that no build can go to, with reasons, and flavors that no node serves. Exit status 1 if there are."""
+    classes = await _classes(settings)
+    found = await _records(settings, classes)
+    wrong = [node for node in found if node.problems]
+    flavors = unserved(classes, found)
+    if as_json:
+        print_json({"nodes": wrong, "flavors": flavors})
+    else:
+        if wrong:
+            _show(wrong, as_json=False)
+        for flavor in flavors:
+            out.print(f"flavor {flavor}: no node has the class that it requests", soft_wrap=True, markup=False)
+    return Exit.NO if wrong or flavors else 0
+
+
+@baremetal.command()
+async def show(settings: Settings, node: NodeIdent, as_json: AsJson = False) -> None:
+    """Show one node: what berth makes of it, and Ironic's own words."""
+    async with _ironic(settings) as api:
+        raw = await api.raw_node(node)
+    if raw is None:
+        raise Stop(Exit.NO, "node.unknown", f"Ironic has no node {node}")
+    record = node_record(raw, await _classes(settings))
+    if as_json:
+        print_json(record)
+        return
+    rows = [
+        ("uuid", record.uuid),
+        ("name", record.name),
+        ("class", record.resource_class),
+        ("flavors", ", ".join(record.serves)),
+        ("state", record.state),
+        ("power", record.power),
+        ("instance", f"{record.instance} ({'ours' if record.own else 'foreign'})" if record.instance else ""),
+        *(("problem", problem) for problem in record.problems),
+        ("Ironic's reason", record.ironic_reason),
+    ]
+    render_rows(out, ("what", "value"), [row for row in rows if row[1]])
+
+
+@baremetal.command()
+async def quarantine(
+    settings: Settings,
+    node: NodeIdent,
+    reason: Annotated[str, typer.Option(help="The reason; Ironic shows it.")],
+    as_json: AsJson = False,
+) -> None:
+    """Put a node into maintenance in Ironic, with a reason: no build goes there. Instances on it continue to run."""
+    async with _ironic(settings) as api:
+        await _known(api, node)
+        _check_accepted(await api.set_maintenance(node, on=True, reason=f"{QUARANTINE}{reason}"))
+    print_result({"node": node, "maintenance": True}, as_json, f"{node}: in maintenance")
+
+
+@baremetal.command()
+async def release(settings: Settings, node: NodeIdent, as_json: AsJson = False) -> None:
+    """Take a node out of the maintenance that `quarantine` set; another's maintenance is left alone."""
+    async with _ironic(settings) as api:
+        raw = await _known(api, node)
+        reason = str(raw.get("maintenance_reason") or "")
+        if not raw.get("maintenance") or not reason.startswith(QUARANTINE):
+            raise Stop(Exit.NO, "node.not_quarantined", f"node {node} is not in quarantine by berth: {reason or '-'}")
+        _check_accepted(await api.set_maintenance(node, on=False))
+    print_result({"node": node, "maintenance": False}, as_json, f"{node}: out of maintenance")
+
+
+@asynccontextmanager
+async def _ironic(settings: Settings) -> AsyncIterator[IronicApi]:
+    """Ironic as the compute service's settings have it, or as a running `berth up` has one."""
+    config = settings.compute.ironic
+    runtime = read_runtime(settings.state)
+    if runtime is not None and runtime.ironic_url:
+        config = replace(config, url=runtime.ironic_url)
+    api = IronicApi(config, clock=SystemClock())
+    api.open()
+    try:
+        yield api
+    except DriverUnavailable as fault:
+        raise Stop(Exit.UNAVAILABLE, "ironic.unavailable", f"{hide_password(config.url)}: {fault}") from fault
+    finally:
+        await api.close()
+
+
+async def _classes(settings: Settings) -> dict[str, tuple[str, ...]]:
+    """By the flavors on record: an operator changes them while everything runs."""
+    async with client(settings) as berth:
+        stored = stored_objects(berth.bus, ObjectKind.FLAVOR, timeout_s=QUERY_TIMEOUT_S)
+        return flavor_classes([one async for one in stored])
+
+
+async def _records(settings: Settings, classes: Mapping[str, tuple[str, ...]]) -> list[NodeRecord]:
+    async with _ironic(settings) as api:
+        return sorted((node_record(raw, classes) for raw in await api.raw_nodes()), key=lambda node: node.uuid)
+
+
+async def _known(api: IronicApi, node: str) -> dict[str, Any]:
+    raw = await api.raw_node(node)
+    if raw is None:
+        raise Stop(Exit.NO, "node.unknown", f"Ironic has no node {node}")
+    return raw
+
+
+def _check_accepted(refused: Refused | None) -> None:
+    if refused is not None:
+        raise Stop(Exit.NO, "ironic.refused", str(refused))
+
+
+def _show(nodes: Sequence[NodeRecord], as_json: bool) -> None:
+    print_rows(nodes, as_json, ("node", "class", "state", "power", "instance", "problem"), _row)
+
+
+def _row(node: NodeRecord) -> list[str]:
+    reason = [f"Ironic: {node.ironic_reason}"] if node.problems and node.ironic_reason else []
+    problem = "; ".join((*node.problems, *reason))
+    return [node.uuid, node.resource_class or "-", node.state, node.power, node.instance or "-", problem or "-"]

@@ -1,0 +1,198 @@
+"""`berth cells`: cells are enabled and disabled while everything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from berth.cli.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, out, print_json, print_rows
+from berth.cli.fleet.drains import DrainOptions, drain
+from berth.cli.objects.objects import ChangeOptions, LogReason, Name, change_objects, object_commands
+from berth.client.object_edits import ObjectEdit
+from berth.config.settings import Settings
+from berth.text import render_rows, utc
+from bus.contracts.drains import DrainTarget
+from bus.contracts.objects import CellRecord, CellsPage, CellsQuery, CellState, ObjectKind, StoredObject
+
+cells = object_commands(ObjectKind.CELL, "Cells: which are in use, and which take builds.", lists=False, shows=False)
+
+
+LastOne = Annotated[bool, typer.Option("--force", help="Also the last cell that takes builds.")]
+
+
+Body = dict[str, Any]
+
+
+COLUMNS = ["name", "state", "in use", "scheduler's link", "bus", "by", "at (UTC)", "reason"]
+
+
+@cells.command("list")
+async def list_cells(settings: Settings, as_json: AsJson = False) -> None:
+    """List all cells: those of the schedulers' settings, and those that operators have added."""
+    print_rows(await _known(settings), as_json, COLUMNS, _row)
+
+
+@cells.command("show")
+async def show_cell(settings: Settings, name: Name, as_json: AsJson = False) -> None:
+    """Show one cell."""
+    found = next((one for one in await _known(settings) if one.name == name), None)
+    if found is None:
+        raise Stop(Exit.NO, "cell.unknown", f"there is no cell {name!r}")
+    if as_json:
+        print_json(found)
+    else:
+        render_rows(out, ["what", "is"], [*zip(COLUMNS, _row(found), strict=True)])
+
+
+@cells.command("add")
+async def add_cell(
+    settings: Settings,
+    name: Name,
+    url_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The URL of its bus is in this file in each worker's cells_dir.")
+    ] = None,
+    url_variable: Annotated[
+        str | None,
+        typer.Option(metavar="CELL_...", help="The URL of its bus is in this environment variable of each worker."),
+    ] = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option(help="Put before every exchange and queue name there. Else the cell's name, on the API bus."),
+    ] = None,
+    disabled: Annotated[bool, typer.Option("--disabled", help="Without builds, until it is enabled.")] = False,
+    *,
+    decision: ChangeOptions,
+) -> None:
+    """Take a cell into use: running schedulers and placements connect to its bus.
+
+    Its conductors and compute services are started with settings that have it. A removed cell is added again, with its
+    bus as it was but for what is named ("": as without it).
+    """
+    state = CellState.DISABLED if disabled else CellState.ENABLED
+    given = {"url_file": url_file, "url_variable": url_variable, "prefix": prefix}
+    named = {key: value for key, value in given.items() if value is not None}
+    if url_file and url_variable is None:
+        named["url_variable"] = ""  # the URL is in one place
+    if url_variable and url_file is None:
+        named["url_file"] = ""
+
+    def made(before: Body) -> Body:
+        return {"state": state.value, "reason": decision.reason, "bus": {**before.get("bus", {}), **named}}
+
+    await _change(settings, name, made, decision)
+
+
+@cells.command("set")
+async def set_cell(
+    settings: Settings,
+    name: Name,
+    state: Annotated[CellState, typer.Argument(help="Whether builds are placed there, and whether it is in use.")],
+    force: LastOne = False,
+    *,
+    decision: ChangeOptions,
+) -> None:
+    """Disable a cell, enable it again, or remove it."""
+    await _change(settings, name, _to(name, state, decision.reason), decision, force=force)
+
+
+class ReasonedOptions(ChangeOptions, frozen=True, kw_only=True):
+    """The options of a decision that is not made without a reason."""
+
+    reason: LogReason
+
+
+@cells.command("disable")
+async def disable_cell(settings: Settings, name: Name, force: LastOne = False, *, decision: ReasonedOptions) -> None:
+    """Place no builds in a cell. Instances there continue to run, and moves within it continue."""
+    await _change(settings, name, _to(name, CellState.DISABLED, decision.reason), decision, force=force)
+
+
+@cells.command("enable")
+async def enable_cell(settings: Settings, name: Name, *, decision: ChangeOptions) -> None:
+    """Place builds in a cell again."""
+    await _change(settings, name, _to(name, CellState.ENABLED, decision.reason), decision)
+
+
+@cells.command("remove")
+async def remove_cell(
+    settings: Settings,
+    name: Name,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Although instances are on record there: they are out of reach until it is added."
+        ),
+    ] = False,
+    *,
+    decision: ReasonedOptions,
+) -> None:
+    """Take a cell out of use: schedulers and placements leave its bus. Its queues and its database stay."""
+
+    def made(before: Body) -> Body:
+        return {**before, "state": CellState.REMOVED.value, "reason": decision.reason, "abandoned": force}
+
+    await _change(settings, name, made, decision, force=force)
+
+
+@cells.command("drain")
+async def drain_cell(settings: Settings, name: Name, *, options: DrainOptions) -> int:
+    """Drain a cell, as `berth drain NAME --target cell` does."""
+    return await drain(settings, name, DrainTarget.CELL, options=options)
+
+
+def _to(name: str, state: CellState, reason: str) -> Callable[[Body], Body]:
+    """A decision with another state: where the bus of the cell is stays as it was. Raises Stop for a removed cell.
+
+    A command that is repeated after another operator has removed the cell would take it into use again.
+    """
+
+    def made(before: Body) -> Body:
+        if before.get("state") == CellState.REMOVED and state is not CellState.REMOVED:
+            raise Stop(Exit.NO, "cell.removed", f"cell {name!r} is removed; `berth cells add` takes it into use again")
+        kept = {"bus": before["bus"]} if "bus" in before else {}
+        return {"state": state.value, **({"reason": reason} if reason else {}), **kept}
+
+    return made
+
+
+async def _change(
+    settings: Settings, name: str, made: Callable[[Body], Body], decision: ChangeOptions, *, force: bool = False
+) -> None:
+    """Change a cell relative to its record. made: the body, of the one before."""
+
+    def edit(known: StoredObject | None) -> Body:
+        return made({} if known is None else known.body)
+
+    await change_objects(settings, ObjectEdit(ObjectKind.CELL, name, edit), decision, force=force)
+
+
+async def _known(settings: Settings) -> tuple[CellRecord, ...]:
+    async with client(settings) as berth:
+        return (await berth.bus.request(CellsQuery(), CellsPage, timeout_s=QUERY_TIMEOUT_S)).cells
+
+
+def _row(one: CellRecord) -> list[str]:
+    link = f"{one.link.value}: {one.problem}" if one.problem else one.link.value
+    return [
+        one.name,
+        one.state.value,
+        "yes" if one.in_use else "no",
+        link,
+        _place(one),
+        one.by,
+        utc(one.at),
+        one.reason,
+    ]
+
+
+def _place(one: CellRecord) -> str:
+    """Where its bus is; a URL is never shown."""
+    if one.configured or one.bus is None:
+        return "as in the settings" if one.configured else ""
+    if one.bus.url_file:
+        return f"file {one.bus.url_file}"
+    if one.bus.url_variable:
+        return f"variable {one.bus.url_variable}"
+    return f"the API bus's, prefix {one.bus.prefix or one.name + '.'}"

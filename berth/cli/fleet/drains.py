@@ -1,0 +1,311 @@
+"""`berth drain` and `berth drains`: hosts are emptied; a plan before the start shows where their instances would go."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from typing import Annotated
+
+import typer
+from msgspec import Struct
+from rich.text import Text
+
+from berth.cli.common import (
+    AsJson,
+    By,
+    Exit,
+    Reason,
+    Stop,
+    Timeout,
+    check_reason,
+    client,
+    decided_by,
+    out,
+    parse_uuid,
+    print_json,
+    print_line,
+    print_rows,
+)
+from berth.cli.options import CommandGroup
+from berth.client import BuildClient
+from berth.client import drains as client_drains
+from berth.config.settings import Settings
+from berth.text import counted, printable, render_rows, utc
+from bus.clock import new_uuid
+from bus.contracts.actions import ActionKind
+from bus.contracts.drains import (
+    MAX_AT_ONCE,
+    MAX_DEADLINE_S,
+    DrainAction,
+    DrainCommand,
+    DrainPlan,
+    DrainProgress,
+    DrainQuery,
+    DrainsQuery,
+    DrainStart,
+    DrainState,
+    DrainTarget,
+)
+
+drains = CommandGroup()
+
+
+Id = Annotated[str, typer.Argument(help="The drain's id.", metavar="DRAIN")]
+
+
+Deadline = Annotated[
+    float | None,
+    typer.Option("--deadline", min=0.1, max=MAX_DEADLINE_S, help="Seconds, after which no further move starts."),
+]
+
+
+class DrainOptions(Struct, frozen=True, kw_only=True):
+    """The options of a drain, whatever it is of."""
+
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", "--dry-run", help="Only print the destinations, and the instances that cannot move."),
+    ] = False
+    cold: Annotated[bool, typer.Option("--cold", help="Stop each instance for its move, instead of live.")] = False
+    at_once: Annotated[int, typer.Option(min=1, max=MAX_AT_ONCE, help="Instances under way at a time.")] = 4
+    rate: Annotated[
+        int | None, typer.Option("--rate", min=1, max=10_000, help="Moves that start in a minute at most.")
+    ] = None
+    deadline: Deadline = None
+    force: Annotated[bool, typer.Option("--force", help="Begin though the plan has instances that cannot move.")] = (
+        False
+    )
+    detach: Annotated[bool, typer.Option("--detach", help="Print the drain's id, and do not follow it.")] = False
+    drain_id: Annotated[
+        str | None,
+        typer.Option(
+            "--id",
+            parser=parse_uuid,
+            metavar="UUID",
+            help="The drain's id; one that is on record is followed, not begun again.",
+        ),
+    ] = None
+    reason: Reason = "drain"
+    by: By = None
+    timeout: Timeout = 3600.0
+    as_json: AsJson = False
+
+
+async def drain(
+    settings: Settings,
+    name: Annotated[
+        str, typer.Argument(help="Name or UUID of a host, a compute service, a cell or an aggregate.", metavar="TARGET")
+    ],
+    target: Annotated[
+        DrainTarget | None, typer.Option("--target", help="The kind of the target, if its name is ambiguous.")
+    ] = None,
+    cell: Annotated[str | None, typer.Option("--cell", help="The cell in which a name is looked up.")] = None,
+    *,
+    options: DrainOptions,
+) -> int:
+    """Move every instance off a host, service, cell or aggregate.
+
+    Schedulers carry it out: it goes on when this command ends. The hosts are disabled first, together.
+
+    Ctrl-C stops the drain: it starts nothing more. Exit status 1 when no remaining instance can move, though the drain
+    goes on; 4 when it has ended, or the time is over, before all have been moved.
+    """
+    check_reason(options.reason)
+    kind = ActionKind.MIGRATE if options.cold else ActionKind.LIVE_MIGRATE
+    if options.plan:
+        async with client(settings) as berth:
+            query = DrainQuery(host=name, target=target, cell=cell, kind=kind)
+            planned = await client_drains.plan(berth.bus, query)
+        _show_plan(planned, options.as_json)
+        return Exit.NO if any(not one.hosts for one in planned.moves) else 0
+    command = DrainStart(
+        drain=options.drain_id or new_uuid(random.SystemRandom()),
+        name=name,
+        target=target,
+        cell=cell,
+        kind=kind,
+        at_once=options.at_once,
+        per_minute=options.rate,
+        deadline_s=options.deadline,
+        force=options.force,
+        reason=options.reason,
+        by=decided_by(options.by),
+    )
+    async with client(settings) as berth:
+        begun = await client_drains.start(berth.bus, command)
+        if options.detach:
+            _show(begun, options.as_json)
+            return 0
+        if not options.as_json:
+            show_begun(begun)
+        seen = await _follow(berth, command.drain, options.timeout, command.by, options.as_json)
+    return _ended(seen, options.as_json)
+
+
+@drains.default
+async def list_drains(
+    settings: Settings,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="So many, the newest first.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List drains, the newest first, or command one."""
+    async with client(settings) as berth:
+        found = await client_drains.drains(berth.bus, DrainsQuery(limit=limit))
+    print_rows(found, as_json, ["drain", "of", "state", "instances", "hosts", "begun (UTC)", "by"], _row)
+
+
+@drains.command()
+async def show(settings: Settings, drain_id: Id, as_json: AsJson = False) -> int:
+    """Show the progress of a drain, and what it has not moved. Exit status 1 when something cannot move."""
+    ident = parse_uuid(drain_id)
+    async with client(settings) as berth:
+        found = await client_drains.drains(berth.bus, DrainsQuery(drain=ident))
+    if not found:
+        raise Stop(Exit.NO, "drain.unknown", f"no drain {ident} is on record")
+    _show(found[0], as_json)
+    return Exit.NO if found[0].failed else 0
+
+
+class ToDrain(Struct, frozen=True, kw_only=True):
+    """The options of each command to a drain."""
+
+    reason: Reason = ""
+    by: By = None
+    as_json: AsJson = False
+
+
+@drains.command()
+async def pause(settings: Settings, drain_id: Id, *, options: ToDrain) -> int:
+    """Start no further move until it is resumed; moves in progress end by themselves."""
+    return await _command(settings, drain_id, DrainAction.PAUSE, options)
+
+
+@drains.command()
+async def resume(settings: Settings, drain_id: Id, deadline: Deadline = None, *, options: ToDrain) -> int:
+    """Go on, also with one that has ended."""
+    return await _command(settings, drain_id, DrainAction.RESUME, options, deadline_s=deadline)
+
+
+@drains.command()
+async def stop(settings: Settings, drain_id: Id, *, options: ToDrain) -> int:
+    """End it: begin nothing more. Its hosts stay disabled, and moved instances stay where they are."""
+    return await _command(settings, drain_id, DrainAction.STOP, options)
+
+
+async def _command(
+    settings: Settings,
+    drain_id: str,
+    action: DrainAction,
+    options: ToDrain,
+    *,
+    deadline_s: float | None = None,
+) -> int:
+    check_reason(options.reason)
+    ident, actor = parse_uuid(drain_id), decided_by(options.by)
+    command = DrainCommand(drain=ident, action=action, by=actor, reason=options.reason, deadline_s=deadline_s)
+    async with client(settings) as berth:
+        found = await client_drains.command(berth.bus, command)
+    _show(found, options.as_json)
+    return 0
+
+
+async def _follow(berth: BuildClient, ident: str, timeout_s: float, by: str, as_json: bool) -> DrainProgress:
+    """Follow a drain to its end; SIGINT stops it."""
+    on_interrupt = DrainCommand(drain=ident, action=DrainAction.STOP, by=by, reason="Ctrl-C")
+    loop, stopping = asyncio.get_running_loop(), set[asyncio.Task[DrainProgress]]()
+    loop.add_signal_handler(
+        signal.SIGINT, lambda: stopping.add(loop.create_task(client_drains.command(berth.bus, on_interrupt)))
+    )
+    last: list[str] = []
+
+    def look(seen: DrainProgress) -> None:
+        line = _counted(seen)
+        is_over = seen.state is DrainState.ENDED  # the caller shows all of that
+        if not as_json and not is_over and last[-1:] != [line]:
+            last.append(line)
+            show_progress(seen)
+
+    try:
+        seen = await client_drains.follow(berth.bus, ident, clock=berth.clock, timeout_s=timeout_s, on_progress=look)
+        await asyncio.gather(*stopping)
+        return seen
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+def _ended(seen: DrainProgress, as_json: bool) -> int:
+    _show(seen, as_json)
+    left = len(seen.not_begun) + len(seen.under_way)
+    if seen.state is not DrainState.ENDED and not as_json:
+        if client_drains.is_stuck(seen):
+            reason = f"{counted(len(seen.failed), 'instance')} cannot move now; the drain goes on: "
+            raise Stop(Exit.NO, "drain.left", f"{reason}see berth drains show {seen.id}")
+        raise Stop(Exit.TIME, "drain.under_way", f"it continues; see berth drains show {seen.id}")
+    if left:
+        if not as_json:
+            reason = f"{counted(left, 'instance')} not moved; see berth drains resume {seen.id}"
+            raise Stop(Exit.TIME, seen.code, reason)
+        return Exit.TIME
+    return Exit.NO if seen.failed else 0
+
+
+def _counted(one: DrainProgress) -> str:
+    counts = ", ".join(f"{count} {state}" for state, count in one.counts.items()) or "nothing to move"
+    return f"{one.state}: {counts}"
+
+
+def _row(one: DrainProgress) -> list[str | Text]:
+    state = f"{one.state} ({one.code})" if one.code else one.state.value
+    counts = ", ".join(f"{count} {name}" for name, count in one.counts.items())
+    return [one.id, printable(f"{one.target} {one.host}"), state, counts, str(one.hosts), utc(one.started_at), one.by]
+
+
+def _show(one: DrainProgress, as_json: bool) -> None:
+    if as_json:
+        print_json(one)
+    else:
+        show_drain(one)
+
+
+def show_begun(begun: DrainProgress) -> None:
+    """Print the extent of a drain that has begun."""
+    what = f"{counted(begun.planned, 'instance')} on {counted(begun.hosts, 'host')}"
+    print_line(f"drain {begun.id}: {what}")
+
+
+def show_progress(seen: DrainProgress) -> None:
+    """Print how many of its instances are in each state."""
+    print_line(_counted(seen))
+
+
+def show_drain(one: DrainProgress) -> None:
+    """Print a drain with the instances that it has not moved."""
+    code = f" ({one.code})" if one.code else ""
+    until = "" if one.deadline_at is None else f", until {utc(one.deadline_at)} UTC"
+    print_line(f"drain {one.id} of {one.target} {one.host}, by {one.by}: {one.reason}")
+    print_line(f"{_counted(one)}{code}{until}")
+    rows = [[fault.instance_uuid, fault.code, printable(fault.reason)] for fault in one.failed]
+    rows += [[uuid, "", "waits"] for uuid in one.not_begun]
+    if rows:
+        render_rows(out, ["remaining", "code", "reason"], rows)
+
+
+def _show_plan(planned: DrainPlan, as_json: bool) -> None:
+    if as_json:
+        print_json(planned)
+        return
+    headers = ["instance", "on", "project", "flavor", "to, alternates", "cannot"]
+    rows = [
+        [one.instance_uuid, one.source, one.project_id, one.flavor, ", ".join(one.hosts), _cannot(one.code, one.reason)]
+        for one in planned.moves
+    ]
+    render_rows(out, headers, rows)
+    stuck = sum(not one.hosts for one in planned.moves)
+    more = f" and more than these {len(rows)}" if planned.more else ""
+    moves = counted(len(rows) - stuck, "move")
+    print_line(f"{counted(planned.hosts, 'host')}: {moves}, {stuck} cannot be made{more}")
+
+
+def _cannot(code: str, reason: str) -> str:
+    return f"{code}: {reason}" if code else ""

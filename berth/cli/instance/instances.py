@@ -1,0 +1,519 @@
+"""`berth boot`, `delete`, `show` and `list`: a client's requests about its builds."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+from uuid import UUID
+
+import msgspec
+import typer
+from msgspec import Struct
+from msgspec.structs import replace
+from rich.console import Console
+from rich.text import Text
+
+from berth.cli.common import (
+    QUERY_TIMEOUT_S,
+    AsJson,
+    Exit,
+    Instance,
+    Stop,
+    Timeout,
+    Yes,
+    ask_first,
+    by_cell,
+    check_cell,
+    client,
+    err,
+    open_in_time,
+    out,
+    parse_uuid,
+    print_json,
+    print_line,
+    print_rows,
+)
+from berth.client import BuildClient, RequestWatch
+from berth.config.settings import Settings
+from berth.config.site import Site, process_name, with_added_cells
+from berth.text import printable, render_funnel, render_rows, render_scores, render_stages, utc
+from bus.clock import new_uuid
+from bus.contracts.actions import ActionPage, ActionQuery, ActionRecord
+from bus.contracts.base import reason_of
+from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
+from bus.contracts.cell import CellDelete
+from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, NetworkRequest, VolumeRequest
+from bus.contracts.deploy import Volumes as VolumeRequests
+from bus.contracts.operations import EvacuationPolicy
+from bus.contracts.placement import MAX_MEMBERS, GroupPolicy, ServerGroup
+from bus.faults import RequestUnconfirmed
+from bus.transport import BusUnavailable, PublishRefused
+from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE
+
+MAX_COUNT = 100_000
+
+
+ImageSourceUrl = Annotated[
+    str | None, typer.Option("--image-source", help="Where the image is, for bare metal (a URL).")
+]
+
+
+ImageSha256 = Annotated[str | None, typer.Option("--image-sha256", help="Its SHA-256.")]
+
+
+class BootOptions(Struct, frozen=True, kw_only=True):
+    """The build requested, its placement, and the event to wait for."""
+
+    flavor: Annotated[str, typer.Option(help="The flavor to build; `berth flavors list` lists them.")]
+    count: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="How many.")] = 1
+    together: Annotated[
+        bool, typer.Option("--together", help="One request for all of them: they start together or not at all.")
+    ] = False
+    min_count: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_MEMBERS, help="As --together, but this many are enough."),
+    ] = None
+    name: Annotated[str, typer.Option(help="A name; with --count, a number is added.")] = ""
+    project: Annotated[str, typer.Option(help="Whose they are.")] = "default"
+    image: Annotated[str, typer.Option(help="The image's name.")] = ""
+    image_source: ImageSourceUrl = None
+    image_sha256: ImageSha256 = None
+    user_data: Annotated[Path | None, typer.Option(help="A file for cloud-init, for bare metal.")] = None
+    key: Annotated[list[Path] | None, typer.Option(help="A file with a public SSH key; repeatable.")] = None
+    port: Annotated[
+        list[str] | None,
+        typer.Option(parser=parse_uuid, metavar="UUID", help="A network port to attach to a node; repeatable."),
+    ] = None
+    network: Annotated[
+        list[str] | None,
+        typer.Option(parser=parse_uuid, metavar="UUID", help="A network to make a port on for a node; repeatable."),
+    ] = None
+    volumes: Annotated[
+        Path | None,
+        typer.Option(help="A file with the volumes to attach to a node or to boot it from: a JSON list."),
+    ] = None
+    availability_zone: Annotated[str | None, typer.Option(metavar="ZONE", help="Only hosts of this zone.")] = None
+    host: Annotated[str | None, typer.Option(help="Only this host (through the filters).")] = None
+    uuid: Annotated[
+        str | None,
+        typer.Option(parser=parse_uuid, metavar="UUID", help="The instance's UUID, for a request that is repeated."),
+    ] = None
+    group: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Their server group: one of the project's on record, or a UUID, which exists by being named.",
+        ),
+    ] = None
+    policy: Annotated[GroupPolicy, typer.Option(help="The policy of a group named by a UUID.")] = (
+        GroupPolicy.ANTI_AFFINITY
+    )
+    max_per_host: Annotated[
+        int, typer.Option(min=1, max=1000, help="With anti-affinity: this many may share a host.")
+    ] = 1
+    different_host: Annotated[
+        list[str] | None,
+        typer.Option(parser=parse_uuid, metavar="UUID", help="Not where this instance is; repeatable."),
+    ] = None
+    same_host: Annotated[
+        list[str] | None, typer.Option(parser=parse_uuid, metavar="UUID", help="Where this instance is; repeatable.")
+    ] = None
+    on_host_failure: Annotated[
+        EvacuationPolicy | None,
+        typer.Option(help="The policy when their host is fenced; default: of the flavor or the settings."),
+    ] = None
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for each build's end.")] = False
+    timeout: Timeout = 300.0
+    as_json: AsJson = False
+
+
+async def boot(settings: Settings, *, options: BootOptions) -> int:
+    """Request machines. With --wait, exit status 1 when one of them failed."""
+    requests = requests_of(options)
+    _check(requests[-1])
+    async with client(settings) as berth:
+        watches = await publish_and_follow(berth, requests, timeout_s=options.timeout, as_json=options.as_json)
+        ended = not options.wait or await berth.wait(options.timeout)
+        report_requests(watches, as_json=options.as_json)
+    if not ended:
+        raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in watches)} builds had not ended in time")
+    return Exit.NO if options.wait and any(t.state != "active" for t in watches) else 0
+
+
+def requests_of(options: BootOptions) -> list[BuildRequest]:
+    """One for each machine, or one for all that are to start together. Raises BadParameter."""
+    of_gang = _is_gang(options)
+    by_uuid = None if options.group is None else _group_by_uuid(options.group, options.policy, options.max_per_host)
+    first = BuildRequest(
+        instance_uuid=options.uuid or new_uuid(random.SystemRandom()),
+        flavor=options.flavor,
+        project_id=options.project,
+        name=options.name,
+        image=options.image,
+        availability_zone=options.availability_zone,
+        host=options.host,
+        server_group=by_uuid,
+        group=options.group if by_uuid is None else None,
+        different_host=tuple(options.different_host or ()),
+        same_host=tuple(options.same_host or ()),
+        image_source=image_source_of(options.image_source, options.image_sha256),
+        config_drive=_config_drive(options.user_data, options.key or ()),
+        networks=(
+            *(NetworkRequest(port=one) for one in options.port or ()),
+            *(NetworkRequest(network=one) for one in options.network or ()),
+        ),
+        volumes=_volumes(options),
+        on_host_failure=options.on_host_failure,
+        count=options.count if of_gang else 1,
+        min_count=options.min_count,
+    )
+    if of_gang or options.count == 1:
+        return [first]
+    return [
+        replace(first, instance_uuid=new_uuid(random.SystemRandom()), name=options.name and f"{options.name}-{number}")
+        for number in range(1, options.count + 1)
+    ]
+
+
+def _group_by_uuid(group: str, policy: GroupPolicy, max_per_host: int) -> ServerGroup | None:
+    """The server group that a UUID names; None: it is the name of one on record."""
+    try:
+        uuid = str(UUID(group))
+    except ValueError:
+        return None
+    return ServerGroup(uuid=uuid, policy=policy, max_per_host=max_per_host)
+
+
+def _is_gang(options: BootOptions) -> bool:
+    """Whether it is one request for all of them. Raises BadParameter for what no gang can be."""
+    of_gang = options.together or options.min_count is not None
+    if options.uuid is not None and options.count > 1 and not of_gang:
+        raise typer.BadParameter("--uuid names one instance; leave --count away, or add --together")
+    if of_gang and options.count > MAX_MEMBERS:
+        raise typer.BadParameter(f"at most {MAX_MEMBERS} start together", param_hint="--count")
+    if (options.min_count or 1) > options.count:
+        raise typer.BadParameter("it is more than --count", param_hint="--min-count")
+    if of_gang and options.count > 1 and options.port:
+        raise typer.BadParameter("a port is one machine's", param_hint="--port")
+    return of_gang
+
+
+def image_source_of(source: str | None, sha256: str | None) -> ImageSource | None:
+    """Where the image is. Raises BadParameter."""
+    if source is None:
+        if sha256 is not None:
+            raise typer.BadParameter("--image-sha256 is of --image-source")
+        return None
+    if sha256 is None:
+        return ImageSource(source=source)
+    return ImageSource(source=source, hash_algorithm="sha256", hash_value=sha256)
+
+
+def _config_drive(user_data: Path | None, keys: Sequence[Path]) -> ConfigDrive | None:
+    if user_data is None and not keys:
+        return None
+    return ConfigDrive(
+        user_data="" if user_data is None else _read(user_data), public_keys=tuple(_read(key).strip() for key in keys)
+    )
+
+
+def _volumes(options: BootOptions) -> tuple[VolumeRequest, ...]:
+    """The volumes that a file lists; their properties may contain secrets, and are not shown. Raises BadParameter."""
+    path = options.volumes
+    if path is None:
+        return ()
+    if options.count > 1:
+        raise typer.BadParameter("a volume is one machine's; leave --count away", param_hint="--volumes")
+    try:
+        return msgspec.json.decode(_read(path), type=VolumeRequests)
+    except msgspec.ValidationError as error:
+        raise typer.BadParameter(f"{path}: {reason_of(error)}", param_hint="--volumes") from None
+    except msgspec.DecodeError:
+        raise typer.BadParameter(f"{path} is not a JSON list of volumes", param_hint="--volumes") from None
+
+
+def _read(path: Path) -> str:
+    """A small text file. Raises BadParameter."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_USER_DATA + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if len(text) > MAX_USER_DATA:
+        raise typer.BadParameter(f"{path} has more than {MAX_USER_DATA} characters")
+    return text
+
+
+# A user's possible mistakes, in the words of the command line.
+_RULES = {
+    "project_id": ("--project", "letters, digits, _ and -, at most 64"),
+    "flavor": ("--flavor", "1 to 255 characters"),
+    "name": ("--name", "at most 255 characters"),
+    "image": ("--image", "at most 255 characters"),
+    "host": ("--host", "at most 255 characters"),
+    "availability_zone": ("--availability-zone", "1 to 255 characters, none of control, and no space at either end"),
+}
+
+
+def _check(request: BuildRequest) -> None:
+    """Refuse here the requests that the scheduler would refuse as malformed. Raises typer.BadParameter."""
+    try:
+        msgspec.convert(msgspec.to_builtins(request), BuildRequest)
+    except msgspec.ValidationError as error:
+        name = reason_of(error).rpartition("$.")[2].rstrip("`")
+        option, rule = _RULES.get(name, ("", reason_of(error)))
+        raise typer.BadParameter(rule, param_hint=option or None) from error
+
+
+async def delete(
+    settings: Settings,
+    uuids: Annotated[list[str], typer.Argument(help="The instances' UUIDs.", parser=parse_uuid, metavar="UUID")],
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until they are destroyed.")] = False,
+    cell: Annotated[
+        str | None,
+        typer.Option(
+            help="Command this cell itself, as operator: for an instance that it has active though the request has "
+            "ended (`unrequested` in `berth audit`)."
+        ),
+    ] = None,
+    timeout_s: Timeout = 120.0,
+    as_json: AsJson = False,
+    yes: Yes = False,
+) -> int:
+    """Delete machines, or stop their builds wherever they stand."""
+    requested = list(dict.fromkeys(uuids))
+    if cell is not None and (wait or as_json):
+        raise typer.BadParameter("the cell does not answer: leave --wait and --json away", param_hint="--cell")
+
+    site = Site(settings)
+    if cell is not None and cell not in settings.cells:
+        site = await with_added_cells(site)
+    async with client(site.settings) as berth:
+        records = [await _record(berth, uuid, timeout_s=min(timeout_s, QUERY_TIMEOUT_S)) for uuid in requested]
+    if cell is not None:
+        _check_ended(site, cell, records)
+    _ask_to_delete(records, cell, yes=yes)
+    if cell is not None:
+        await _delete_in_cell(site, cell, records)
+        return 0
+    async with client(settings) as berth:
+        watches = await berth.delete(records, retry_for_s=timeout_s)
+        ended = not wait or await berth.wait(timeout_s)
+        report_requests(watches, as_json=as_json)
+    if not ended:
+        raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in watches)} were not destroyed in time")
+    return Exit.NO if wait and any(t.state != "deleted" for t in watches) else 0
+
+
+def _ask_to_delete(records: Sequence[BuildRecord], cell: str | None, *, yes: bool) -> None:
+    of_cells: dict[str, list[str]] = defaultdict(list)
+    for one in records:
+        of_cells[cell or one.cell or "in no cell"].append(one.instance_uuid)
+    ask_first(f"Delete {by_cell(of_cells, 'instance')}", yes=yes)
+
+
+def _check_ended(site: Site, cell: str, records: Sequence[BuildRecord]) -> None:
+    """Raises Stop: a client can delete one."""
+    site.check_cell(cell)
+    for record in records:
+        if record.state not in ENDED_WITHOUT_MACHINE:
+            reason = f"{record.instance_uuid} is {record.state}: delete it without --cell"
+            raise Stop(Exit.NO, "instance.requested", reason)
+
+
+async def _delete_in_cell(site: Site, cell: str, records: Sequence[BuildRecord]) -> None:
+    """Command the cell to delete instances whose requests have ended, so that no delete of a client reaches it."""
+    bus = site.bus(process_name("operator"), cell)
+    await open_in_time(bus.open())
+    try:
+        commands = [CellDelete(instance_uuid=one.instance_uuid, project_id=one.project_id) for one in records]
+        await bus.publish_all([(command, command.instance_uuid) for command in commands])
+    finally:
+        await bus.close()
+    for one in records:
+        out.print(f"{one.instance_uuid}: {cell} is commanded to delete it; `berth audit` lists what is left")
+
+
+async def show(
+    settings: Settings,
+    uuid: Instance,
+    history: Annotated[bool, typer.Option("--history", help="The whole timeline, a line each.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show one build: its state, and the reason."""
+
+    async with client(settings) as berth:
+        record = await _record(berth, uuid)
+        # Any project may name the uuid in a request of its own.
+        query = ActionQuery(instance_uuid=uuid, project_id=record.project_id, limit=1)
+        newest = await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)
+    if as_json:
+        print_json(record)
+    else:
+        show_record(record, newest.unplaced, history=history)
+
+
+class ListOptions(Struct, frozen=True, kw_only=True):
+    """The options of `berth list`."""
+
+    project: Annotated[str | None, typer.Option(help="Only of this project.")] = None
+    state: Annotated[BuildState | None, typer.Option(help="Only in this state.")] = None
+    host: Annotated[str | None, typer.Option(help="Only of the host of this name.")] = None
+    cell: Annotated[str | None, typer.Option(help="Only in this cell.")] = None
+    flavor: Annotated[str | None, typer.Option(help="Only of this flavor.")] = None
+    code: Annotated[str | None, typer.Option(help="Only with this code.")] = None
+    gang: Annotated[
+        str | None,
+        typer.Option(parser=parse_uuid, metavar="UUID", help="Only those that were to start together in this request."),
+    ] = None
+    after: Annotated[datetime | None, typer.Option(help="Only requested then or later, UTC.")] = None
+    before: Annotated[datetime | None, typer.Option(help="Only requested earlier, UTC.")] = None
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="The most to list, newest first.")] = 50
+    as_json: AsJson = False
+
+    def fields(self) -> dict[str, object]:
+        """The states of a BuildQuery."""
+        same = {name: getattr(self, name) for name in ("state", "host", "cell", "flavor", "code", "gang", "limit")}
+        moments = {
+            name: None if at is None else at.replace(tzinfo=UTC).timestamp()
+            for name, at in (("after", self.after), ("before", self.before))
+        }
+        return {"project_id": self.project, **same, **moments}
+
+
+async def list_builds(settings: Settings, *, options: ListOptions) -> None:
+    """List builds, newest first."""
+    query = _query(options.fields())
+
+    async with client(settings) as berth:
+        page = await berth.query(query, timeout_s=QUERY_TIMEOUT_S)
+        if not page.builds:  # else there was the cell, if there is none of this name any more
+            await check_cell(berth, settings, query.cell)
+    if page.searched_to is not None:
+        err.print(f"searched back to {utc(page.searched_to)} UTC; older ones: --before")
+    columns = ["instance", "name", "flavor", "state", "cell", "host", "since (UTC)"]
+    print_rows(page.builds, options.as_json, columns, _build_row)
+
+
+def _build_row(one: BuildRecord) -> list[str | Text]:
+    where: list[str | Text] = [_colour(one.standing), one.cell or "", one.host or ""]
+    return [one.instance_uuid, one.name, one.flavor, *where, utc(one.updated_at)]
+
+
+def _query(fields: Mapping[str, object]) -> BuildQuery:
+    try:
+        return msgspec.convert(fields, BuildQuery)
+    except msgspec.ValidationError as error:
+        raise typer.BadParameter(reason_of(error)) from error
+
+
+async def _record(berth: BuildClient, uuid: str, *, timeout_s: float = QUERY_TIMEOUT_S) -> BuildRecord:
+    page = await berth.query(BuildQuery(instance_uuid=uuid), timeout_s=timeout_s)
+    if not page.builds:
+        raise Stop(Exit.NO, "instance.unknown", f"there is no build {uuid}")
+    return page.builds[0]
+
+
+async def publish_and_follow(
+    berth: BuildClient, requests: Sequence[BuildRequest], *, timeout_s: float, as_json: bool
+) -> list[RequestWatch]:
+    """Publish all, waiting for a full queue to have space.
+
+    The builds that were accepted before an end without success are shown.
+    """
+    try:
+        return await berth.boot(requests, retry_for_s=timeout_s)
+    except (PublishRefused, BusUnavailable, RequestUnconfirmed):
+        accepted = [watch for watch in berth.watches.values() if watch.published_at is not None]
+        if accepted:
+            report_requests(accepted, as_json=as_json)
+        raise
+
+
+def report_requests(watches: Sequence[RequestWatch], *, as_json: bool) -> None:
+    """As JSON, or a line for each."""
+    if as_json:
+        print_json([_plain(watch) for watch in watches])
+        return
+    show_requests(watches, out)
+
+
+def show_requests(watches: Sequence[RequestWatch], out: Console) -> None:
+    """A line for each build, then each explanation once, with how many builds it is of."""
+    explained = [watch.last for watch in watches if watch.last is not None and watch.last.funnel]
+    for watch in watches:
+        event = watch.last
+        where = f" on {event.host} in {event.cell}" if event is not None and event.host else ""
+        where += f", zone {event.zone}" if where and event is not None and event.zone else ""
+        suffix = f": {event.reason}" if event is not None and event.reason and watch.state != "active" else ""
+        suffix += f" ({event.code})" if suffix and event is not None and event.code else ""
+        if event in explained and event is not None:
+            suffix = f": {event.code}, explained below"
+        took = f" in {1000 * watch.latency_s:.0f} ms" if watch.latency_s is not None else ""
+        line = Text.assemble(watch.instance_uuid, " ", _colour(watch.state), printable(f"{where}{took}{suffix}"))
+        out.print(line, soft_wrap=True)
+    for reason, funnel in {event.reason: event.funnel for event in explained}.items():
+        count = sum(event.reason == reason for event in explained)
+        out.print(Text(printable(f"{count} x {reason}" if count > 1 else reason), "bold"), soft_wrap=True)
+        render_funnel(funnel, out)
+
+
+def _plain(watch: RequestWatch) -> dict[str, object]:
+    event = watch.last
+    return {
+        "instance_uuid": watch.instance_uuid,
+        "state": watch.state,
+        **{name: getattr(event, name, None) for name in ("host", "cell")},
+        **{name: getattr(event, name, "") for name in ("zone", "code", "reason")},
+        "latency_ms": None if watch.latency_s is None else round(1000 * watch.latency_s, 3),
+    }
+
+
+def show_record(record: BuildRecord, unplaced: ActionRecord | None = None, *, history: bool) -> None:
+    """Print one build; unplaced: its newest request, where no host could take that. history: with its timeline."""
+    out.print(Text.assemble(record.instance_uuid, f" {printable(record.name)} ", _colour(record.state)), soft_wrap=True)
+    now = record.condition if record.condition != record.state else ""
+    waits = next((line for line in record.timeline[-1:] if line.what == "waiting"), None)
+    facts = {"now": now, "waiting": f"since {_moment(waits.at)}: {waits.detail}" if waits is not None else None}
+    facts |= {"request": f"{record.under_way} is under way" if record.under_way else None}
+    facts |= {"flavor": record.flavor, "project": record.project_id, "cell": record.cell, "host": record.host}
+    facts |= {"gang": f"{record.gang}, {record.gang_min_count} or more of it start together" if record.gang else None}
+    facts |= {"code": record.code, "reason": record.reason, "requested": utc(record.created_at)}
+    for name, value in facts.items():
+        if value:
+            out.print(Text(f"  {name:8} {printable(value)}"), soft_wrap=True)
+    if unplaced is not None:
+        print_line(f"  {unplaced.kind} {unplaced.state}: {unplaced.reason} (request {unplaced.request_id})")
+    render_funnel((unplaced or record).funnel, out)
+    if (choice := record.choice) is not None:
+        print_line(f"  {choice.what}: {choice.detail}")
+        render_scores([choice.scores], out)
+    for attempt in record.history:
+        outcome = " ".join(part for part in (attempt.outcome, attempt.code, attempt.reason) if part)
+        print_line(f"  attempt {attempt.attempt} on {attempt.host}: {outcome}")
+    if history:
+        out.print()
+        rows = [[_moment(line.at), line.actor, line.what, _detail(line)] for line in record.timeline]
+        render_rows(out, ["at (UTC)", "actor", "what", ""], rows)
+        render_stages([line.stage_times for line in record.timeline if line.stage_times is not None][-1:], out)
+
+
+def _detail(line: TimelineEntry) -> str:
+    """The entry of the timeline, and the consumer of what was lost."""
+    held_by = ", ".join(one.consumer for one in line.conflicting_consumers)
+    return f"{line.detail}; held by {held_by}" if held_by else line.detail
+
+
+_COLOURS = {"active": "green", "failed": "red", "refused": "red", "deleted": "dim"}
+
+
+def _colour(state: str) -> Text:
+    return Text(printable(state), _COLOURS.get(state, "yellow"))
+
+
+def _moment(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] if at else ""

@@ -1,0 +1,154 @@
+"""The command line. Each command is a function in `berth.cli`, imported when it is called.
+
+A worker is one of the commands, so imports of the others would slow the start of each worker.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from berth.cli.options import as_command
+
+# The command's name: its module in `berth.cli`, and there the function, or the application of several commands.
+COMMANDS = {
+    "up": ("berth.cli.main.fleet.status", "up"),
+    "run": ("berth.cli.main.site.run", "run_role"),
+    "config": ("berth.cli.main.fleet.status", "config"),
+    "boot": ("berth.cli.main.instance.instances", "boot"),
+    "delete": ("berth.cli.main.instance.instances", "delete"),
+    "show": ("berth.cli.main.instance.instances", "show"),
+    "list": ("berth.cli.main.instance.instances", "list_builds"),
+    "migrate": ("berth.cli.main.instance.actions", "migrate"),
+    "resize": ("berth.cli.main.instance.actions", "resize"),
+    "confirm": ("berth.cli.main.instance.actions", "confirm"),
+    "revert": ("berth.cli.main.instance.actions", "revert"),
+    "abort": ("berth.cli.main.instance.actions", "abort"),
+    "evacuate": ("berth.cli.main.instance.actions", "evacuate"),
+    "rebuild": ("berth.cli.main.instance.actions", "rebuild"),
+    "rescue": ("berth.cli.main.instance.actions", "rescue"),
+    "unrescue": ("berth.cli.main.instance.actions", "unrescue"),
+    "shelve": ("berth.cli.main.instance.actions", "shelve"),
+    "offload": ("berth.cli.main.instance.actions", "offload"),
+    "unshelve": ("berth.cli.main.instance.actions", "unshelve"),
+    "start": ("berth.cli.main.instance.actions", "start"),
+    "stop": ("berth.cli.main.instance.actions", "stop"),
+    "actions": ("berth.cli.main.instance.actions", "actions"),
+    "hosts": ("berth.cli.main.fleet.hosts", "hosts"),
+    "host-metrics": ("berth.cli.main.fleet.host_metrics", "host_metrics"),
+    "fencer": ("berth.cli.main.site.serving", "fencer"),
+    "services": ("berth.cli.main.fleet.hosts", "services"),
+    "workers": ("berth.cli.main.fleet.hosts", "workers"),
+    "drain": ("berth.cli.main.fleet.drains", "drain"),
+    "drains": ("berth.cli.main.fleet.drains", "drains"),
+    "check": ("berth.cli.main.claims.checks", "check"),
+    "audit": ("berth.cli.main.claims.checks", "audit"),
+    "web": ("berth.cli.main.site.serving", "web"),
+    "permissions": ("berth.cli.main.site.documents", "permissions"),
+    "asyncapi": ("berth.cli.main.site.documents", "asyncapi"),
+    "flavors": ("berth.cli.main.objects.edits", "flavors"),
+    "aggregates": ("berth.cli.main.objects.edits", "aggregates"),
+    "quotas": ("berth.cli.main.objects.edits", "quotas"),
+    "groups": ("berth.cli.main.objects.edits", "groups"),
+    "rules": ("berth.cli.main.objects.edits", "rules"),
+    "cells": ("berth.cli.main.fleet.cells", "cells"),
+    "apply": ("berth.cli.main.objects.objects", "apply"),
+    "objects": ("berth.cli.main.objects.objects", "objects"),
+    "audit-log": ("berth.cli.main.objects.objects", "audit_log"),
+    "import-nova": ("berth.cli.main.objects.nova_import", "import_nova"),
+    "export-nova": ("berth.cli.main.objects.nova_import", "export_nova"),
+    "backup": ("berth.cli.main.site.databases", "backup"),
+    "restore": ("berth.cli.main.site.databases", "restore"),
+    "db": ("berth.cli.main.site.databases", "db"),
+    "bus": ("berth.cli.main.site.databases", "bus"),
+    "dead-letters": ("berth.cli.main.site.dead_letters", "dead_letters"),
+    "placement": ("berth.cli.main.claims.placement", "placement"),
+    "nova": ("berth.cli.main.site.nova", "nova"),
+    "explain": ("berth.cli.main.site.nova_explain", "explain"),
+    "quarantine": ("berth.cli.main.claims.quarantine", "quarantine"),
+    "breaker": ("berth.cli.main.claims.quarantine", "breaker"),
+    "recovery": ("berth.cli.main.claims.recovery", "recovery"),
+    "baremetal": ("berth.cli.main.fleet.baremetal", "baremetal"),
+}
+
+
+PLAIN: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,  # in a table of columns long defaults and examples are cut off
+}
+
+
+class Commands(TyperGroup):
+    """The commands by name, each imported when it is looked up."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All names, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command; None when there is none of this name, and then all are there for one to be suggested."""
+        for name in [cmd_name] if cmd_name in COMMANDS else COMMANDS:
+            if name not in self.commands:
+                self.commands[name] = load(name)
+        return self.commands.get(cmd_name)
+
+
+def load(name: str) -> Any:
+    """Import a command of COMMANDS."""
+    module, attribute = COMMANDS[name]
+    found = getattr(importlib.import_module(module), attribute)
+    alone = typer.Typer(**PLAIN)
+    if isinstance(found, typer.Typer):
+        alone.add_typer(found, name=name)
+    else:
+        alone.command(name)(as_command(found))
+    return typer.main.get_group(alone).commands[name]
+
+
+app = typer.Typer(
+    name="berth",
+    cls=Commands,
+    no_args_is_help=True,
+    help="Place machines onto hosts, in cells. Exit status: 0 fine, 1 the answer is no, 2 wrong use or settings, "
+    "3 bus or database out of reach, 4 time ran out.",
+    **{**PLAIN, "add_completion": True},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from berth.version import version  # noqa: PLC0415  (a worker is one of the commands, and starts without it)
+
+        sys.stdout.write(f"berth {version()}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Settings file; else $BERTH_CONFIG, else ./berth.toml.")
+    ] = None,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version, and the commit if it is known, and exit.",
+            callback=_print_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    del version
+    context.obj = config
+
+
+def main() -> None:
+    """Entry point of the `berth` command."""
+    app()

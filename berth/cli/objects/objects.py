@@ -1,0 +1,388 @@
+"""`berth flavors`, `rules`, `apply`, `objects`, `audit-log`: operators' objects."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from msgspec import Struct
+from rich.text import Text
+
+from berth.cli.common import (
+    QUERY_TIMEOUT_S,
+    AsJson,
+    By,
+    Exit,
+    Stop,
+    Yes,
+    ask_first,
+    by_cell,
+    check_reason,
+    client,
+    decided_by,
+    out,
+    print_json,
+    print_line,
+    print_rows,
+)
+from berth.cli.options import CommandGroup
+from berth.cli.site.as_toml import as_toml
+from berth.client.object_edits import ObjectEdit, change_object, find_object, stored_objects
+from berth.config.settings import Settings
+from berth.text import utc
+from bus.bus import Bus
+from bus.contracts.base import reason_of
+from bus.contracts.objects import (
+    MAX_CHANGES,
+    SCHEDULING,
+    ChangedObject,
+    ObjectChange,
+    ObjectKind,
+    ObjectLogEntry,
+    ObjectLogPage,
+    ObjectLogQuery,
+    ObjectsChange,
+    ObjectsChanged,
+    StoredObject,
+)
+
+MAX_FILE_BYTES = 8 * 2**20
+
+
+# The sections of a file for `berth apply`, as `berth objects` prints them.
+SECTIONS = {
+    "flavors": ObjectKind.FLAVOR,
+    "aggregates": ObjectKind.AGGREGATE,
+    "quotas": ObjectKind.QUOTA,
+    "groups": ObjectKind.GROUP,
+    "rules": ObjectKind.SCHEDULING,
+    "cells": ObjectKind.CELL,
+}
+
+
+# One and several of a kind, as the help names them.
+NOUNS = {
+    ObjectKind.FLAVOR: ("flavor", "flavors"),
+    ObjectKind.AGGREGATE: ("aggregate", "aggregates"),
+    ObjectKind.QUOTA: ("quota", "quotas"),
+    ObjectKind.GROUP: ("server group", "server groups"),
+    ObjectKind.SCHEDULING: ("set of scheduling rules", "scheduling rules"),
+    ObjectKind.CELL: ("cell", "cells"),
+}
+
+
+Name = Annotated[str, typer.Argument(help="The name.", metavar="NAME")]
+
+
+Names = Annotated[list[str], typer.Argument(help="The names.", metavar="NAME...")]
+
+
+LogReason = Annotated[str, typer.Option("--reason", help="The reason, for the log.")]
+
+
+class ChangeOptions(Struct, frozen=True, kw_only=True):
+    """The options of each change of objects."""
+
+    reason: LogReason = ""
+    by: By = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the changes, and make none.")] = False
+    as_json: AsJson = False
+
+
+class ForcedOptions(ChangeOptions, frozen=True, kw_only=True):
+    """The options of a change that instances may depend on."""
+
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if instances depend on it: on their flavor, group, zone or cell.")
+    ] = False
+
+
+def object_commands(kind: ObjectKind, what: str, *, lists: bool = True, shows: bool = True) -> CommandGroup:
+    """The commands that every kind has: list, show, delete. lists, shows: False for a kind with its own."""
+    one, several = NOUNS[kind]
+    app = CommandGroup(no_args_is_help=True, help=f"{what} An operator changes them while everything runs.")
+
+    async def list_(settings: Settings, as_json: AsJson = False) -> None:
+        async with client(settings) as berth:
+            found = [stored async for stored in stored_objects(berth.bus, kind, timeout_s=QUERY_TIMEOUT_S)]
+        print_rows(found, as_json, ["name", "body", "version", "changed"], _row)
+
+    async def show(settings: Settings, name: Name, as_json: AsJson = False) -> None:
+        async with client(settings) as berth:
+            found = await read_object(berth.bus, kind, name)
+        _print_file([found], found, as_json)
+
+    if lists:
+        app.command("list", help=f"List all {several}.")(list_)
+    if shows:
+        app.command("show", help=f"Show one {one} as TOML, as `berth apply` reads it.")(show)
+
+    @app.command("delete", help=f"Delete {several}: all that are named, or none of them.")
+    async def delete(settings: Settings, names: Names, *, decision: ForcedOptions) -> None:
+        changes = [ObjectChange(kind=kind, name=name) for name in dict.fromkeys(names)]
+        await change_objects(settings, changes, decision)
+
+    return app
+
+
+def _row(one: StoredObject) -> list[str]:
+    return [one.name, _compact(one.body), str(one.version), f"{utc(one.changed_at)} by {one.changed_by}"]
+
+
+def _print_file(objects: Sequence[StoredObject], as_plain: object, as_json: bool) -> None:
+    if as_json:
+        print_json(as_plain)
+    else:
+        tree = file_of([(one.kind, one.name, one.body) for one in objects])
+        out.print(Text(as_toml(tree)), end="", soft_wrap=True)
+
+
+flavors = object_commands(ObjectKind.FLAVOR, "Flavors, which clients may request.")
+
+
+aggregates = object_commands(ObjectKind.AGGREGATE, "Host aggregates and availability zones.")
+
+
+groups = object_commands(ObjectKind.GROUP, "Server groups, which requests name.", shows=False)
+
+
+rules = object_commands(ObjectKind.SCHEDULING, "Scheduling rules: filters, weighers and their multipliers.")
+
+
+quotas = object_commands(ObjectKind.QUOTA, "Quotas of projects.", lists=False, shows=False)
+
+
+async def apply(
+    settings: Settings,
+    file: Annotated[Path, typer.Argument(help="TOML as `berth objects` prints it.")],
+    prune: Annotated[
+        bool,
+        typer.Option(
+            "--prune", help="Delete objects that are not in the file, of the kinds that it has a section for."
+        ),
+    ] = False,
+    yes: Yes = False,
+    *,
+    decision: ForcedOptions,
+) -> None:
+    """Make the objects that a file describes.
+
+    All or none; prints what changes.
+    """
+    changes, kinds = read_file(file)
+    if prune and not (yes or decision.dry_run):
+        planned = await change_objects(settings, changes, decision, prune=kinds, ask=True)
+        # These alone: what another operator makes before the answer is not in the prompt.
+        gone = [ObjectChange(kind=one.kind, name=one.name) for one in planned.changed if one.after is None]
+        of_kinds: dict[str, list[str]] = defaultdict(list)
+        for one in gone:
+            of_kinds[one.kind.value].append(one.name)
+        if gone:
+            ask_first(f"Delete {by_cell(of_kinds, 'object')}", yes=False)
+        changes, prune = [*changes, *gone], False
+    await change_objects(settings, changes, decision, prune=kinds if prune else ())
+
+
+async def objects(settings: Settings, as_json: AsJson = False) -> None:
+    """Print all objects as TOML, for `berth apply`."""
+    async with client(settings) as berth:
+        found = [stored async for stored in stored_objects(berth.bus, timeout_s=QUERY_TIMEOUT_S)]
+    _print_file(found, found, as_json)
+
+
+async def audit_log(
+    settings: Settings,
+    kind: Annotated[ObjectKind | None, typer.Option(help="Only of this kind.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only of this name.")] = None,
+    before: Annotated[int | None, typer.Option(min=1, help="Only of earlier revisions.")] = None,
+    before_object: Annotated[
+        str | None,
+        typer.Option(metavar="KIND/NAME", help="With --before: of that revision, those after this object, too."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="So many, newest first.")] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """List changes of objects: actor, time and reason.
+
+    For the page after one, give the revision and the object of its last entry.
+    """
+    last = None if before_object is None else before_object.partition("/")
+    after = last and (last[0], last[2])
+    query = ObjectLogQuery(kind=kind, name=name, before=before, before_object=after, limit=limit)
+    async with client(settings) as berth:
+        page = await berth.bus.request(query, ObjectLogPage, timeout_s=QUERY_TIMEOUT_S)
+    print_rows(page.entries, as_json, ["revision", "at (UTC)", "actor", "object", "change", "reason"], _log_row)
+
+
+def _log_row(one: ObjectLogEntry) -> list[str]:
+    change = "; ".join(_differences(one.before, one.after)) + (" (forced)" if one.forced else "")
+    return [str(one.revision), utc(one.at), one.actor, f"{one.kind.value} {one.name}", change, one.reason]
+
+
+async def change_objects(
+    settings: Settings,
+    requested: Sequence[ObjectChange] | ObjectEdit,
+    decision: ChangeOptions,
+    *,
+    force: bool = False,
+    prune: tuple[ObjectKind, ...] = (),
+    ask: bool = False,
+) -> ObjectsChanged:
+    """Change objects, and print the changes. requested: whole objects, or an edit of one on record. ask: only find what
+    would change.
+    """
+    check_reason(decision.reason)
+    fields: dict[str, Any] = {
+        "actor": decided_by(decision.by),
+        "reason": decision.reason,
+        "prune": prune,
+        "force": force or (isinstance(decision, ForcedOptions) and decision.force),
+        "dry_run": ask or decision.dry_run,
+    }
+    if not isinstance(requested, ObjectEdit):
+        requested = valid_changes(requested)
+    async with client(settings) as berth:
+
+        async def send(*changes: ObjectChange) -> ObjectsChanged:
+            change = ObjectsChange(changes=tuple(valid_changes(changes)), **fields)
+            return await berth.bus.request(change, ObjectsChanged, timeout_s=QUERY_TIMEOUT_S)
+
+        if isinstance(requested, ObjectEdit):
+            answer = await change_object(berth.bus, requested, send, timeout_s=QUERY_TIMEOUT_S)
+        else:
+            answer = await send(*requested)
+    if not ask:
+        _print_changed(answer, decision)
+    return answer
+
+
+def _print_changed(answer: ObjectsChanged, decision: ChangeOptions) -> None:
+    if decision.as_json:
+        print_json(answer)
+        return
+    for one in answer.changed:
+        print_line(_message_of(one))
+    print_line(f"{len(answer.changed)} {'would change' if decision.dry_run else 'changed'}; revision {answer.revision}")
+
+
+def valid_changes(changes: Sequence[ObjectChange]) -> Sequence[ObjectChange]:
+    """The changes, as a scheduler will read them. Raises typer.BadParameter."""
+    if len(changes) > MAX_CHANGES:
+        raise typer.BadParameter(f"at most {MAX_CHANGES} objects in one change, and these are {len(changes)}")
+    try:
+        return msgspec.convert(msgspec.to_builtins([*changes]), list[ObjectChange])
+    except msgspec.ValidationError as error:
+        raise typer.BadParameter(reason_of(error)) from error
+    except RecursionError:
+        raise typer.BadParameter("tables are nested too deeply") from None
+
+
+async def read_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject:
+    """An object on record. Raises Stop when there is none."""
+    found = await find_object(bus, kind, name, timeout_s=QUERY_TIMEOUT_S)
+    if found is None and kind is ObjectKind.SCHEDULING and name == SCHEDULING:
+        reason = "no scheduling rules are set: each scheduler goes by the section scheduler of its own settings"
+        raise Stop(Exit.NO, "object.unknown", reason)
+    if found is None:
+        raise Stop(Exit.NO, "object.unknown", f"there is no {kind.value} {name!r}")
+    return found
+
+
+def file_of(found: Sequence[tuple[ObjectKind, str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Objects as the tree of a file for `berth apply`. The rules are one object, without a name in the file.
+
+    found: kind, name and body of each.
+    """
+    tree: dict[str, Any] = {}
+    for section, kind in SECTIONS.items():
+        bodies = {name: _in_file(kind, body) for its, name, body in found if its is kind}
+        if bodies:
+            tree[section] = bodies.get(SCHEDULING, {}) if kind is ObjectKind.SCHEDULING else bodies
+    return tree
+
+
+def _in_file(kind: ObjectKind, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A quota is its limits, and an aggregate's name is that of its table."""
+    match kind:
+        case ObjectKind.QUOTA:
+            limits: Mapping[str, Any] = body.get("limits", {})
+            return limits
+        case ObjectKind.AGGREGATE:
+            return {key: value for key, value in body.items() if key != "name"}
+    return body
+
+
+def read_file(file: Path) -> tuple[list[ObjectChange], tuple[ObjectKind, ...]]:
+    """The objects of a file, and the kinds that it has a section for. Raises typer.BadParameter."""
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise typer.BadParameter(f"{file} is larger than {MAX_FILE_BYTES} bytes")
+        tree = tomllib.loads(text.decode())
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {file}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:  # besides what tomllib raises: a number of thousands of digits
+        raise typer.BadParameter(f"{file} is not TOML: {error}") from error
+    if unknown := tree.keys() - SECTIONS.keys():
+        known = ", ".join(SECTIONS)
+        raise typer.BadParameter(f"{file}: {', '.join(sorted(unknown))}: a file has the sections {known}")
+    changes = []
+    for section, kind in SECTIONS.items():
+        if section not in tree:
+            continue
+        bodies = {SCHEDULING: tree[section]} if kind is ObjectKind.SCHEDULING else tree[section]
+        if not isinstance(bodies, dict) or not all(isinstance(body, dict) for body in bodies.values()):
+            raise typer.BadParameter(f"{file}: [{section}] has one table for each name")
+        changes += [
+            ObjectChange(kind=kind, name=name, body=_from_file(kind, name, body)) for name, body in bodies.items()
+        ]
+    return changes, tuple(kind for section, kind in SECTIONS.items() if section in tree)
+
+
+def _from_file(kind: ObjectKind, name: str, body: dict[str, Any]) -> dict[str, Any]:
+    match kind:
+        case ObjectKind.QUOTA:
+            return {"limits": body}
+        case ObjectKind.AGGREGATE:
+            return {**body, "name": name}
+    return body
+
+
+def number(text: str, key: str, kind: type[int | float] = int) -> int | float:
+    """The number of an option KEY=NUMBER. Raises typer.BadParameter."""
+    try:
+        return kind(text)
+    except ValueError:
+        raise typer.BadParameter(f"{key}={text}: {text!r} is no number") from None
+
+
+def _message_of(changed: ChangedObject) -> str:
+    what = f"{changed.kind.value} {changed.name}"
+    if changed.before is None:
+        return f"+ {what}: {_compact(changed.after or {})}"
+    if changed.after is None:
+        return f"- {what}"
+    return f"~ {what}: {'; '.join(_differences(changed.before, changed.after))}"
+
+
+def _differences(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> list[str]:
+    """Field by field, the old and the new value. Of a host that is fenced once more nothing may differ."""
+    if before is None or after is None:
+        return [f"made: {_compact(after or {})}" if before is None else "deleted"]
+    if before == after:
+        return ["stated once more"]
+    return [
+        f"{key} {_compact(before.get(key))} to {_compact(after.get(key))}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+
+
+def _compact(value: Any) -> str:
+    return "nothing" if value is None else msgspec.json.encode(value, order="deterministic").decode()

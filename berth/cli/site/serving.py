@@ -1,0 +1,105 @@
+"""`berth web`, the pages and `/api/v1`, and `berth fencer`, which fences silent hosts: programs that run on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from berth.cli.common import client, host_and_port, open_in_time, out, settings_of
+from berth.config.settings import Settings
+from berth.config.site import Site, process_name
+from berth.fencing.fencer import Fencer
+from berth.fencing.plugin import load
+from berth.web.server import DEFAULT_PORT, WebServer
+from berth.web.sign_in_sessions import Access, read_tokens
+from bus.clock import SystemClock
+from bus.service.main import STOP_SIGNALS, freeze_loaded_objects
+from bus.service.settings import SettingsError
+from bus.service.telemetry import configure_logging
+from placement_worker.rest.config import with_oslo_conf
+from placement_worker.rest.keystone import Keystone
+
+DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
+
+
+Tokens = Annotated[
+    Path | None,
+    typer.Option(help="A TOML file of [[tokens]]: sha256, name, role (project, reader, operator) and project."),
+]
+
+
+async def web(
+    settings: Settings,
+    listen: Annotated[str, typer.Option(help="Serve at HOST:PORT (port 0: any).")] = DEFAULT_LISTEN,
+    tokens: Tokens = None,
+    keystone: Annotated[
+        bool, typer.Option("--keystone", help="Take tokens of the Keystone of [placement.rest.keystone], too.")
+    ] = False,
+) -> None:
+    """Serve the pages and the HTTP API.
+
+    The API is at /api/v1. It runs until SIGTERM or SIGINT, or until the `berth up` that has its bus ends (status 3).
+
+    Without --tokens and --keystone it listens on loopback alone, and everyone who can reach it there may do everything.
+    """
+    host, port = host_and_port(listen, "--listen")
+    telemetry = settings.telemetry
+    configure_logging(process="web", role="web", level=telemetry.log_level, style=telemetry.log_format)
+    site, process = Site(settings), process_name("web")
+    known = _keystone(settings, site) if keystone else None
+    server = WebServer(
+        site.environment(process),
+        settings,
+        host=host,
+        port=port,
+        access=Access(None if tokens is None else read_tokens(tokens), site.clock, known),
+    )
+    stop = asyncio.Event()
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await open_in_time(server.open())
+    freeze_loaded_objects()
+    try:
+        out.print(f"berth is at {server.url}", soft_wrap=True, markup=False)
+        await server.serve_until(stop)
+    finally:
+        await server.close()
+        if known is not None:
+            await known.close()
+
+
+def _keystone(settings: Settings, site: Site) -> Keystone:
+    """The Keystone of placement's REST API. Raises SettingsError when none is named."""
+    config = with_oslo_conf(settings.placement.rest).keystone
+    if not config.auth_url:
+        raise SettingsError("web.keystone", "--keystone needs placement.rest.keystone.auth_url")
+    return Keystone(config, site.clock)
+
+
+async def fencer(
+    context: typer.Context,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Log which hosts are due; switch off none.")] = False,
+) -> None:
+    """Switch off and fence hosts that stay silent.
+
+    Until it is ended; by the plug-in and the bounds in `[fencing]`. Hosts that share a compute service never count.
+    """
+    settings = settings_of(context)
+    telemetry = settings.telemetry
+    configure_logging(process="fencer", role="fencer", level=telemetry.log_level, style=telemetry.log_format)
+    clock = SystemClock()
+    plugin = load(settings.fencing, clock=clock)
+    async with client(settings) as berth:
+        running = asyncio.ensure_future(Fencer(berth, plugin, settings.fencing, clock=clock).run(dry_run=dry_run))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+        finally:
+            await plugin.close()

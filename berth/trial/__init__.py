@@ -1,1 +1,0 @@
-"""`berth up` and what a trial needs: private servers, workers as processes, an Ironic that is simulated."""

@@ -1,1 +1,0 @@
-"""Private servers for a first look and for tests: PostgreSQL from a wheel, RabbitMQ from the distribution."""

@@ -1,0 +1,3 @@
+"""Private servers for a first look and for tests: PostgreSQL from a wheel, RabbitMQ from the distribution."""
+
+from __future__ import annotations

@@ -1,0 +1,384 @@
+"""`/api/v1/quarantine` and `/api/v1/breakers`: what berth does not destroy by itself, and operators' decisions on it.
+
+Read from the cells' records in the database, which schedulers do not have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta as Bound
+from msgspec import Struct
+from starlette.requests import Request
+
+from berth.audit import quarantine as records
+from berth.audit.quarantine import InCells, TrippedBreaker
+from berth.web.api import Handlers, caller_of, converted, number_of, object_of, parsed, route, truth_of
+from berth.web.pages.fleet import PAGE_TIMEOUT_S
+from berth.web.problems import Problem
+from berth.web.sign_in_sessions import WebRole
+from bus.contracts.base import Count, Reason, Uuid, Word
+from bus.faults import DatabaseUnavailable, Fault, Forbidden, Transient
+from bus.service.environment import Environment, NotConfigured
+from bus.service.settings import SettingsError
+from cell_conductor.state.breaker import Breaker
+from cell_conductor.state.unknown_machine import UnknownMachineKind
+from cell_conductor.store.keyed_tables import ADOPT, PROTECT, DecidedMachine, MachineKey, UnknownMachineRecord
+
+MAX_SHOWN = 10_000
+
+
+# Of one request: their JSON is within the bound of a body.
+MAX_DECIDED = 1_000
+
+
+MAX_BREAKERS = 1_000
+
+
+# At once: each opens connections to every cell's database and reads all that is on record there.
+MAX_READS = 2
+
+
+# Pages that stay open read the records at most so often.
+COUNTED_AGE_S = 10.0
+
+
+class QuarantinedMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A machine with this database's tag that its cell's record does not have. reason: in what they differ.
+
+    first_seen, last_seen, decided_at: seconds since the epoch. decision: an operator's, "" until there is one.
+    """
+
+    cell: str
+    host_uuid: str
+    instance_uuid: str
+    attempt: int
+    service: str
+    reason: str
+    first_seen: float
+    last_seen: float
+    decision: str = ""
+    decided_by: str = ""
+    decided_at: float = 0.0
+
+
+class QuarantinePage(Struct, frozen=True):
+    """Machines in quarantine, by cell, host and instance. count: how many match. next: the `after` of the next page;
+    null: there is none. never_started: cells without a record on this database.
+    """
+
+    machines: tuple[QuarantinedMachine, ...]
+    count: int
+    next: str | None = None
+    never_started: tuple[str, ...] = ()
+
+
+class BreakerView(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The breaker of one compute service: the reason of its trip, and whether an operator has reset it since.
+
+    lost, quarantined, over: how many machines were. machines: "INSTANCE@HOST", at most 10,000; of one that is
+    shown alone.
+    """
+
+    cell: str
+    service: str
+    open: bool
+    tripped_at: float
+    lost: int
+    quarantined: int
+    over: int
+    reset_at: float = 0.0
+    reset_by: str = ""
+    machines: tuple[str, ...] = ()
+
+
+class SeenMachine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A machine as it was seen: a decision is for this attempt on this host alone."""
+
+    cell: Word
+    host_uuid: Uuid
+    instance_uuid: Uuid
+    attempt: Count
+
+    @property
+    def place(self) -> MachineKey:
+        """Where it is."""
+        return self.host_uuid, self.instance_uuid
+
+
+class SeenBreaker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A breaker as it was seen: one that has tripped again since names other machines."""
+
+    cell: Word
+    service: Word
+    tripped_at: float
+
+    @property
+    def tripped(self) -> TrippedBreaker:
+        """Which it is."""
+        return self.cell, self.service, self.tripped_at
+
+
+class QuarantineDecision(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What becomes of machines in quarantine: `destroy` by their hosts, `protect` as they are, `adopt` by their
+    instances (then with a reason, which the log of changes has).
+    """
+
+    decision: Literal["destroy", "protect", "adopt"]
+    machines: Annotated[tuple[SeenMachine, ...], Bound(min_length=1, max_length=MAX_DECIDED)]
+    reason: Reason = ""
+
+
+class Undecided(Struct, frozen=True):
+    """A machine about which nothing was decided, and the reason."""
+
+    host_uuid: str
+    instance_uuid: str
+    code: str
+    reason: str
+
+
+class QuarantineDecided(Struct, frozen=True):
+    """The instances whose machines were decided about, and what was left as it is."""
+
+    decided: tuple[str, ...]
+    undecided: tuple[Undecided, ...]
+
+
+class BreakersReset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Breakers to reset."""
+
+    breakers: Annotated[tuple[SeenBreaker, ...], Bound(min_length=1, max_length=MAX_BREAKERS)]
+
+
+class BreakersAfterReset(Struct, frozen=True):
+    """The breakers that were reset, those that are not open, or have tripped at another time, and those whose cell has
+    not answered.
+    """
+
+    reset: tuple[SeenBreaker, ...]
+    not_open: tuple[SeenBreaker, ...]
+    no_answer: tuple[SeenBreaker, ...] = ()
+
+
+class SafetyCounts(Struct, frozen=True):
+    """What waits for an operator: machines in quarantine, less those that one keeps, by cell; services whose breakers
+    are open, by cell.
+    """
+
+    quarantined: dict[str, int]
+    breakers: dict[str, tuple[str, ...]]
+    never_started: tuple[str, ...] = ()
+
+
+class SafetyReader:
+    """Reads and decides. Raises Problem 404 for a cell that is not known, 503 where the database cannot be read."""
+
+    def __init__(self, env: Environment) -> None:
+        self._env = env
+        self._reading = asyncio.Lock()
+        self._reads = asyncio.Semaphore(MAX_READS)
+        self._counts: SafetyCounts | Problem | None = None
+        self._counted_at = float("-inf")
+
+    async def counts(self) -> SafetyCounts:
+        """What waits, at most COUNTED_AGE_S old; that it cannot be read is kept as long."""
+        async with self._reading:
+            if self._counts is None or self._env.clock.monotonic() - self._counted_at > COUNTED_AGE_S:
+                try:
+                    async with asyncio.timeout(PAGE_TIMEOUT_S):
+                        self._counts = _counted(await self.read())
+                except Problem as problem:
+                    self._counts = problem
+                except TimeoutError:
+                    words = f"the cells' records cannot be read: no answer within {PAGE_TIMEOUT_S:g} s"
+                    self._counts = Problem(503, DatabaseUnavailable.code, words)
+                self._counted_at = self._env.clock.monotonic()
+        if isinstance(self._counts, Problem):
+            raise Problem(self._counts.status, self._counts.code, self._counts.detail)
+        return self._counts
+
+    async def read(self, cell: str | None = None) -> InCells:
+        """Everything on record, of all cells or of one."""
+        async with self._reads, _as_problems():
+            return await records.read(self._env, cell)
+
+    async def page(
+        self, *, cell: str | None, service: str | None, decided: bool | None, after: str | None, limit: int
+    ) -> QuarantinePage:
+        """Machines in quarantine from this place on."""
+        read = await self.read(cell)
+        found = [
+            _machine(name, one)
+            for name, one in read.machines(UnknownMachineKind.QUARANTINED)
+            if service in (None, one.service) and decided in (None, bool(one.decision))
+        ]
+        found.sort(key=_place)
+        rest = found if after is None else [one for one in found if _place(one) > after]
+        following = _place(rest[limit - 1]) if len(rest) > limit else None
+        return QuarantinePage(tuple(rest[:limit]), len(found), following, read.never_started)
+
+    async def breakers(self, cell: str | None, is_open: bool | None) -> list[BreakerView]:
+        """The breakers that ever tripped, the open ones first, without their machines."""
+        read = await self.read(cell)
+        found = [_breaker(name, one) for name, of in read.breakers.items() for one in of]
+        shown = [one for one in found if is_open in (None, one.open)]
+        return sorted(shown, key=lambda one: (not one.open, one.cell, one.service))
+
+    async def breaker(self, cell: str, service: str) -> BreakerView:
+        """One of them, with its machines. Raises Problem 404."""
+        of_cell = (await self.read(cell)).breakers[cell]
+        found = next((one for one in of_cell if one.service == service), None)
+        if found is None:
+            raise Problem(404, "breaker.unknown", f"no breaker of {service[:64]} has ever tripped in {cell}")
+        return msgspec.structs.replace(_breaker(cell, found), machines=found.machines)
+
+    async def decide(self, decision: QuarantineDecision, actor: str) -> QuarantineDecided:
+        """Put the decision on record, for each machine that is as it was seen."""
+        if decision.decision == ADOPT:
+            if not decision.reason:
+                raise Problem(400, "request.invalid", "an adoption needs a reason")
+            async with _as_problems():
+                seen = {one.place: (one.cell, one.attempt) for one in decision.machines}
+                adopted, refused = await records.adopt(
+                    self._env, list(seen), actor=actor, reason=decision.reason, seen=seen
+                )
+            return _decided(decision.machines, {(cell, *place) for place, cell in adopted.items()}, refused)
+        of_cells: dict[str, list[DecidedMachine]] = defaultdict(list)
+        for one in decision.machines:
+            of_cells[one.cell].append(DecidedMachine(one.instance_uuid, one.host_uuid, one.attempt))
+        async with _as_problems():
+            found, faults = await records.decide(self._env, of_cells, decision.decision, actor)
+        refused = {one.place: faults[one.cell] for one in decision.machines if one.cell in faults}
+        return _decided(decision.machines, {(cell, *place) for cell, of in found.items() for place in of}, refused)
+
+    async def reset(self, breakers: Sequence[SeenBreaker], actor: str) -> BreakersAfterReset:
+        """Reset those that are as they were seen."""
+        async with _as_problems():
+            done, faults = await records.reset(self._env, [one.tripped for one in breakers], actor)
+        return BreakersAfterReset(
+            tuple(one for one in breakers if done.get(one.tripped)),
+            tuple(one for one in breakers if done.get(one.tripped) is False),
+            tuple(one for one in breakers if one.tripped in faults),
+        )
+
+
+class WebQuarantine(Handlers):
+    """The handlers."""
+
+    def __init__(self, safety: SafetyReader) -> None:
+        self._safety = safety
+
+    @route("GET", "/quarantine", "cell", "service", "decided", "after", "limit", role=WebRole.READER)
+    async def list_quarantine(self, request: Request) -> object:
+        """Machines in quarantine: ?cell=&service=&decided=true|false&after=&limit=. Not for role project."""
+        query = request.query_params
+        return await self._safety.page(
+            cell=query.get("cell"),
+            service=query.get("service"),
+            decided=truth_of(request, "decided"),
+            after=query.get("after"),
+            limit=number_of(request, "limit", 1_000, most=MAX_SHOWN),
+        )
+
+    @route("POST", "/quarantine/decide", role=WebRole.OPERATOR)
+    async def decide_quarantine(self, request: Request) -> object:
+        """Decide about many machines in quarantine at once: destroy, protect, or adopt. For operators."""
+        decision = converted(await object_of(request), QuarantineDecision)
+        return await self._safety.decide(decision, caller_of(request).name)
+
+    @route("GET", "/breakers", "cell", "open", role=WebRole.READER)
+    async def list_breakers(self, request: Request) -> object:
+        """The breakers that ever tripped: ?cell=&open=true|false. Not for role project."""
+        return await self._safety.breakers(request.query_params.get("cell"), truth_of(request, "open"))
+
+    @route("GET", "/breakers/{cell}/{service}", role=WebRole.READER)
+    async def show_breaker(self, request: Request) -> object:
+        """One breaker, with the machines that tripped it. Not for role project."""
+        named = request.path_params
+        cell, service = parsed(lambda: msgspec.convert((named["cell"], named["service"]), tuple[Word, Word]))
+        return await self._safety.breaker(cell, service)
+
+    @route("POST", "/breakers/reset", role=WebRole.OPERATOR)
+    async def reset_breakers(self, request: Request) -> object:
+        """Allow what tripped these breakers: it may be destroyed or counted as lost. For operators."""
+        body = converted(await object_of(request), BreakersReset)
+        return await self._safety.reset(body.breakers, caller_of(request).name)
+
+
+def _counted(read: InCells) -> SafetyCounts:
+    waiting: dict[str, int] = defaultdict(int)
+    for cell, one in read.machines(UnknownMachineKind.QUARANTINED):
+        waiting[cell] += one.decision != PROTECT
+    tripped = {cell: tuple(one.service for one in of if one.is_open) for cell, of in read.breakers.items()}
+    return SafetyCounts(
+        {cell: count for cell, count in waiting.items() if count},
+        {cell: services for cell, services in tripped.items() if services},
+        read.never_started,
+    )
+
+
+def _machine(cell: str, one: UnknownMachineRecord) -> QuarantinedMachine:
+    return QuarantinedMachine(
+        cell=cell,
+        host_uuid=one.machine.host_uuid,
+        instance_uuid=one.machine.uuid,
+        attempt=one.machine.attempt,
+        service=one.service,
+        reason=one.machine.reason,
+        first_seen=one.first_seen,
+        last_seen=one.last_seen,
+        decision=one.decision,
+        decided_by=one.decided_by,
+        decided_at=one.decided_at,
+    )
+
+
+def _place(one: QuarantinedMachine) -> str:
+    return f"{one.cell}/{one.host_uuid}/{one.instance_uuid}"
+
+
+def _breaker(cell: str, one: Breaker) -> BreakerView:
+    return BreakerView(
+        cell=cell,
+        service=one.service,
+        open=one.is_open,
+        tripped_at=one.tripped_at,
+        lost=one.lost,
+        quarantined=one.quarantined,
+        over=one.over,
+        reset_at=one.reset_at,
+        reset_by=one.reset_by,
+    )
+
+
+def _decided(
+    machines: Sequence[SeenMachine],
+    decided: Collection[tuple[str, str, str]],
+    refused: Mapping[MachineKey, Fault],
+) -> QuarantineDecided:
+    left = [
+        (one, refused.get(one.place) or records.unknown(one.instance_uuid, one.host_uuid))
+        for one in machines
+        if (one.cell, *one.place) not in decided
+    ]
+    return QuarantineDecided(
+        tuple(one.instance_uuid for one in machines if (one.cell, *one.place) in decided),
+        tuple(Undecided(one.host_uuid, one.instance_uuid, reason.code, str(reason)) for one, reason in left),
+    )
+
+
+@asynccontextmanager
+async def _as_problems() -> AsyncIterator[None]:
+    """What is wrong with the database of these pages is no fault of their caller."""
+    try:
+        yield
+    except (SettingsError, records.CellNeverStarted) as fault:
+        raise Problem(404, fault.code, str(fault)) from fault
+    except (NotConfigured, Forbidden, Transient) as fault:
+        raise Problem(503, fault.code, f"the cells' records cannot be read: {fault}") from fault

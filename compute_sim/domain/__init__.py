@@ -1,1 +1,0 @@
-"""The decisions of a compute service: plain functions and frozen values."""

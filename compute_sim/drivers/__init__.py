@@ -1,1 +1,0 @@
-"""Drivers: how one kind of machine is built, destroyed and counted."""

@@ -1,0 +1,253 @@
+"""Wires the frontend of a Nova: the API bus to placement, the replica and the placer, Nova's API, and its topic."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import structlog
+from msgspec.structs import replace
+
+from bus.bus import API
+from bus.contracts.queues import FRONTEND
+from bus.rabbitmq.address import BadBusUrl, parse_bus_url
+from bus.rabbitmq.transport import RabbitTransport
+from bus.service.environment import Environment
+from bus.service.service import WorkerRuntime
+from bus.service.settings import SettingsError
+from bus.service.worker_heartbeat import add_heartbeat
+from nova_scheduler.cloud.cells import cells_of
+from nova_scheduler.cloud.poller import NovaStatePoller
+from nova_scheduler.cloud.rest import NovaRest
+from nova_scheduler.cloud.state import NovaState, host_table
+from nova_scheduler.config import NOT_OWNED, NotificationSettings, NovaConfig, as_amqp
+from nova_scheduler.decide.decision_log import CallRecorder, PublishedCalls
+from nova_scheduler.decide.notifications import NovaNotifier
+from nova_scheduler.decide.select_destinations import Destinations
+from nova_scheduler.rpc.server import CallDispatcher, RpcServer
+from nova_scheduler.stock.forwarder import Fallback, StockForwarder
+from nova_scheduler.stock.shadow import GrantedClaims, ShadowingForwarder, UpstreamDecides
+from nova_scheduler.wire.queues import RabbitOptions
+from placement_worker.replica.follower import Follower
+from placement_worker.replica.replica import Replica
+from scheduler_worker import plugins
+from scheduler_worker.build.claim_ownership import ClaimOwnership
+from scheduler_worker.build.placer import Placer
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.hosts.host_table import HostTable
+from scheduler_worker.placement_client import BusClaims, ClaimPort
+from scheduler_worker.selection.selector import Selector
+
+log = structlog.get_logger("nova")
+
+
+NAME = "nova-scheduler"
+
+
+def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> WorkerRuntime:
+    """One server of the topic. Any number may run side by side, and beside stock nova-schedulers.
+
+    scheduler: how hosts are weighed and claimed. Raises SettingsError.
+    """
+    service = WorkerRuntime(NAME, clock=env.clock)
+    api, table = env.bus(API), host_table()
+    api.publishes_as(FRONTEND)
+    scheduler, lacking = _scheduler_settings(scheduler, config)
+    selector = _selector(table, scheduler)
+    nova_state = NovaState(table)
+    rest, cells = NovaRest(config.api, clock=env.clock, setting="nova.api"), cells_of(config.api, env.clock)
+    poller = NovaStatePoller(rest, nova_state, table, cells=cells, config=config.api, clock=env.clock)
+    follower = Follower(api, selector.replica, process=env.process, clock=env.clock)
+    claims: ClaimPort = BusClaims(api, timeout_s=scheduler.claim_timeout_s)
+    claims = GrantedClaims(claims) if config.shadow else claims
+    placer = Placer(
+        claims,
+        ClaimOwnership(claims, table.last_cell_of, _no_records),
+        selector,
+        follower,
+        clock=env.clock,
+        rng=random.Random(env.rng.getrandbits(64)),
+        config=scheduler,
+    )
+    transport = _transport(env.process, "transport_url", config.transport_url, config.rabbit)
+    notifier, calls = _notifier(env, config, transport), PublishedCalls(api)
+    destinations = Destinations(
+        placer,
+        selector,
+        nova_state,
+        poller,
+        follower,
+        configure=partial(configure, selector, nova_state, scheduler),
+        notifier=notifier,
+        config=config,
+        clock=env.clock,
+        lacking=lacking,
+        recorder=calls,
+    )
+    fallback = _fallback(env, config)
+    if fallback is not None and config.shadow:
+        shadow = ShadowingForwarder(destinations, fallback, selector.replica, env.clock, calls)
+        service.add_counts(shadow.counts)
+        server = _server(env, config, transport, UpstreamDecides(destinations), shadow)
+    else:
+        server = _server(env, config, transport, destinations, fallback, recorder=calls)
+    service.add_resource(api.open, api.close)
+    service.add_resource(follower.start, follower.close)
+    service.add_resource(None, rest.close)
+    service.add_task("nova notifications", notifier.run)
+    service.add_task("nova calls told", calls.run)
+    for name, ready, run in (("replica", follower.ready, follower.run), ("nova state", poller.first, poller.run)):
+        service.add_task(name, run)
+        service.add_preparation(ready.wait)
+        service.add_check(name, ready.is_set)
+    service.add_bus_check("bus api", lambda: api.unavailable_reason)
+    _add_server(service, server, fallback)
+    add_heartbeat(service, env, api, NAME)
+    return service
+
+
+def _selector(table: HostTable, scheduler: SchedulerConfig) -> Selector:
+    filters, weighings = plugins.filters(scheduler), plugins.weighings(scheduler)
+    return Selector(Replica(), table, scheduler, flavors={}, filters=filters, weighings=weighings)
+
+
+def _add_server(service: WorkerRuntime, server: RpcServer, fallback: StockForwarder | None) -> None:
+    """Calls are taken once all else is prepared."""
+    started = asyncio.Event()
+    service.add_resource(server.open, server.close)
+    service.add_task("nova calls", partial(_serve, server, started))
+    service.add_preparation(partial(_start, server, started))
+    service.add_drain(server.drain)
+    service.add_bus_check("bus nova", lambda: server.unavailable_reason)
+    if fallback is not None:
+        service.add_bus_check("bus fallback", lambda: fallback.unavailable_reason)
+
+
+def configure(selector: Selector, nova_state: NovaState, config: SchedulerConfig) -> None:
+    """Decide by Nova's aggregates as they are known now."""
+    if nova_state.version == selector.revision:
+        return
+    known = replace(config, aggregates=nova_state.aggregates())
+    selector.configure(
+        known,
+        flavors={},
+        filters=selector.filters,
+        weighings=plugins.weighings(known),
+        revision=nova_state.version,
+        membership=nova_state.membership(),
+    )
+
+
+def _scheduler_settings(scheduler: SchedulerConfig, config: NovaConfig) -> tuple[SchedulerConfig, tuple[str, ...]]:
+    """The scheduler's settings with what is Nova's: flavors and aggregates come with its calls and its facts. And the
+    filters that berth does not have, if there is a fallback, which decides every call then: they are not run here.
+    """
+    known = replace(
+        scheduler,
+        flavors={},
+        default_flavors=(),
+        aggregates=(),
+        enabled_filters=config.own_filters,
+        default_availability_zone=config.default_availability_zone,
+    )
+    lacking = plugins.lacking(known) if config.fallback_url else ()
+    return replace(known, enabled_filters=tuple(one for one in known.enabled_filters if one not in lacking)), lacking
+
+
+async def _no_records(_instances: Sequence[str]) -> Mapping[str, str]:
+    """Of Nova's instances berth has no records."""
+    return {}
+
+
+async def _start(server: RpcServer, started: asyncio.Event) -> None:
+    await server.start()
+    started.set()
+
+
+async def _serve(server: RpcServer, started: asyncio.Event) -> None:
+    await started.wait()
+    await server.run()
+
+
+def _fallback(env: Environment, config: NovaConfig) -> StockForwarder | None:
+    """The fallback, if there is one. Raises SettingsError."""
+    if not config.fallback_url:
+        if config.shadow:
+            reason = "the shadow needs nova.fallback_url: where the stock nova-scheduler decides"
+            raise SettingsError("nova.shadow_fallback", reason)
+        if undecided := [one for one in config.enabled_filters if one in NOT_OWNED]:
+            log.warning("nova.no_fallback", filters=undecided)
+        return None
+    if _is_one_place(config.fallback_url, config.transport_url):
+        reason = "nova.fallback_url is where nova.transport_url is: calls would come back from there"
+        raise SettingsError("nova.fallback_url", reason)
+    return StockForwarder(
+        _transport(env.process, "fallback_url", config.fallback_url, config.rabbit),
+        control_exchange=config.control_exchange,
+        unique=f"{env.rng.getrandbits(128):032x}",
+        clock=env.clock,
+    )
+
+
+def _notifier(env: Environment, config: NovaConfig, transport: RabbitTransport) -> NovaNotifier:
+    """Silent in the shadow: the stock nova-scheduler notifies."""
+    return NovaNotifier(
+        transport,
+        NotificationSettings() if config.shadow else config.notifications,
+        host=config.host or socket.gethostname(),
+        options=config.rabbit,
+        control_exchange=config.control_exchange,
+        clock=env.clock,
+        rng=random.Random(env.rng.getrandbits(64)),
+    )
+
+
+def _server(
+    env: Environment,
+    config: NovaConfig,
+    transport: RabbitTransport,
+    dispatcher: CallDispatcher,
+    fallback: Fallback | None,
+    *,
+    recorder: CallRecorder | None = None,
+) -> RpcServer:
+    """The server on Nova's broker, which it opens. recorder: None: that each call is left to the stock scheduler is
+    logged, no more.
+    """
+    return RpcServer(
+        transport,
+        dispatcher,
+        host=config.host or socket.gethostname(),
+        unique=f"{env.rng.getrandbits(128):032x}",
+        options=config.rabbit,
+        control_exchange=config.control_exchange,
+        clock=env.clock,
+        rng=random.Random(env.rng.getrandbits(64)),
+        fallback=fallback,
+        recorder=recorder,
+    )
+
+
+def _is_one_place(one: str, other: str) -> bool:
+    """Whether two URLs name a virtual host of one broker, of whose nodes each may name others. False: one of them is no
+    URL, as its transport says.
+    """
+    try:
+        first, second = parse_bus_url(as_amqp(one)), parse_bus_url(as_amqp(other))
+    except BadBusUrl:
+        return False
+    return first.vhost == second.vhost and not set(first.hosts).isdisjoint(second.hosts)
+
+
+def _transport(process: str, setting: str, url: str, options: RabbitOptions) -> RabbitTransport:
+    if reason := options.refused():
+        raise SettingsError("nova.rabbit_option", f"of nova.rabbit, {reason}")
+    if not url:
+        raise SettingsError("nova.transport_url", f"nova.{setting} is needed: where Nova's services meet")
+    try:
+        return RabbitTransport(as_amqp(url, options), name=f"nova.{setting}", connection_name=f"berth {process}")
+    except BadBusUrl as error:
+        raise SettingsError(error.code, f"nova.{setting}: {error}") from None

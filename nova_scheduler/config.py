@@ -1,0 +1,164 @@
+"""Settings of the frontend of a real Nova, under Nova's names where Nova has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal
+from urllib.parse import urlencode
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from bus.contracts.base import Zone, matching
+from bus.rabbitmq.address import BadBusUrl
+from bus.service.settings import Secret
+from nova_scheduler.cloud.api_config import NovaApiConfig
+from nova_scheduler.wire.queues import RabbitOptions
+
+# Those that Nova enables of itself.
+NOVA_FILTERS = (
+    "ComputeFilter",
+    "ComputeCapabilitiesFilter",
+    "ImagePropertiesFilter",
+    "ServerGroupAntiAffinityFilter",
+    "ServerGroupAffinityFilter",
+)
+
+
+NUMA_FILTER, PCI_FILTER = "NUMATopologyFilter", "PciPassthroughFilter"
+
+
+# Nova's filters that berth does not have, and the hint that each reads; "": another part of a request (`undecided`).
+NOT_OWNED: Mapping[str, str] = {
+    "JsonFilter": "query",
+    "SimpleCIDRAffinityFilter": "build_near_host_ip",
+    NUMA_FILTER: "",
+    PCI_FILTER: "",
+}
+
+
+PASSES_ALL = "AllHostsFilter"
+
+
+PORT = 5672  # of a host that names none: oslo.messaging's, with TLS too
+
+
+# The parameters of an `amqps://` address, by the options that name the files.
+TLS_FILES = {"cacertfile": "ssl_ca_file", "certfile": "ssl_cert_file", "keyfile": "ssl_key_file"}
+
+
+_HAS_PORT = re.compile(r":\d+$")
+
+
+# What AMQP lets a name of a queue or an exchange have.
+CHARACTERS = "a-zA-Z0-9_.:@#,/+ -"
+
+
+Topic = Annotated[str, matching(rf"\A[{CHARACTERS}]{{1,200}}\Z", "1 to 200 letters, digits, spaces and _.:@#,/+-")]
+
+
+class PrefilterSettings(Struct, frozen=True, kw_only=True):
+    """The settings of nova.conf that shape a query, under Nova's names and with its defaults. The conductor and the API
+    of the same Nova have them too: they must agree.
+    """
+
+    max_placement_results: int = 1000
+    """`[scheduler]`: the limit of a query. It changes the query string alone: berth looks at every host."""
+    enable_isolated_aggregate_filtering: bool = False
+    """`[scheduler]`: aggregates with `trait:X` = required are only for requests that require X."""
+    limit_tenants_to_placement_aggregate: bool = False
+    """`[scheduler]`: a project with aggregates (`filter_tenant_id*`) gets hosts of these."""
+    placement_aggregate_required_for_tenants: bool = False
+    """`[scheduler]`: a project without such an aggregate gets no host."""
+    query_placement_for_image_type_support: bool = False
+    """`[scheduler]`: hosts that support the image's disk format."""
+    image_metadata_prefilter: bool = False
+    """`[scheduler]`: hosts that support the buses and models that the image's properties name."""
+    query_placement_for_routed_network_aggregates: bool = False
+    """`[scheduler]`: hosts of the segments of the request's networks. Only Neutron knows them: it is not decided."""
+    pci_in_placement: bool = False
+    """`[filter_scheduler]`: PCI requests of flavors are request groups."""
+    disable_fallback_pcpu_query: bool = False
+    """`[workarounds]`: pinned CPUs are asked for as PCPU alone."""
+
+
+class NotificationSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[notifications]` of nova.conf, under Nova's names. Published to the broker of `transport_url`."""
+
+    notification_format: Literal["none", "versioned"] = "none"
+    """`versioned`: `scheduler.select_destinations.start` and `.end` are published as Nova 34 does. The unversioned form
+    is not there.
+    """
+    versioned_notifications_topics: Annotated[tuple[Topic, ...], Bound(max_length=8)] = ("versioned_notifications",)
+    """Topics that they are published to."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that notifications of the priority INFO have, and their queues; none: there are none."""
+        topics = self.versioned_notifications_topics if self.notification_format == "versioned" else ()
+        return tuple(f"{topic}.info" for topic in topics)
+
+
+class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of each process that answers the topic `scheduler` of a Nova. How hosts are weighed is in `[scheduler]`."""
+
+    transport_url: Secret = ""
+    """The virtual host of Nova's services, as `bus.url`; the same that `transport_url` of nova.conf names."""
+    host: Annotated[
+        str, matching(rf"\A[{CHARACTERS}]{{0,245}}\Z", "at most 245 letters, digits, spaces and _.:@#,/+-")
+    ] = ""
+    """The name of this server (`scheduler.HOST`), as `host` of nova.conf. Empty: the machine's."""
+    control_exchange: Annotated[
+        str, matching(rf"\A[{CHARACTERS}]{{1,127}}\Z", "1 to 127 letters, digits, spaces and _.:@#,/+-")
+    ] = "nova"
+    """As in nova.conf."""
+    rabbit: RabbitOptions = RabbitOptions()
+    """`[oslo_messaging_rabbit]` of nova.conf."""
+    fallback_url: Secret = ""
+    """The virtual host on which a stock nova-scheduler takes what berth does not decide. Empty: that fails."""
+    shadow: bool = False
+    """The fallback's nova-scheduler decides; berth decides beside it without a claim, and reports the difference."""
+    enabled_filters: tuple[str, ...] = NOVA_FILTERS
+    """`[filter_scheduler] enabled_filters` of nova.conf, instead of `scheduler.enabled_filters`, in the order in which
+    they run. What only a filter reads that is not among them is ignored, as in Nova; what JsonFilter,
+    SimpleCIDRAffinityFilter, NUMATopologyFilter and PciPassthroughFilter read, which berth does not have, is left to
+    the fallback. With another one that is neither berth's nor in `scheduler.available_filters` (IoOpsFilter, an
+    operator's own), every call is; without a fallback the process does not start.
+    """
+    image_properties_default_architecture: Annotated[str, Bound(max_length=32)] = ""
+    """`[filter_scheduler]`: the architecture of images that name none. Empty: they run on each."""
+    default_availability_zone: Zone = "nova"
+    """As in nova.conf: the zone of hosts that are in no aggregate with a zone."""
+    prefilters: PrefilterSettings = PrefilterSettings()
+    """The settings of nova.conf that shape a query."""
+    notifications: NotificationSettings = NotificationSettings()
+    """What is published about each call."""
+    api: NovaApiConfig = NovaApiConfig()
+    """Where hosts, services and aggregates are read."""
+
+    @property
+    def own_filters(self) -> tuple[str, ...]:
+        """Those of the enabled filters that berth runs."""
+        return tuple(one for one in self.enabled_filters if one not in NOT_OWNED and one != PASSES_ALL)
+
+
+def as_amqp(url: str, options: RabbitOptions | None = None) -> str:
+    """A URL as nova.conf has it (`rabbit://USER:PASSWORD@HOST,USER:PASSWORD@HOST/VHOST`) in berth's form, with the user
+    before the first host alone; any other stays as it is. options: with `ssl` it is `amqps://`, with their files.
+    Raises BadBusUrl: the users differ.
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme != "rabbit":
+        return url
+    authority, slash, path = rest.partition("/")
+    users, hosts = zip(*(one.rpartition("@")[::2] for one in authority.split(",")), strict=True)
+    if len(named := {user for user in users if user}) > 1:
+        raise BadBusUrl("all its hosts are asked as one user, and it names several")
+    login = "".join(f"{user}@" for user in named)
+    if options is None or not options.ssl:
+        return f"amqp://{login}{','.join(hosts)}{slash}{path}"
+    at = ",".join(host if _HAS_PORT.search(host) else f"{host}:{PORT}" for host in hosts)
+    files = {parameter: value for parameter, name in TLS_FILES.items() if (value := getattr(options, name))}
+    query = f"{'&' if '?' in path else '?'}{urlencode(files)}" if files else ""
+    return f"amqps://{login}{at}{slash or '/'}{path}{query}"

@@ -1,0 +1,72 @@
+"""Selection 1.1 as Nova's conductor reads it: a chosen host or an alternate, and what is to be claimed there.
+
+Serialised as oslo.versionedobjects does it. Its allocation request is a text: the JSON of a `PUT /allocations` body,
+which the conductor sends to claim an alternate, and whose mappings it reads to bind ports and devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from bus.contracts.cell import Selection
+from nova_scheduler.request.request_spec import NAMESPACE, OBJECT
+
+# Of Placement, as which the conductor sends the allocation request: nova-scheduler 34 asks for candidates with it.
+MICROVERSION: Final = "1.36"
+
+
+Primitive = dict[str, Any]
+
+
+def versioned(name: str, version: str, fields: Mapping[str, object]) -> Primitive:
+    """An object of Nova's with these fields, all of which its writer has set."""
+    return {
+        OBJECT + "name": name,
+        OBJECT + "namespace": NAMESPACE,
+        OBJECT + "version": version,
+        OBJECT + "data": dict(fields),
+        OBJECT + "changes": sorted(fields),
+    }
+
+
+def limits() -> Primitive:
+    """The limits of a host: none. In Nova, too, only NUMATopologyFilter sets any, for a request with a NUMA topology;
+    where that filter is enabled, berth decides no such request.
+    """
+    return versioned("SchedulerLimits", "1.0", dict.fromkeys(("numa_topology", "vcpu", "disk_gb", "memory_mb")))
+
+
+def allocation_request(selection: Selection) -> str:
+    """The body that claims there. Without numbered groups all providers give the un-numbered one."""
+    mappings = selection.mappings or {"": tuple(selection.allocations)}
+    allocations = {uuid: {"resources": dict(amounts)} for uuid, amounts in selection.allocations.items()}
+    return msgspec.json.encode({"allocations": allocations, "mappings": mappings}).decode()
+
+
+def primitive(selection: Selection, *, cell: str, zone: str) -> Primitive:
+    """A host as a Selection. cell: uuid. zone: its name. Where nothing is claimed, as for a rebuild, it allocates
+    nothing.
+    """
+    is_claimed = bool(selection.allocations)
+    return versioned(
+        "Selection",
+        "1.1",
+        {
+            "compute_node_uuid": selection.host_uuid,
+            "service_host": selection.service,
+            "nodename": selection.host,
+            "cell_uuid": cell,
+            "limits": limits(),
+            "allocation_request": allocation_request(selection) if is_claimed else "null",
+            "allocation_request_version": MICROVERSION if is_claimed else None,
+            "availability_zone": zone,
+        },
+    )
+
+
+def legacy(selection: Selection) -> Primitive:
+    """The same for a conductor that asks for no objects (`return_objects` = False)."""
+    return {"host": selection.service, "nodename": selection.host, "limits": {}}

@@ -1,0 +1,128 @@
+"""Answers queries: on queue `scheduler.records` from the database (builds with their timeline, moves, drains, objects),
+on `scheduler.status` from this scheduler's memory (hosts, host metrics, compute services, workers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Received, Refuse
+from bus.contracts.actions import ActionPage, ActionQuery
+from bus.contracts.base import Message, Refusal
+from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, TimelineEntry
+from bus.contracts.drains import DrainQuery, DrainsQuery
+from bus.contracts.objects import CellsQuery, ObjectLogQuery, ObjectsQuery
+from bus.faults import RequestRefused, Transient
+from scheduler_worker.drain.drain_controller import DrainController
+from scheduler_worker.fleet.cell_connections import CellConnections
+from scheduler_worker.hosts.waiting_builds import WaitingTable
+from scheduler_worker.objects.object_registry import ObjectRegistry
+from scheduler_worker.records.build_record import is_search
+from scheduler_worker.store.port import SchedulerStore
+
+T = TypeVar("T")
+
+
+class QueryHandler:
+    """Handles queue `scheduler.records`."""
+
+    def __init__(
+        self,
+        store: SchedulerStore,
+        drains: DrainController,
+        waiting: WaitingTable,
+        *,
+        clock: Clock,
+        objects: ObjectRegistry,
+        cells: CellConnections,
+    ) -> None:
+        self._store = store
+        self._objects = objects
+        self._cells = cells
+        self._drains = drains
+        self._waiting = waiting
+        self._clock = clock
+
+    async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Builds queried by name take one statement: after a long silence a client queries each of its builds, at a
+        time when the scheduler is slow anyway. The other queries, which are rare, are answered one after another.
+        """
+        named = {uuid for received in batch if (uuid := _named_by(received.message)) is not None}
+        by_name = await _or_refused(self._store.builds_named(sorted(named))) if named else {}
+        return [
+            await self._answer(received)
+            if (uuid := _named_by(received.message)) is None
+            else self._one_of(by_name, uuid)
+            for received in batch
+        ]
+
+    async def _builds(self, query: BuildQuery) -> BuildPage:
+        found, last = await self._store.builds(query), None
+        if is_search(query) and len(found) < query.limit:
+            last = await self._store.searched_to(query)
+        at, instance = last or (None, None)
+        builds = tuple(map(self._with_timeline, found))
+        return BuildPage(builds=builds, searched_to=at, searched_to_instance=instance)
+
+    def _one_of(self, found: dict[str, BuildRecord] | Refuse, uuid: str) -> Outcome:
+        """The answer about one build; an empty page if it is not on record."""
+        if isinstance(found, Refuse):
+            return found
+        return Done(reply=BuildPage(builds=(self._with_timeline(found[uuid]),) if uuid in found else ()))
+
+    def _with_timeline(self, build: BuildRecord) -> BuildRecord:
+        """The build with its timeline in order, and what it waits for now as the last line."""
+        line = self._waiting.line_of(build, self._clock.monotonic())
+        build = _with_sorted_timeline(build)
+        return build if line is None else replace(build, timeline=(*build.timeline, line))
+
+    async def _answer(self, received: Received) -> Outcome:
+        answer = await _or_refused(self._page(received.message))
+        if isinstance(answer, Refusal):
+            return Refuse(answer.code, answer.reason)
+        return answer if isinstance(answer, Refuse) else Done(reply=answer)
+
+    async def _page(self, message: Message) -> Message | Refusal:
+        match message:
+            case BuildQuery():
+                return await self._builds(message)
+            case ActionQuery():
+                return ActionPage(actions=tuple(await self._store.actions(message)))
+            case DrainQuery():
+                return await self._drains.plan(message)
+            case DrainsQuery():
+                return await self._drains.page(message)
+            case ObjectsQuery():
+                return await self._objects.page(message)
+            case CellsQuery():
+                return await self._cells.page()
+        assert isinstance(message, ObjectLogQuery), message
+        return await self._objects.log(message)
+
+
+async def _or_refused(answer: Awaitable[T]) -> T | Refuse:
+    """The answer, or at once that there is none: its requester does not wait for what is unavailable."""
+    try:
+        return await answer
+    except (Transient, RequestRefused) as fault:
+        return Refuse(fault.code, fault.reason)
+
+
+def _named_by(message: Message) -> str | None:
+    """The uuid of the instance, if a query names its build and nothing else."""
+    if not isinstance(message, BuildQuery) or message.instance_uuid is None:
+        return None
+    uuid = message.instance_uuid
+    return uuid if message == BuildQuery(instance_uuid=uuid, limit=message.limit) else None
+
+
+def _with_sorted_timeline(build: BuildRecord) -> BuildRecord:
+    """The timeline in order of time: events arrive late, out of order, and sometimes twice."""
+    lines: dict[tuple[float, str, str, str], TimelineEntry] = {}
+    for line in build.timeline:  # a repeated line differs only in the time of its publication
+        lines.setdefault((line.at, line.actor, line.what, line.detail), line)
+    return replace(build, timeline=tuple(sorted(lines.values(), key=lambda line: line.at)))

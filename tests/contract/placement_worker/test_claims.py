@@ -1,0 +1,471 @@
+"""Claims on both stores: gangs, runs, limits, and to whom a claim was lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.placement import (
+    MAX_CONFLICTING_CONSUMERS,
+    MAX_LOST_NAMED,
+    Claim,
+    ClaimAll,
+    ClaimAllResult,
+    ClaimOption,
+    ClaimOutcome,
+    ClaimResult,
+    GroupPolicy,
+    LocateRequest,
+    Migration,
+    Release,
+    ReleaseResult,
+    ServerGroup,
+)
+from placement_worker import service as placement_service
+from placement_worker.service import PlacementService
+from placement_worker.store import claims
+from tests.contract.books import HOSTS, VMS, Placements, at, build, claimed, used
+
+# --- The claims of a gang, on both stores: all of them or none, whatever else is claimed at once.
+
+
+APART = ServerGroup(uuid="e0000000-0000-4000-8000-000000000000", policy=GroupPolicy.ANTI_AFFINITY)
+
+
+def member(vm: int, at: int = 0, vcpu: int = 1, **fields: object) -> Claim:
+    option = ClaimOption(allocations={HOSTS[at]: {"VCPU": vcpu}}, host=HOSTS[at])
+    return Claim(consumer=VMS[vm], options=(option,), project_id="p", **fields)  # type: ignore[arg-type]
+
+
+async def claim_all(store: PlacementService, *claims: Claim) -> list[ClaimResult]:
+    (reply,) = await store.apply([ClaimAll(claims=claims)])
+    assert isinstance(reply, ClaimAllResult)
+    return list(reply.results)
+
+
+async def outcomes(store: PlacementService, *claims: Claim) -> list[str]:
+    return [result.outcome.value for result in await claim_all(store, *claims)]
+
+
+async def holders(store: PlacementService, *vms: int) -> set[int]:
+    """Which of these hold something."""
+    (page,) = await store.reads.locate([LocateRequest(project_id="p", consumers=tuple(VMS[vm] for vm in vms))])
+    return {vm for vm in vms if VMS[vm] in page.hosts}
+
+
+async def test_all_members_are_claimed_at_once(store: PlacementService) -> None:
+    results = await claim_all(store, member(0, 0), member(1, 1), member(2, 0))
+    assert [result.outcome for result in results] == ["claimed"] * 3
+    assert results[0].sequence == results[1].sequence == results[2].sequence > 0
+    assert results[2].generations[HOSTS[0]] == results[0].generations[HOSTS[0]] + 1
+    assert await holders(store, 0, 1, 2) == {0, 1, 2}
+
+
+async def test_one_that_does_not_fit_leaves_all_of_them_unclaimed(store: PlacementService) -> None:
+    """The answer names what stood in the way, and nothing is used: the same room is claimed afterwards."""
+    assert await outcomes(store, member(0, 0, 100), member(1, 1), member(2, 0)) == [
+        "incomplete",
+        "incomplete",
+        "no_capacity",
+    ]
+    assert await holders(store, 0, 1, 2) == set()
+    assert await outcomes(store, member(0, 0, 100), member(1, 1)) == ["claimed", "claimed"]
+
+
+async def test_members_are_counted_together_against_the_limit(store: PlacementService) -> None:
+    limits = {"INSTANCES": 2}
+    assert await outcomes(store, *(member(n, n, limits=limits) for n in range(3))) == [
+        *("incomplete", "incomplete", "over_quota")
+    ]
+    assert await outcomes(store, *(member(n, n, limits=limits) for n in range(2))) == ["claimed", "claimed"]
+    assert await outcomes(store, member(2, 2, limits=limits)) == ["over_quota"]
+
+
+async def test_members_keep_the_rule_of_their_server_group_among_themselves(store: PlacementService) -> None:
+    """Where the gang's own members were tried is no place of the group: the answer does not name it."""
+    results = await claim_all(store, *(member(n, n // 2, server_group=APART) for n in range(3)))
+    assert [result.outcome for result in results] == ["incomplete", "policy_violated", "incomplete"]
+    assert results[1].members == {}
+    assert await outcomes(store, *(member(n, n, server_group=APART) for n in range(3))) == ["claimed"] * 3
+    (refused,) = await claim_all(store, member(3, 0, server_group=APART))
+    assert (refused.outcome, refused.members) == ("policy_violated", {HOSTS[0]: 1})
+
+
+async def test_a_repeat_is_answered_with_what_is_held(store: PlacementService) -> None:
+    first = await claim_all(store, member(0, 0), member(1, 1))
+    again = await claim_all(store, member(0, 0), member(1, 1))
+    assert [one.generations for one in again] == [one.generations for one in first]
+    assert [one.option for one in again] == [0, 0]
+
+
+async def test_a_member_of_an_earlier_run_keeps_what_it_holds_when_the_rest_does_not_fit(
+    store: PlacementService,
+) -> None:
+    assert await outcomes(store, member(0, 0), member(1, 1)) == ["claimed", "claimed"]
+    assert await outcomes(store, member(0, 2), member(1, 2), member(2, 0, 1000)) == [
+        "claimed",
+        "claimed",
+        "no_capacity",
+    ]
+    assert await holders(store, 0, 1, 2) == {0, 1}
+
+
+async def test_a_fenced_member_stands_in_the_way_of_all(store: PlacementService) -> None:
+    await store.apply([Release(consumer=VMS[1], attempt=1)])
+    assert await outcomes(store, member(0), member(1)) == ["incomplete", "consumer_conflict"]
+    assert await holders(store, 0, 1) == set()
+
+
+async def test_what_stands_beside_a_gang_in_one_transaction_is_decided_in_order(store: PlacementService) -> None:
+    gang = ClaimAll(claims=(member(1, 0, 50), member(2, 0, 50)))
+    before, all_or_none, after = await store.apply([member(0, 0), gang, member(3, 0, 99)])
+    assert isinstance(all_or_none, ClaimAllResult)
+    assert [one.outcome for one in all_or_none.results] == ["incomplete", "no_capacity"]
+    assert [str(one.outcome) for one in (before, after) if isinstance(one, ClaimResult)] == ["claimed", "claimed"]
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        (member(0), member(0, 1)),
+        (member(0), member(1, release_first=True, attempt=2, consumer_generation=1)),
+    ],
+)
+async def test_a_gang_that_is_none_is_invalid(store: PlacementService, claims: tuple[Claim, ...]) -> None:
+    assert await outcomes(store, *claims) == ["invalid", "invalid"]
+    assert await holders(store, 0, 1) == set()
+
+
+async def test_processes_that_claim_for_gangs_at_once_leave_no_partial_one(
+    make: Placements, store: PlacementService
+) -> None:
+    """Gangs of four on two hosts, each wanting a quarter of both: four fit in all, and no fifth in part."""
+    stores = [store, make(), make(), make()]
+    for other in stores[1:]:
+        await other.open()
+
+    async def work(number: int) -> list[str]:
+        first = 8 * number
+        ended = []
+        for vms in (range(first, first + 4), range(first + 4, first + 8)):
+            found = await outcomes(stores[number], *(member(vm, (vm + number) % 2, 12) for vm in vms))
+            ended.append("claimed" if set(found) == {"claimed"} else "none")
+        return ended
+
+    ended = await asyncio.gather(*(work(number) for number in range(4)))
+    assert Counter(one for part in ended for one in part) == {"claimed": 4, "none": 4}
+    held = await holders(store, *range(32))
+    assert sorted(len(held & set(range(first, first + 4))) for first in range(0, 32, 4)) == [0] * 4 + [4] * 4
+
+
+# --- A claim belongs to a run: it is repeated and released by that name alone, and a query shows whose it is.
+
+
+MINE, ANOTHER = "run-1", "run-2"
+INSTANCE = build(0, 0).consumer
+
+
+def release(by: str | None, attempt: int | None = 1) -> Release:
+    return Release(consumer=INSTANCE, attempt=attempt, project_id="p", owner=by)
+
+
+async def released(pooled: PlacementService, by: str | None, attempt: int | None = 1) -> str:
+    (reply,) = await pooled.apply([release(by, attempt)])
+    assert isinstance(reply, ReleaseResult)
+    return reply.outcome
+
+
+@pytest.mark.parametrize("by", [MINE, ANOTHER, None])
+async def test_a_run_releases_its_own_allocation_and_no_other(pooled: PlacementService, by: str | None) -> None:
+    await claimed(pooled, build(0, 0, owner=MINE))
+    is_kept = by == ANOTHER
+    assert await released(pooled, by) == ("consumer_conflict" if is_kept else "released")
+    assert await used(pooled) == (at(0, 4) if is_kept else {})
+    (again,) = await claimed(pooled, build(0, 0, owner=MINE))
+    assert again.outcome == ("claimed" if is_kept else "consumer_conflict"), "only a release fences"
+
+
+async def test_a_release_by_name_of_nothing_fences_the_claim_that_is_still_in_flight(pooled: PlacementService) -> None:
+    assert await released(pooled, MINE) == "absent"
+    (late,) = await claimed(pooled, build(0, 0, owner=MINE))
+    assert (late.outcome, late.consumer_generation, await used(pooled)) == ("consumer_conflict", None, {})
+
+
+async def test_an_allocation_without_a_known_owner_is_released_by_no_name(pooled: PlacementService) -> None:
+    await claimed(pooled, build(0, 0))
+    assert (await released(pooled, MINE), await used(pooled)) == ("consumer_conflict", at(0, 4))
+
+
+async def test_a_claim_of_another_run_is_shown_what_is_held_and_gets_none_of_it(pooled: PlacementService) -> None:
+    await claimed(pooled, build(0, 0, owner=MINE))
+    (again,) = await claimed(pooled, build(0, 1, owner=MINE))
+    assert (again.outcome, again.allocations, again.attempt) == ("claimed", at(0, 4), 0)
+    (another,) = await claimed(pooled, build(0, 1, owner=ANOTHER))
+    assert (another.outcome, another.allocations, another.attempt) == ("consumer_conflict", at(0, 4), 1)
+    assert another.consumer_generation == 1 and await used(pooled) == at(0, 4)
+
+
+async def test_a_run_takes_over_what_a_run_that_it_names_has_claimed(pooled: PlacementService) -> None:
+    """As after a restore, when the record of the other is lost; its Release may still be on its way."""
+    await claimed(pooled, build(0, 0, owner=MINE))
+    (wrong,) = await claimed(pooled, build(0, 0, owner=ANOTHER, transfers_from="run-3"))
+    (later,) = await claimed(pooled, build(0, 0, owner=ANOTHER, transfers_from=MINE, attempt=2))
+    assert [wrong.outcome, later.outcome] == ["consumer_conflict", "consumer_conflict"]
+    (taken,) = await claimed(pooled, build(0, 0, owner=ANOTHER, transfers_from=MINE))
+    assert (taken.outcome, taken.consumer_generation, await used(pooled)) == ("claimed", 1, at(0, 4))
+    (held,) = await pooled.reads.allocations([INSTANCE])
+    assert (held.claim_owner, held.attempt, held.allocations) == (ANOTHER, 1, at(0, 4))
+    assert [await released(pooled, by) for by in (MINE, ANOTHER)] == ["consumer_conflict", "released"]
+
+
+async def test_a_claim_of_the_cell_leaves_the_owner_whose_it_was(pooled: PlacementService) -> None:
+    await claimed(pooled, build(0, 0, owner=MINE))
+    (later,) = await claimed(pooled, build(0, 1, attempt=2, consumer_generation=1))
+    assert later.outcome == "claimed"
+    assert await released(pooled, MINE) == "consumer_conflict", "of an older attempt"
+    assert await released(pooled, ANOTHER, attempt=None) == "consumer_conflict"
+    assert await released(pooled, MINE, attempt=2) == "released"
+
+
+async def test_a_new_claim_of_an_instance_belongs_to_the_run_that_makes_it(pooled: PlacementService) -> None:
+    await claimed(pooled, build(0, 0, owner=MINE))
+    await released(pooled, MINE)
+    (anew,) = await claimed(pooled, build(0, 0, attempt=2, owner=ANOTHER))
+    assert anew.outcome == "claimed"
+    assert [await released(pooled, by, attempt=2) for by in (MINE, ANOTHER)] == ["consumer_conflict", "released"]
+
+
+async def test_in_one_group_a_release_takes_what_its_run_has_just_claimed(pooled: PlacementService) -> None:
+    _, kept, gone = await pooled.apply([build(0, 0, owner=MINE), release(ANOTHER), release(MINE)])
+    assert isinstance(kept, ReleaseResult) and isinstance(gone, ReleaseResult)
+    assert (kept.outcome, gone.outcome, await used(pooled)) == ("consumer_conflict", "released", {})
+
+
+async def test_the_query_names_the_owner_the_attempt_and_the_place_and_fences_nothing(pooled: PlacementService) -> None:
+    assert await pooled.reads.allocations([INSTANCE]) == []
+    (claim,) = await claimed(pooled, build(0, 0, owner=MINE))
+    assert claim.outcome == "claimed"
+    (held,) = await pooled.reads.allocations([INSTANCE, build(1, 1).consumer])
+    assert (held.consumer, held.project_id, held.claim_owner, held.attempt) == (INSTANCE, "p", MINE, 1)
+    assert (held.consumer_generation, held.allocations, held.hosts) == (1, at(0, 4), (HOSTS[0],))
+    await released(pooled, MINE)
+    assert await pooled.reads.allocations([INSTANCE]) == []
+
+
+async def test_the_query_shows_a_migration_and_another_client_as_no_build(pooled: PlacementService) -> None:
+    """A client may request a build under the uuid of its move."""
+    request = build(1, 1).consumer
+    await claimed(pooled, build(0, 0, owner=MINE))
+    move = Migration(uuid=request, source={HOSTS[0]: {"VCPU": 4}})
+    (reply,) = await claimed(pooled, build(0, 1, attempt=2, consumer_generation=1, migration=move))
+    await claimed(pooled, replace(build(2, 2, attempt=0), user_id="u"))
+    assert reply.outcome == "claimed"
+    held = {one.consumer: one for one in await pooled.reads.allocations([INSTANCE, request, build(2, 2).consumer])}
+    assert [(held[uuid].attempt, held[uuid].claim_owner) for uuid in (INSTANCE, request)] == [(2, MINE), (0, "")]
+    assert held[build(2, 2).consumer].attempt == 0
+
+
+# --- To whom a claim was lost, on both stores: the consumers that last took what it lacked.
+
+
+HOST, OTHER = HOSTS[:2]
+
+
+def wants(vm: int, *taken: dict[str, dict[str, int]], project: str = "p", **fields: object) -> Claim:
+    options = tuple(ClaimOption(allocations=one) for one in taken)
+    return Claim(consumer=VMS[vm], options=options, project_id=project, **fields)  # type: ignore[arg-type]
+
+
+async def apply(store: PlacementService, *claims: Claim, bus: str = "api") -> list[ClaimResult]:
+    return [reply for reply in await store.apply(claims, bus=bus) if isinstance(reply, ClaimResult)]
+
+
+async def lost_to(store: PlacementService, claim: Claim, bus: str = "api") -> list[str]:
+    (reply,) = await apply(store, claim, bus=bus)
+    assert reply.outcome is ClaimOutcome.NO_CAPACITY
+    return [one.consumer for one in reply.conflicting_consumers]
+
+
+async def test_a_full_claim_names_who_took_it_and_for_which_project(store: PlacementService) -> None:
+    await apply(store, wants(0, {HOST: {"VCPU": 90}}, project="first"))
+    (reply,) = await apply(store, wants(1, {HOST: {"VCPU": 20}}, project="second"))
+    assert reply.outcome is ClaimOutcome.NO_CAPACITY
+    assert [(one.consumer, one.project_id) for one in reply.conflicting_consumers] == [(VMS[0], "first")]
+
+
+async def test_the_newest_come_first_and_there_are_few(store: PlacementService) -> None:
+    for vm in range(MAX_CONFLICTING_CONSUMERS + 2):
+        await apply(store, wants(vm, {HOST: {"VCPU": 20}}))
+    newest = [VMS[vm] for vm in range(MAX_CONFLICTING_CONSUMERS + 1, 1, -1)]
+    assert await lost_to(store, wants(30, {HOST: {"VCPU": 1}})) == newest
+
+
+async def test_only_holders_of_what_was_lacking_are_named(store: PlacementService) -> None:
+    """Neither those of the host's other classes, nor of other hosts, nor the claimant, nor those that are gone."""
+    await apply(store, wants(0, {HOST: {"VCPU": 60}}))
+    await apply(store, wants(1, {HOST: {"DISK_GB": 100}}), wants(2, {OTHER: {"VCPU": 100}}))
+    await apply(store, wants(3, {HOST: {"VCPU": 40}}))
+    await store.apply([Release(consumer=VMS[3])])
+    assert await lost_to(store, wants(4, {HOST: {"VCPU": 50}})) == [VMS[0]]
+    grown = wants(0, {HOST: {"VCPU": 101}}, attempt=2, consumer_generation=1)
+    assert await lost_to(store, grown) == []
+
+
+async def test_of_one_group_the_winner_is_named(store: PlacementService) -> None:
+    """Two claims that came together: nothing of the first was written when the second was decided."""
+    for first, second in ((0, 1), (3, 2)):
+        host = HOSTS[first]
+        won, lost = await apply(store, wants(first, {host: {"VCPU": 80}}), wants(second, {host: {"VCPU": 80}}))
+        assert (won.outcome, lost.outcome) == (ClaimOutcome.CLAIMED, ClaimOutcome.NO_CAPACITY)
+        assert [one.consumer for one in lost.conflicting_consumers] == [VMS[first]]
+
+
+async def of_gang(store: PlacementService, *claims: Claim, bus: str = "api") -> list[tuple[str, list[str]]]:
+    """The outcome of each member's claim, and whom it names."""
+    (reply,) = await store.apply([ClaimAll(claims=claims)], bus=bus)
+    assert isinstance(reply, ClaimAllResult)
+    return [(one.outcome.value, [holder.consumer for holder in one.conflicting_consumers]) for one in reply.results]
+
+
+async def test_the_member_of_a_gang_that_lost_names_who_took_it(store: PlacementService) -> None:
+    """The other members would have fitted: they lost nothing."""
+    await apply(store, wants(0, {HOST: {"VCPU": 60}}), wants(1, {OTHER: {"VCPU": 60}}))
+    members = [wants(2, {OTHER: {"VCPU": 40}}), wants(3, {HOST: {"VCPU": 50}}), wants(4, {HOST: {"VCPU": 30}})]
+    assert await of_gang(store, *members) == [("incomplete", []), ("no_capacity", [VMS[0]]), ("incomplete", [])]
+
+
+async def test_a_gang_and_claims_beside_it_name_the_winner_of_their_group(store: PlacementService) -> None:
+    gang = ClaimAll(claims=(wants(1, {OTHER: {"VCPU": 10}}), wants(2, {HOST: {"VCPU": 80}})))
+    items = [wants(0, {HOST: {"VCPU": 80}}), gang, wants(3, {OTHER: {"VCPU": 5}}), wants(4, {HOST: {"VCPU": 90}})]
+    _, lost, won, last = await store.apply(items)
+    assert isinstance(lost, ClaimAllResult) and isinstance(won, ClaimResult) and isinstance(last, ClaimResult)
+    named = [[holder.consumer for holder in one.conflicting_consumers] for one in (*lost.results, won, last)]
+    assert named == [[], [VMS[0]], [], [VMS[0]]]
+
+
+async def test_a_cell_learns_nothing_of_others_consumers(store: PlacementService) -> None:
+    await apply(store, wants(0, {HOST: {"VCPU": 100}}))
+    assert await lost_to(store, wants(1, {HOST: {"VCPU": 1}}), bus="cell1") == []
+    assert await of_gang(store, wants(1, {HOST: {"VCPU": 1}}), bus="cell1") == [("no_capacity", [])]
+
+
+async def test_of_a_group_of_many_lost_claims_the_first_few_are_looked_up(store: PlacementService) -> None:
+    await apply(store, wants(0, {HOST: {"VCPU": 100}}))
+    replies = await apply(store, *(wants(vm, {HOST: {"VCPU": 1}}) for vm in range(1, MAX_LOST_NAMED + 5)))
+    assert [len(reply.conflicting_consumers) for reply in replies] == [1] * MAX_LOST_NAMED + [0] * 4
+    members = [wants(vm, {HOST: {"VCPU": 1}}) for vm in range(1, MAX_LOST_NAMED + 5)]
+    assert [len(named) for _, named in await of_gang(store, *members)] == [1] * MAX_LOST_NAMED + [0] * 4
+
+
+@pytest.mark.parametrize("make", [pytest.param("postgres", marks=pytest.mark.postgres)], indirect=True)
+async def test_a_pool_that_many_share_has_no_newest_holder(
+    store: PlacementService, make: Placements, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await apply(store, wants(0, {HOST: {"VCPU": 50}}), wants(1, {HOST: {"VCPU": 50}}))
+    for most, found in ((2, 2), (1, 0)):
+        monkeypatch.setattr(claims, "MAX_ALLOCATIONS", most)
+        assert len(await lost_to(store, wants(2, {HOST: {"VCPU": 1}}))) == found
+
+
+# --- A project's limits in the claim, on both stores: never passed, however many claim at once.
+
+
+FOUR = {"VCPU": 4}
+
+
+def claim(vm: int, at: int = 0, *, limits: dict[str, int] = FOUR, project: str = "p", **amounts: int) -> Claim:
+    option = ClaimOption(allocations={HOSTS[at]: amounts or {"VCPU": 1}})
+    return Claim(consumer=VMS[vm], options=(option,), project_id=project, limits=limits)
+
+
+async def each(store: PlacementService, *claims: Claim) -> list[str]:
+    return [str(reply.outcome) for reply in await store.apply(claims)]
+
+
+async def test_a_project_holds_no_more_than_it_may(store: PlacementService) -> None:
+    assert await each(store, claim(0, VCPU=3)) == ["claimed"]
+    (over,) = await store.apply([claim(1, 1, VCPU=2)])
+    assert isinstance(over, ClaimResult)
+    assert (over.outcome, over.reason) == (ClaimOutcome.OVER_QUOTA, "VCPU: 3 of 4 held, 2 more requested")
+    assert await each(store, claim(1, 1, VCPU=1), claim(2, 2, DISK_GB=50)) == ["claimed", "claimed"]
+
+
+async def test_of_one_transaction_each_sees_what_the_ones_before_it_took_and_gave_back(store: PlacementService) -> None:
+    assert await each(store, *(claim(n, VCPU=2) for n in range(3))) == ["claimed", "claimed", "over_quota"]
+    replies = await store.apply([Release(consumer=VMS[0]), claim(2, VCPU=2), claim(3, VCPU=1)])
+    assert [str(reply.outcome) for reply in replies] == ["released", "claimed", "over_quota"]
+
+
+async def test_of_one_transaction_each_is_held_to_its_own_limit(store: PlacementService) -> None:
+    claims = claim(0), claim(1, limits={"VCPU": 1}), claim(2)
+    assert await each(store, *claims) == ["claimed", "over_quota", "claimed"]
+
+
+async def test_how_many_instances(store: PlacementService) -> None:
+    two = {"INSTANCES": 2}
+    assert await each(store, *(claim(n, limits=two) for n in range(3))) == ["claimed", "claimed", "over_quota"]
+    await store.apply([Release(consumer=VMS[0])])
+    assert await each(store, claim(3, limits=two), claim(4, limits=two)) == ["claimed", "over_quota"]
+
+
+async def test_other_projects_and_claims_without_limits_are_not_held_to_them(store: PlacementService) -> None:
+    assert await each(store, claim(0, VCPU=4), claim(1, VCPU=4, project="q")) == ["claimed", "claimed"]
+    assert await each(store, claim(2, VCPU=4, limits={})) == ["claimed"]
+
+
+async def test_a_repeat_and_an_alternate_of_the_same_size_take_nothing_more(store: PlacementService) -> None:
+    assert await each(store, claim(0, VCPU=4), claim(0, VCPU=4)) == ["claimed", "claimed"]
+    option = ClaimOption(allocations={HOSTS[1]: {"VCPU": 4}})
+    alternate = Claim(consumer=VMS[0], attempt=2, consumer_generation=1, release_first=True, options=(option,),
+                      project_id="p", limits=FOUR)  # fmt: skip
+    assert await each(store, alternate) == ["claimed"]
+
+
+async def test_an_alternate_that_is_requested_again_has_given_back_what_others_have_taken(
+    store: PlacementService,
+) -> None:
+    """The first asking finds no room and gives back; the second comes when there is room, and the quota is used up."""
+    assert await each(store, claim(0, VCPU=4), claim(9, 1, VCPU=98, project="q", limits={})) == [
+        "claimed",
+        "claimed",
+    ]
+    option = ClaimOption(allocations={HOSTS[1]: {"VCPU": 4}})
+    alternate = Claim(consumer=VMS[0], attempt=2, consumer_generation=1, release_first=True, options=(option,),
+                      project_id="p", limits=FOUR)  # fmt: skip
+    assert await each(store, alternate, claim(1, VCPU=4)) == ["no_capacity", "claimed"]
+    await store.apply([Release(consumer=VMS[9])])
+    assert await each(store, alternate) == ["over_quota"]
+
+
+async def test_processes_that_claim_at_once_on_hosts_of_their_own_do_not_pass_it(
+    make: Placements, store: PlacementService
+) -> None:
+    """Nothing but the project is common to them: its lock alone keeps them apart."""
+    stores = [store, make(), make(), make()]
+    for other in stores[1:]:
+        await other.open()
+
+    async def work(number: int) -> list[str]:
+        return [one for vm in range(10) for one in await each(stores[number], claim(10 * number + vm, number))]
+
+    ended = await asyncio.gather(*(work(number) for number in range(4)))
+    assert Counter(one for part in ended for one in part) == {"claimed": 4, "over_quota": 36}
+
+
+async def test_a_page_of_the_snapshot_has_no_more_bytes_than_a_message(
+    store: PlacementService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement_service, "_bytes_of", lambda _: 10)
+    monkeypatch.setattr(placement_service, "MAX_PAGE_BYTES", 25)
+    uuids: list[str] = []
+    sizes: list[int] = []
+    more = True
+    while more:
+        page = await store.snapshot(uuids[-1] if uuids else None, 100)
+        uuids += [one.uuid for one in page.providers]
+        sizes.append(len(page.providers))
+        more = page.more
+    assert uuids == sorted(HOSTS) and set(sizes[:-1]) == {2}

@@ -1,0 +1,169 @@
+"""Commands and pages: partial results lost, secrets shown, tokens cut, wrong findings."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+
+import berth.cli.fleet.hosts as hosts_commands
+from berth.cli.common import Exit, Stop
+from berth.config.settings import FencingSettings, Settings
+from bus.contracts.build import HostRecord
+from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord, SetAdminState
+from bus.faults import RequestRefused, RequestTimeout
+from bus.service.settings import redact
+from bus.transport import BusUnavailable
+
+TEMPLATES = Path(hosts_commands.__file__).parents[1] / "web" / "templates"
+
+
+async def test_what_was_fenced_before_a_timeout_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`berth hosts fence h1 h2 h3`: h1 is fenced, no scheduler answers about h2. Nothing names h1 as fenced."""
+    asked: list[str] = []
+
+    class Client:
+        async def set_admin_state(self, decision: SetAdminState, **_: Any) -> HostAdminState:
+            asked.append(decision.host)
+            if decision.host == "h2":
+                raise RequestTimeout("no answer")
+            return HostAdminState(
+                host_uuid="00000000-0000-4000-8000-000000000001", host=decision.host, state=decision.state
+            )
+
+    @contextlib.asynccontextmanager
+    async def client(_: Settings) -> AsyncIterator[Client]:
+        yield Client()
+
+    monkeypatch.setattr(hosts_commands, "client", client)
+    commands = [SetAdminState(host=name, state=AdminState.FENCED, reason="r", by="me") for name in ("h1", "h2", "h3")]
+    decided, refused = await hosts_commands._set_states(Settings(), commands, 1.0, switch_off=False)
+    assert [one.host for one in decided] == ["h1", "h3"] and [name for name, _ in refused] == ["h2"]
+    with pytest.raises(Stop) as stop:
+        hosts_commands.finish("host", decided, refused, hosts_commands.show_decision, as_json=False)
+    assert stop.value.status == Exit.TIME
+    assert hosts_commands.finish("host", decided, refused, hosts_commands.show_decision, as_json=True) == Exit.TIME
+    assert "h1" in capsys.readouterr().out
+
+
+async def test_where_nothing_answers_the_others_are_not_tried() -> None:
+    asked: list[str] = []
+
+    async def work(name: str) -> str:
+        asked.append(name)
+        raise RequestTimeout("no answer") if name == "h0" else BusUnavailable("cut")
+
+    _, refused = await hosts_commands._each([f"h{n}" for n in range(9)], work)
+    assert asked == ["h0", "h1"] and len(refused) == 9
+    assert {fault.code for _, fault in refused[2:]} == {"command.not_commanded"}
+
+
+async def test_what_was_done_before_an_interrupt_is_returned() -> None:
+    """Ctrl-C while the second of three hosts is switched off: nothing said that the first one is fenced."""
+    begun = asyncio.Event()
+
+    async def work(name: str) -> str:
+        if name == "h2":
+            begun.set()
+            await asyncio.get_running_loop().create_future()
+        return name
+
+    task = asyncio.ensure_future(hosts_commands._each(["h1", "h2", "h3"], work))
+    await begun.wait()
+    task.cancel()
+    done, refused = await task
+    codes = [("h2", "command.interrupted"), ("h3", "command.not_commanded")]
+    assert (done, [(name, fault.code) for name, fault in refused]) == (["h1"], codes)
+
+
+PAGE = SimpleNamespace(
+    hosts=[
+        HostRecord(uuid=f"00000000-0000-4000-8000-00000000000{n}", name=f"h{n}", cell=f"c{n % 2}") for n in (1, 2, 3)
+    ],
+    services=[ServiceRecord(name="s", cell="c1", up=False), ServiceRecord(name="s", cell="c2", up=False)],
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (partial(hosts_commands.fence, Settings(), ["h1", "h2", "h3", "h9"], "r"), ("c1 2: h1, h3", "c0 1: h2", "h9")),
+        (partial(hosts_commands.delete_hosts, Settings(), ["h1"], "r"), ("1 host", "c1")),
+        (partial(hosts_commands.enable, Settings(), ["h1"], "r", force=True), ("1 host", "c1")),
+        (partial(hosts_commands.delete_services, Settings(), ["s"], "r"), ("1 service", "c1 or c2")),
+    ],
+)
+@pytest.mark.parametrize("terminal", [True, False])
+async def test_hosts_and_services_are_named_by_cell_before_anything_is_done(
+    monkeypatch: pytest.MonkeyPatch, command: Any, words: tuple[str, ...], terminal: bool
+) -> None:
+    class Client:
+        async def hosts(self, **_: Any) -> Any:
+            return PAGE
+
+        services = hosts
+
+    @contextlib.asynccontextmanager
+    async def client(_: Settings) -> AsyncIterator[Client]:
+        yield Client()
+
+    asked: list[str] = []
+    monkeypatch.setattr(hosts_commands, "client", client)
+    monkeypatch.setattr(typer, "confirm", lambda text, **_: asked.append(text))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: terminal))
+    with pytest.raises(Stop) as stop:
+        await command(decision=hosts_commands.FenceOptions())
+    assert stop.value.code == ("command.declined" if terminal else "command.unconfirmed")
+    assert all(word in (asked[0] if terminal else str(stop.value)) for word in words)
+
+
+def test_a_plugins_password_is_hidden_by_berth_config() -> None:
+    settings = Settings(fencing=FencingSettings(plugin="ipmi", options={"user": "root", "password": "s3cret-pw"}))
+    assert "s3cret-pw" not in str(redact(settings))
+
+
+def test_the_login_page_takes_a_token_of_keystone() -> None:
+    """The server takes 8 KiB; the page cuts a pasted JWS token at 512 characters."""
+    found = re.search(r'name="token"[^>]*maxlength="(\d+)"', (TEMPLATES / "login.html").read_text())
+    assert found is None or int(found[1]) >= 8192
+
+
+def test_baremetal_goes_by_the_flavors_on_record() -> None:
+    """`berth baremetal problems` reads flavors of the settings file; those of `berth flavors set` do not count."""
+    text = (Path(hosts_commands.__file__).parent / "baremetal.py").read_text()
+    assert "settings.scheduler.flavors" not in text
+
+
+async def test_a_uuid_names_the_host_that_has_it() -> None:
+    """The web and the scheduler prefer the uuid. `hosts fence UUID --switch-off` takes a host of another cell that
+    calls itself by that uuid for an equal: `host.ambiguous`, "name a UUID", and the host cannot be switched off.
+    """
+
+    ours = HostRecord(uuid="00000000-0000-4000-8000-000000000001", name="h1", cell="c1")
+    liar = HostRecord(uuid="00000000-0000-4000-8000-000000000002", name=ours.uuid, cell="c2")
+
+    class Client:
+        async def hosts(self, **_: Any) -> Any:
+            return SimpleNamespace(hosts=[ours, liar])
+
+    assert await hosts_commands.named_host(Client(), ours.uuid, None) == ours  # type: ignore[arg-type]
+
+
+def test_every_refused_host_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """`3 refused; h2: ...`: which the two others are is told with --json alone."""
+
+    refused = [(name, RequestRefused("no", code="host.unknown")) for name in ("h2", "h3", "h4")]
+    with pytest.raises(Stop) as stop:
+        hosts_commands.finish("host", [], refused, lambda _: None, as_json=False)
+    said = str(stop.value) + capsys.readouterr().out + capsys.readouterr().err
+    assert all(name in said for name in ("h2", "h3", "h4"))

@@ -1,0 +1,329 @@
+"""An odd port, and a release that asks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import asyncpg
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from berth.audit.quarantine import InCells
+from berth.cli.claims import checks as audits
+from berth.cli.claims import quarantine as safety
+from berth.cli.common import Exit, Stop, by_cell, explain, host_and_port
+from berth.cli.fleet import host_metrics
+from berth.cli.instance import actions as moves
+from berth.cli.main import app
+from berth.cli.objects import edits, objects
+from berth.cli.site import databases, nova, run
+from berth.client.object_edits import ObjectEdit
+from berth.config.settings import Settings, TelemetrySettings
+from berth.config.site import Site
+from berth.up.embedded.process import ServerMissing
+from bus.contracts.host_metrics import (
+    HostMetric,
+    HostMetrics,
+    HostMetricsPage,
+    HostMetricsRecord,
+    HostReading,
+)
+from bus.contracts.objects import ChangedObject, ObjectKind, ObjectsChange, ObjectsChanged, StoredObject
+from bus.transport import BusUnavailable
+from cell_conductor.state.breaker import Breaker
+from cell_conductor.state.unknown_machine import UnknownMachineKind
+
+INSTANCES = tuple(f"11111111-2222-4333-8444-{n:012d}" for n in range(9))
+
+UUID = INSTANCES[0]
+
+
+def test_an_odd_digit_is_no_port() -> None:
+
+    with pytest.raises(typer.BadParameter):
+        host_and_port(":²", "--http")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (asyncpg.InsufficientPrivilegeError("permission denied"), Exit.USAGE, "database.forbidden"),
+        (asyncpg.UndefinedTableError("no table"), Exit.UNAVAILABLE, "database.unprepared"),
+        (asyncpg.CannotConnectNowError("starting"), Exit.UNAVAILABLE, "database.unavailable"),
+    ],
+)
+def test_what_the_database_refuses_is_a_sentence(error: Exception, status: int, code: str) -> None:
+    """`berth db current` by a user without rights was a traceback."""
+    stop = explain(error)
+    assert stop is not None and (stop.status, stop.code) == (status, code)
+    assert explain(asyncpg.DivisionByZeroError("x")) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (TimeoutError("late"), "timeout"),
+        (ServerMissing("rabbitmq"), "server.missing"),
+        (BusUnavailable("away"), "bus.unavailable"),
+    ],
+)
+def test_what_ends_a_command_has_its_code(error: Exception, code: str) -> None:
+    stop = explain(error)
+    assert stop is not None and stop.code == code
+
+
+class TwoCells:
+    """Both cells have a service `compute` with machines in quarantine, and what is asked and decided."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, terminal: bool, answer: bool) -> None:
+        self.told: list[Any] = []
+        self.asked: list[str] = []
+
+        async def read(_: Any, cell: str | None = None) -> InCells:
+            found = {"a": [self.record(0)], "b": [self.record(n) for n in range(1, 9)]}
+            breakers = {name: [Breaker(service="compute", tripped_at=1.0, lost=6)] for name in found}
+            chosen = found if cell is None else {cell: found[cell]}
+            return InCells(chosen, {name: breakers[name] for name in chosen})
+
+        async def decide(_: Any, machines: Any, decision: str, by: str) -> Any:
+            self.told.append((decision, {cell: len(of) for cell, of in machines.items()}))
+            return {cell: [(one.host_uuid, one.uuid) for one in of] for cell, of in machines.items()}, {}
+
+        async def reset(_: Any, seen: Any, by: str) -> Any:
+            self.told.append(seen)
+            return dict.fromkeys(seen, True), {}
+
+        monkeypatch.setattr(safety.records, "read", read)
+        monkeypatch.setattr(safety.records, "decide", decide)
+        monkeypatch.setattr(safety.records, "reset", reset)
+        monkeypatch.setattr(safety, "environment", lambda _: None)
+        monkeypatch.setattr(typer, "confirm", lambda text, **_: self.asked.append(text) or answer)
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: terminal))
+
+    @staticmethod
+    def record(n: int) -> Any:
+        machine = SimpleNamespace(
+            uuid=INSTANCES[n], host_uuid=INSTANCES[n], attempt=1, kind=UnknownMachineKind.QUARANTINED
+        )
+        return SimpleNamespace(machine=machine, service="compute", decision="")
+
+
+RELEASE = partial(safety.release, Settings(), None, True, "compute", by="me")
+RELEASE_ONE = partial(safety.release, Settings(), [INSTANCES[0], INSTANCES[1]], True, None, by="me")
+RESET = partial(safety.reset, Settings(), "compute", by="me")
+
+
+@pytest.mark.parametrize(
+    ("command", "terminal", "answer", "code"),
+    [
+        (RELEASE, True, True, "service.ambiguous"),  # the operator has looked at one of them
+        (RESET, True, True, "service.ambiguous"),
+        (partial(RELEASE, yes=True), True, True, "service.ambiguous"),
+        (partial(RELEASE, cell="b"), True, False, "command.declined"),
+        (partial(RELEASE, cell="b"), False, True, "command.unconfirmed"),
+        (RELEASE_ONE, True, False, "command.declined"),
+        (partial(RESET, cell="b"), True, False, "command.declined"),
+        (partial(RESET, cell="b"), False, True, "command.unconfirmed"),
+    ],
+)
+async def test_nothing_is_destroyed_in_a_cell_that_nobody_named_or_unasked(
+    monkeypatch: pytest.MonkeyPatch, command: Any, terminal: bool, answer: bool, code: str
+) -> None:
+    cells = TwoCells(monkeypatch, terminal=terminal, answer=answer)
+    with pytest.raises(Stop) as stop:
+        await command()
+    assert (stop.value.code, cells.told) == (code, [])
+
+
+async def test_the_question_counts_by_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = TwoCells(monkeypatch, terminal=True, answer=True)
+    await RELEASE_ONE()
+    assert cells.told == [("destroy", {"a": 1, "b": 1})]
+    assert "2 machines" in cells.asked[0] and "a 1" in cells.asked[0] and "b 1" in cells.asked[0]
+    await RELEASE(cell="b", yes=True)
+    await RESET(cell="b", yes=True)
+    assert len(cells.asked) == 1 and cells.told[1:] == [("destroy", {"b": 8}), [("b", "compute", 1.0)]]
+
+
+async def test_a_disk_is_replaced_and_a_book_repaired_after_a_question_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a server nor a database is there: nothing is reached."""
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
+    rebuild = moves.rebuild(Settings(), INSTANCES[0], "image", request=cast(Any, None))
+    for command in (rebuild, audits.audit(Settings(), follow=True, repair=True)):
+        with pytest.raises(Stop) as stop:
+            await command
+        assert stop.value.code == "command.unconfirmed"
+
+
+def test_a_question_counts_by_cell_and_names_the_first() -> None:
+    found = by_cell({"b": ["z"], "a": [f"m{n:02d}" for n in range(12)], "c": []}, "machine")
+    assert found.startswith("13 machines (a 12: m00, m01,") and "m09, ...; b 1: z)" in found
+    assert by_cell({"orphaned": []}, "consumer") == "0 consumers"
+
+
+async def test_what_another_operator_made_after_the_question_is_not_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flavor that came between the question and the answer was deleted with those that the question named."""
+    file = tmp_path / "objects.toml"
+    file.write_text("[flavors.kept.resources]\nVCPU = 1\n")
+    sent: list[ObjectsChange] = []
+
+    class Scheduler:
+        async def request(self, change: ObjectsChange, *_: Any, **__: Any) -> ObjectsChanged:
+            sent.append(change)
+            gone = ChangedObject(kind=ObjectKind.FLAVOR, name="old", before={})
+            return ObjectsChanged(revision=1, changed=(gone,))
+
+    @contextlib.asynccontextmanager
+    async def client(_: Settings) -> AsyncIterator[Any]:
+        yield SimpleNamespace(bus=Scheduler())
+
+    monkeypatch.setattr(objects, "client", client)
+    monkeypatch.setattr(typer, "confirm", lambda *_, **__: True)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    await objects.apply(Settings(), file, prune=True, decision=objects.ForcedOptions())
+    asked, done = sent
+    assert asked.dry_run and asked.prune and not (done.dry_run or done.prune)
+    assert [(one.name, one.body is None) for one in done.changes] == [("kept", False), ("old", True)]
+
+
+@pytest.mark.parametrize(
+    ("words", "known", "field", "then"),
+    [
+        ("flavors set x --remove-project p", {"projects": ["p"]}, "projects", "flavor.last_project"),
+        ("flavors set x --remove-project p --every-project", {"projects": ["p"]}, "projects", "usage"),
+        ("flavors set x --every-project", {"projects": ["p"]}, "projects", []),
+        ("flavors set x --remove-project p", {"projects": ["p", "q"]}, "projects", ["q"]),
+        ("flavors set x --vcpus 2", {"projects": []}, "projects", []),
+        ("aggregates set x --no-zone", {"hosts": ["h"]}, "hosts", ["h"]),
+        ("aggregates set x --host i", {"hosts": ["h"]}, "hosts", ["h", "i"]),
+        ("aggregates set x --hosts-in-placement", {"hosts": ["h"]}, "hosts", None),
+    ],
+)
+def test_an_edit_leaves_what_it_does_not_name(
+    monkeypatch: pytest.MonkeyPatch, words: str, known: dict[str, Any], field: str, then: object
+) -> None:
+    after: list[object] = []
+
+    async def changed(_: Settings, wanted: ObjectEdit, __: object) -> None:
+        on_record = StoredObject(kind=wanted.kind, name=wanted.name, body=known, version=1)
+        after.append(wanted.edit(on_record).get(field))
+
+    monkeypatch.setattr(edits, "change_objects", changed)
+    done = CliRunner().invoke(app, words.split())
+    if isinstance(then, str):
+        assert done.exit_code == Exit.USAGE and (then == "usage" or then in done.output), done.output
+    else:
+        assert done.exit_code == 0 and after == [then], done.output
+
+
+@pytest.mark.parametrize(
+    ("requested", "port", "listens"),
+    [
+        (None, None, None),
+        (None, 0, ("127.0.0.1", 0)),
+        (("::1", 0), None, ("::1", 0)),
+        (("::1", 0), 0, ("::1", 0)),
+    ],
+)
+def test_a_worker_answers_where_it_is_told_to(
+    requested: tuple[str, int] | None, port: int | None, listens: tuple[str, int] | None
+) -> None:
+    telemetry = TelemetrySettings(http_host="127.0.0.1", http_port=port)
+    assert run._listen(requested, Settings(telemetry=telemetry)) == listens
+
+
+@pytest.mark.parametrize(
+    ("words", "hints"), [("", True), ("--json", False), ("--dry-run", False), ("--dry-run --json", False)]
+)
+def test_what_comes_after_a_restore_is_said_to_persons(
+    monkeypatch: pytest.MonkeyPatch, words: str, hints: bool
+) -> None:
+    async def restored(url: str, _: Path, *, dry_run: bool) -> str:
+        return f"{url} {dry_run}"
+
+    printed: list[str] = []
+    monkeypatch.setattr(databases, "put_back", restored)
+    monkeypatch.setattr(databases, "_print_manifest", lambda manifest, _: printed.append(manifest))
+    monkeypatch.setenv("BERTH_DATABASE__URL", "postgresql://h/berth")
+    done = CliRunner().invoke(app, ["restore", "somewhere", *words.split()])
+    assert done.exit_code == 0, done.output
+    assert printed == [f"postgresql://h/berth {'--dry-run' in words}"]
+    assert ("Start the workers" in done.output) is hints
+
+
+@pytest.mark.parametrize(("seen", "code"), [((2.0,), None), ((1.0, 2.0), None), ((1.0,), "metrics.not_taken")])
+async def test_a_number_that_an_operator_gives_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, seen: tuple[float, ...], code: str | None
+) -> None:
+    def page(at: float) -> HostMetricsPage:
+        metric = HostMetric(name="load", value=1.0, at=at, source="me", fresh=True)
+        return HostMetricsPage(hosts=(HostMetricsRecord(host_uuid=UUID, host="h", cell="c", metrics=(metric,)),))
+
+    ats = itertools.chain(seen, itertools.repeat(seen[-1]))
+
+    async def request(*_: Any, **__: Any) -> HostMetricsPage:
+        return page(next(ats))
+
+    async def publish(_: HostMetrics) -> None: ...
+
+    monkeypatch.setattr(host_metrics, "LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(host_metrics, "SEEN_WITHIN_S", 0.005)
+    berth = cast("Any", SimpleNamespace(bus=SimpleNamespace(request=request, publish=publish)))
+    message = HostMetrics(source="me", readings=(HostReading(host_uuid=UUID, at=2.0, values={"load": 1.0}),))
+    if code is None:
+        (found,) = await host_metrics._publish(berth, page(0.0).hosts, message)
+        assert found.metrics[0].at == 2.0
+    else:
+        with pytest.raises(Stop) as refused:
+            await host_metrics._publish(berth, page(0.0).hosts, message)
+        assert refused.value.code == code
+
+
+async def test_a_service_within_another_ends_when_it_is_drained() -> None:
+    part = nova._Part(cast("Any", SimpleNamespace(run=asyncio.Event.wait)))
+    running = asyncio.create_task(part.run())
+    async with asyncio.timeout(60.0):
+        await part.drain()
+    await running
+
+
+def test_a_front_of_nova_without_tokens_has_a_page_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[nova.ShownAt | None] = []
+
+    def ran(_: Settings, __: str, ___: object, at: nova.ShownAt | None) -> int:
+        shown.append(at)
+        return 0
+
+    monkeypatch.setattr(nova, "_run", ran)
+    done = CliRunner().invoke(app, ["nova", "serve", "--memory", "--page", "127.0.0.1:8080"])
+    assert done.exit_code == 0, done.output
+    assert shown == [nova.ShownAt("127.0.0.1", 8080, None)]
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"), [("conductor --cell cell1", "conductor-cell1-"), ("scheduler", "scheduler-")]
+)
+def test_a_worker_is_named_by_its_role_and_cell(monkeypatch: pytest.MonkeyPatch, words: str, begins: str) -> None:
+    names: list[str] = []
+
+    def ran(*_: object, process: str, **__: object) -> int:
+        names.append(process)
+        return 0
+
+    for name in ("_build", "_join"):
+        monkeypatch.setattr(run, name, lambda *_, **__: None)
+    monkeypatch.setattr(run, "database_of", Site)
+    monkeypatch.setattr(run, "run_process", ran)
+    done = CliRunner().invoke(app, ["run", *words.split()])
+    assert done.exit_code == 0, done.output
+    assert [name.startswith(begins) for name in names] == [True]
