@@ -1,4 +1,4 @@
-"""Derived from the program for its users: the command line, the AsyncAPI document."""
+"""The AsyncAPI document, derived from the catalogue of messages."""
 
 from __future__ import annotations
 
@@ -21,21 +21,14 @@ from bus.contracts.catalogue import MESSAGES, REPLIES, MessageRow
 from bus.contracts.queues import COMMANDS, EVENTS, Where
 
 _SCHEMA = "#/components/schemas/{name}"
-
-
 REPLY_CHANNEL = "replies"
-
-
 _BUSES = {
     Where.API: "API bus",
     Where.CELL: "each cell's bus",
     Where.BOTH: "API bus and each cell's bus",
     Where.PROJECT: "each project's virtual host",
 }
-
-
 _BINDING = "0.3.0"
-
 
 _DESCRIPTION = """\
 Every bus (the API bus, and one bus a cell: a virtual host or broker of its own) has the topic exchanges `berth` for

@@ -57,8 +57,6 @@ class _Item(Struct):
 
 
 _items = msgspec.json.Decoder(list[_Item]).decode
-
-
 _body = msgspec.json.Decoder(_Body).decode
 
 

@@ -75,7 +75,7 @@ _CATALOGUE: dict[PermissionRole, tuple[str, tuple[Where, ...]]] = {
     PermissionRole.PLACEMENT: ("placement_worker", (Where.API, Where.CELL)),
     PermissionRole.SCHEDULER: ("scheduler_worker", (Where.API, Where.CELL)),
     PermissionRole.CONDUCTOR: ("cell_conductor", (Where.CELL,)),
-    PermissionRole.COMPUTE: ("compute_sim", (Where.CELL,)),
+    PermissionRole.COMPUTE: ("compute_agent", (Where.CELL,)),
     PermissionRole.IRONIC_SYNC: ("ironic_sync", (Where.API,)),
     PermissionRole.GATEWAY: ("gateway", (Where.API,)),
     PermissionRole.OPERATOR: ("operator", (Where.API, Where.CELL)),
@@ -342,8 +342,8 @@ def _allow_making(allowed: _Allowed, names: QueueNames) -> None:
 
 
 def _allow_owner(allowed: _Allowed, owner_name: str, names: QueueNames) -> None:
-    """To set the owner of a role's name on the bus (`bus.bus_ownership`). RabbitMQ requires read and write of an alternate
-    exchange.
+    """To set the owner of a role's name on the bus (`bus.bus_ownership`). RabbitMQ requires read and write of an
+    alternate exchange.
     """
     name = _literal(names.exchange(f"{OWNER_EXCHANGE}{owner_name}"))
     allowed.configure[name] = allowed.read[name] = None

@@ -1,4 +1,4 @@
-"""Reports for a person: what came of a load, how each invariant stands."""
+"""Text for a person: tables, funnels, weights, times, invariants; what came from outside is made printable."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-
 # A batch that takes longer is slow: a server that hangs must not hold up what could be handled beside it.
 SLOW_S = 0.05
 

@@ -9,12 +9,8 @@ from bus.transport import BusForbidden, BusOwned, Transport
 
 # The roles whose workers have a database of their own. Each sets an owner on every bus that it enters.
 OWNERS = ("placement", "scheduler", "conductor", "ironic-sync")
-
-
 # The name that roles of one database claim before their own.
 SHARED_DATABASE = "shared_database"
-
-
 OWN_DATABASE = "; where the conductors of one deployment have a database of their own, set conductor.own_database first"
 
 

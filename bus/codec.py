@@ -47,138 +47,65 @@ from bus.transport import Delivery, Outgoing
 
 log = structlog.get_logger(__name__)
 
-
 JSON = "application/json"
-
-
 BATCH = "application/vnd.berth.batch+json"
 
-
 CAUSE = "berth-cause"
-
-
 SENT_AT = "berth-sent-at-ms"  # whole milliseconds: a float header has 32 bits on the wire
-
-
 DELIVERY_ATTEMPT = "berth-delivery-attempt"
-
-
 TIMEOUT = "berth-timeout-ms"
-
-
 WAITED = "berth-waited-ms"
-
-
 INCARNATION = "berth-database-incarnation"
-
-
 SENT_SEQUENCES = "berth-sent-sequences"
-
-
 TRACEPARENT = "traceparent"
-
 
 # Larger bodies are refused unread: the largest honest message is a snapshot page of 1,000 providers, about 2 MB.
 MAX_BODY_BYTES = 16 * 2**20
-
-
 # The bytes of a body beyond the bound that its dead letter keeps.
 MAX_DEAD_LETTER_BYTES = 16 * 2**10
-
-
 # The same where programs that are not berth's publish, and the values of such a body. The decoder is one call in C,
 # during which nothing else runs: 17 ms for a megabyte of these, and 126 ms for one of empty lists where a request may
 # carry any JSON. The largest request by its own bounds has 0.7 MB, and a batch of 64 with the longest lists 50,000
 # values.
 MAX_CLIENT_BYTES = 2**20
-
-
 MAX_CLIENT_VALUES = 65_536
-
-
 # A batch with more bytes than this was not made by a link of ours (half as many, `BusLimits`). 20 ms for a megabyte of
 # gangs.
 MAX_BATCH_BYTES = 2**20
-
-
 # A batch with more items than this was not made by a link of ours (128, `BusLimits`). It is read in one step of the
 # loop: 8 ms for so many bad ones.
 MAX_BATCH_ITEMS = 512
-
-
 # Ids and causes from outside are stored and logged, so they are bounded. AMQP allows names of as many bytes.
 MAX_ID = 255
-
-
 # A reply queue's name gets a prefix on some systems, and has to stay a name.
 MAX_REPLY_TO = 200
-
-
 # Times in seconds and attempts beyond these cannot be written into a header again.
 MAX_TIME_S = 2**43
-
-
 MAX_ATTEMPT = 1000
-
-
 # A time never leaves later than it was; a value that today's floats cannot distinguish from a whole millisecond stays
 # that one.
 SLACK_MS = 0.0005
 
-
 MALFORMED = "message.malformed"
-
-
 UNKNOWN_TYPE = "message.unknown_type"
-
-
 INVALID = "message.invalid"
-
-
 TOO_LARGE = "message.too_large"
-
-
 WRONG_KEY = "message.wrong_key"
-
-
 REPLY_TO = "message.reply_to"
-
-
 DROPPED = "message.dropped"
 
-
 _is_sent = re.compile(rf"[0-9]{{1,15}}(?: [0-9]{{1,15}}){{0,{SENT_SLOTS - 1}}}").fullmatch
-
-
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]+)`")
-
-
 _FROM_OUTSIDE = frozenset(row.name for row in QUEUES if row.from_outside)
-
-
 # In a project's virtual host every key is the project's: what comes there names it, whatever a key or a body says.
 _OF_PROJECTS = frozenset(row.name for row in QUEUES if row.where is PROJECT)
-
-
 _MAX_VALUES = {row.name: row.max_values for row in QUEUES}
-
-
 _MAX_REPLY_VALUES = {tag_of(row.reply): row.max_reply_values for row in MESSAGES if row.reply is not None}
-
-
 # The texts of these requests come into records; placement checks every name by itself.
 _OUTSIDE = {"client", "operator"}
-
-
 _BY_OTHERS = {row.message for row in MESSAGES if row.owner == "scheduler_worker" and _OUTSIDE & {*row.publishers}}
-
-
 _ROWS_BY_TAG = {tag_of(kind): kind for kind in (*(row.message for row in MESSAGES), *REPLIES)}
-
-
 _encode_meta = msgspec.json.Encoder().encode
-
-
 _decode_meta = msgspec.json.Decoder(Meta).decode
 
 
@@ -220,8 +147,6 @@ class _Peek(Struct):
 
 
 _decode_raw = msgspec.json.Decoder(list[_RawItem]).decode
-
-
 _decode_peek = msgspec.json.Decoder(_Peek).decode
 
 

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 
-
 # The rows that are worked on in one turn with what comes before and after: 5 ms.
 ROWS_AT_ONCE = 500
 

@@ -1,1 +1,1 @@
-"""cell_conductor: builds inside one cell; uses that cell's bus only."""
+"""Builds, moves and deletes instances in one cell; retries alternates without asking above."""

@@ -1,4 +1,4 @@
-"""Wires one conductor, to its cell's bus and its cell's schema alone, and runs its periodic tasks."""
+"""Wires one conductor, to its cell's bus and its cell's schema alone."""
 
 from __future__ import annotations
 
@@ -34,20 +34,10 @@ from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances
 
 REQUESTS = "conductor.requests"
-
-
 RESULTS = "conductor.results"
-
-
 HOSTS = "conductor.hosts.{process}"
-
-
 LEASES = "conductor.leases.{process}"
-
-
 KNOWN = "conductor.known.{process}"
-
-
 # The queues of announcements are declared here too: announcements made before the first scheduler listens must not be
 # lost.
 EVENTS_TO = ("scheduler.builds",)

@@ -79,7 +79,7 @@ class Listening(Transient):
 
 
 class LeasePort(Protocol):
-    """Which compute services are up, as this conductor knows it (`lease_keeper.LeaseController`)."""
+    """Which compute services are up, as this conductor knows it (`LeaseController`)."""
 
     def alive_services(self) -> Collection[str]:
         """Those that certainly are."""
@@ -98,7 +98,7 @@ class LeasePort(Protocol):
 
 
 class FencePort(Protocol):
-    """The fences as this conductor has them (`fences.FenceController`)."""
+    """The fences as this conductor has them (`FenceController`)."""
 
     @property
     def fences(self) -> Mapping[str, Fence]:

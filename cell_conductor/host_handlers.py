@@ -1,4 +1,4 @@
-"""host_handlers: split from a larger module."""
+"""The reports of compute services about their hosts, compared with the records; what differs is repaired."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from cell_conductor.hosts.lease_controller import LeaseController
 from cell_conductor.reports.listings import Listings, NewestReports
 from cell_conductor.reports.report_diff import Differences, Rescans, differences
 from cell_conductor.reports.report_guard import ReportGuard
-from cell_conductor.request_handlers import LOGGED_HOSTS
 from cell_conductor.state.events import Event, InstanceEvent, MachineRunning
 from cell_conductor.store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
+
+LOGGED_HOSTS = 10  # of one page
 
 
 class HostHandlers:

@@ -1,4 +1,4 @@
-"""periodic: split from a larger module."""
+"""A conductor's periodic work: passed deadlines, machine searches, purging, requests for reports."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from cell_conductor.store.port import InstanceStore
 
 FENCE_PROVES_S = 30 * 86_400.0  # a host that is fenced for longer keeps no record of what ended in its cell
 
-
 log = structlog.get_logger(__name__)
-
 
 UNAVAILABLE_PAUSE_S = 2.0  # a server that the cell depends on is unavailable: the next sweep may wait
 

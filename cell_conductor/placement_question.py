@@ -1,11 +1,11 @@
-"""placement_question: split from a larger module."""
+"""The request to placement or to compute services that an instance awaits. It follows from the record alone. Pure."""
 
 from __future__ import annotations
 
 from typing import TypeAlias
 
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
-from cell_conductor.rules import rollback_rules as way_back
+from cell_conductor.rules import rollback_rules
 from cell_conductor.state.desired_state import PlacementCall, desired_state_of
 from cell_conductor.state.events import Answer, SourceAnswered, SourceQuery
 from cell_conductor.state.instance import ActionInProgress, Instance
@@ -19,7 +19,7 @@ def awaited_request_of(instance: Instance) -> AwaitedRequest | None:
     """
     if instance.blocked_reason:
         return None
-    if (query := way_back.source_query_of(instance)) is not None:
+    if (query := rollback_rules.source_query_of(instance)) is not None:
         return query
     call, action = desired_state_of(instance).placement_call, instance.action
     if call is PlacementCall.CLAIM:
@@ -46,7 +46,7 @@ def awaited_request_of(instance: Instance) -> AwaitedRequest | None:
 def is_answered_by(instance: Instance, answer: Answer | SourceAnswered) -> bool:
     """Whether it answers what is asked now. Another conductor may have asked before it was paused."""
     if isinstance(answer, SourceAnswered):
-        asked = way_back.source_query_of(instance)
+        asked = rollback_rules.source_query_of(instance)
         return asked is not None and answer.query == asked
     request, names = awaited_request_of(instance), (answer.consumer or instance.uuid, answer.attempt)
     return isinstance(request, Claim | Release | Revert) and names == (request.consumer, request.attempt or 0)

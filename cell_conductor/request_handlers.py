@@ -34,17 +34,9 @@ from cell_conductor.state.events import (
 
 E = TypeVar("E", bound=Event)
 
-
 DONE = Done()
-
-
 DEAD_LETTER_QUEUE = "conductor.dead_letters"
-
-
 LOST = Refusal(code="build.lost", reason="no compute service that is up has a machine of it")
-
-
-LOGGED_HOSTS = 10  # of one page
 
 
 class RequestHandlers:

@@ -1,5 +1,9 @@
 """The instance state machine: one table, total over states and events. It also draws docs/reference/states.md."""
 
+# Every row has the usual effects of `USUAL`, unless it says otherwise: most events are late, doubled or of no concern
+# to a state, and its desired state (`desired_state`) is what a machine that is found and a request of a client are
+# judged by. Where an answer is waited for, what follows is taken up here and nowhere else (`ByNextState`).
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -11,14 +15,14 @@ from cell_conductor.rules import (
     action_start_rules,
     blocked_rules,
     build_repeat_rules,
+    cell_transfer_rules,
     delete_rules,
     fence_rules,
     move_rules,
     resize_rules,
+    rollback_rules,
 )
 from cell_conductor.rules import build_rules as rules
-from cell_conductor.rules import cell_transfer_rules as departure_rules
-from cell_conductor.rules import rollback_rules as way_back
 from cell_conductor.state.events import (
     ActionQueried,
     ActionRequested,
@@ -84,52 +88,21 @@ def rules_of(cell: Cell) -> tuple[Rule, ...]:
 
 
 IGNORE = Rule(rules.ignore)
-
-
 DESTROY_SUPERSEDED = Rule(rules.destroy_superseded)
-
-
 CONFIRM_RUNNING = Rule(rules.confirm_running)
-
-
 RESEND_REQUEST = Rule(rules.repeat_request)
-
-
-RESEND_COMMANDS = Rule(way_back.resend_commands)
-
-
+RESEND_COMMANDS = Rule(rollback_rules.resend_commands)
 ROLLED_BACK = (State.PREPARING, State.DESTROYING, State.REVERTING, State.RELEASING)
-
-
 NEXT = (State.CLAIMING, *ROLLED_BACK)
-
-
 DELETED_UNKNOWN = (State.TOMBSTONE, State.DESTROYING, State.RELEASING)
-
-
 FAILS_OVER = (State.CLAIMING, State.RELEASING)
-
-
 COMPLETED = (State.RESIZED, State.DESTROYING, State.RELEASING, State.ACTIVE)
-
-
-REFUSE = Rule(departure_rules.refuse_other)
-
-
+REFUSE = Rule(cell_transfer_rules.refuse_other)
 ABORT = Rule(action_start_rules.abort, ROLLED_BACK)
-
-
 ON_DESTINATION_ACTIVE = Rule(move_rules.on_destination_active, COMPLETED)
-
-
 SKIP = Rule(move_rules.skip_destination, NEXT)
-
-
 RELEASE_DESTROYED = Rule(delete_rules.release_destroyed, (State.RELEASING,))
-
-
 DECIDE = Rule(blocked_rules.decide)
-
 
 USUAL: Mapping[type[Event], Cell] = {
     BuildRequested: Rule(build_repeat_rules.answer_build),
@@ -145,10 +118,12 @@ USUAL: Mapping[type[Event], Cell] = {
     MachineMissing: IGNORE,
     ServiceLost: IGNORE,
     ActionRequested: REFUSE,
-    ActionQueried: Rule(departure_rules.answer_not_started),
-    InstanceTransferredIn: Rule(departure_rules.accept_transfer, (State.CLAIMING, State.RELEASING, State.OFFLOADED)),
+    ActionQueried: Rule(cell_transfer_rules.answer_not_started),
+    InstanceTransferredIn: Rule(
+        cell_transfer_rules.accept_transfer, (State.CLAIMING, State.RELEASING, State.OFFLOADED)
+    ),
     TransferRequested: REFUSE,
-    TransferEnded: Rule(departure_rules.end_transfer, (State.TRANSFERRED,)),
+    TransferEnded: Rule(cell_transfer_rules.end_transfer, (State.TRANSFERRED,)),
     ChangeEnded: IGNORE,
     Reverted: IGNORE,
     RevertRefused: IGNORE,
@@ -156,7 +131,6 @@ USUAL: Mapping[type[Event], Cell] = {
     MachineDecided: IGNORE,
     SourceAnswered: IGNORE,
 }
-
 
 TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     State.ABSENT: {
@@ -225,14 +199,16 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         SpawnFailed: Rule(delete_rules.report_destroy_failure),
         TimedOut: RESEND_COMMANDS,
         Destroyed: ByNextState(
-            {State.REVERTING: Rule(way_back.revert_destroyed, (State.REVERTING, State.RELEASING))}, RELEASE_DESTROYED
+            {State.REVERTING: Rule(rollback_rules.revert_destroyed, (State.REVERTING, State.RELEASING))},
+            RELEASE_DESTROYED,
         ),
         MachineRunning: CONFIRM_RUNNING,
         MachineMissing: ByNextState(
-            {State.REVERTING: Rule(way_back.revert_destroyed, (State.REVERTING, State.RELEASING))}, RELEASE_DESTROYED
+            {State.REVERTING: Rule(rollback_rules.revert_destroyed, (State.REVERTING, State.RELEASING))},
+            RELEASE_DESTROYED,
         ),
         ServiceLost: IGNORE,  # the command waits in its queue, and the allocation with it
-        ChangeEnded: Rule(way_back.roll_back_in_place, (State.REVERTING,)),
+        ChangeEnded: Rule(rollback_rules.roll_back_in_place, (State.REVERTING,)),
         HostFenced: ByNextState(
             {State.REVERTING: Rule(fence_rules.revert, (State.REVERTING, State.RELEASING))},
             Rule(fence_rules.end_destroyed, (State.RELEASING,)),
@@ -306,20 +282,20 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         MachineMissing: Rule(resize_rules.revert_lost, ROLLED_BACK),
         ActionRequested: Rule(resize_rules.end_resized, (*ROLLED_BACK, State.ACTIVE)),
         HostFenced: Rule(fence_rules.abandon_destination, ROLLED_BACK),
-        SourceAnswered: Rule(way_back.roll_back_to_source, ROLLED_BACK),
+        SourceAnswered: Rule(rollback_rules.roll_back_to_source, ROLLED_BACK),
     },
     State.REVERTING: {
         **USUAL,
         TimedOut: RESEND_REQUEST,
-        Reverted: Rule(way_back.return_to_source, (State.RESTARTING, State.ACTIVE)),
-        RevertRefused: Rule(way_back.wait_for_source),
+        Reverted: Rule(rollback_rules.return_to_source, (State.RESTARTING, State.ACTIVE)),
+        RevertRefused: Rule(rollback_rules.wait_for_source),
     },
     State.RESTARTING: {
         **USUAL,
         Spawned: CONFIRM_RUNNING,
         TimedOut: RESEND_COMMANDS,
         MachineRunning: CONFIRM_RUNNING,
-        ChangeEnded: Rule(way_back.on_restarted, (State.ACTIVE, State.RELEASING)),
+        ChangeEnded: Rule(rollback_rules.on_restarted, (State.ACTIVE, State.RELEASING)),
         HostFenced: Rule(fence_rules.end_unstarted, (State.ACTIVE,)),
     },
     State.CHANGING: {
@@ -340,13 +316,12 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         **USUAL,
         **dict.fromkeys(
             (BuildRequested, ActionRequested, ActionQueried, TransferRequested),
-            Rule(departure_rules.refer_to_next_cell),
+            Rule(cell_transfer_rules.refer_to_next_cell),
         ),
         DeleteRequested: Rule(delete_rules.delete_transferred, DELETED_UNKNOWN),
-        TimedOut: Rule(departure_rules.reemit_transfer),
+        TimedOut: Rule(cell_transfer_rules.reemit_transfer),
     },
 }
-
 
 # Of a record with a blocked reason, whatever its state: the only place where that counts for a step.
 BLOCKED: Mapping[type[Event], Cell] = {

@@ -1,4 +1,4 @@
-"""transition: split from a larger module."""
+"""One step of an instance: its rule by the table, less what a fence or an operator's protection forbids. Pure."""
 
 from __future__ import annotations
 
@@ -104,8 +104,6 @@ def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
 # How many steps in a row one fence may lead to: one for each host of the instance, and those that follow from a
 # rollback.
 MAX_FENCE_STEPS = 4
-
-
 # A machine runs after these states, and one whose answer is awaited may run in these.
 STARTING = frozenset({ChangeKind.START, ChangeKind.REBUILD, ChangeKind.RESCUE, ChangeKind.UNRESCUE})
 

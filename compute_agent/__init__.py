@@ -1,3 +1,5 @@
-"""The compute service: manages the hosts of a driver. Its drivers: simulated hypervisors, and bare metal by Ironic."""
+"""The compute service: takes a conductor's commands, has a driver carry them out, and reports results, hosts and
+inventory.
+"""
 
 from __future__ import annotations

@@ -19,16 +19,10 @@ from compute_agent.wiring import Parts
 if TYPE_CHECKING:
     from bus.service.environment import Environment
 
-
 log = structlog.get_logger()
 
-
 BATCH = 256  # commands decided at once; deciding one takes tens of microseconds
-
-
 PREFETCH = 1024
-
-
 RING_QUEUE = "compute.ring.{service}"
 
 

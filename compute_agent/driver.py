@@ -1,5 +1,8 @@
 """The driver port: the operations that a compute service needs for a kind of machine. Write one to manage hosts."""
 
+# All methods run in the service's event loop and must not block it. The service calls `spawn` and `destroy` for one
+# instance on one host one after the other, never at the same time; different instances run side by side.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +73,7 @@ class DriverUnavailable(Exception):
 
 
 class DriverFault(DriverUnavailable):
-    """The driver raised what this port does not name, which is a bug of it. See `guarded`."""
+    """The driver raised what this port does not name, which is a bug of it. See `driver_guard`."""
 
     code = "driver.fault"
 
@@ -213,7 +216,6 @@ class SourceCheckingDriver(Protocol):
         """Return when this machine, which runs, could be migrated live to `to_host`. Changes nothing. Raises
         HandOverRefused, or as `change` does.
         """
-
         # A hand-over that is done already is not refused: the command may come twice.
 
 

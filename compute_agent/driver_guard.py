@@ -13,9 +13,7 @@ from compute_agent.driver import BuildFault, ChangeFault, DriverFault, DriverUna
 
 log = structlog.get_logger()
 
-
 AnyDriver = TypeVar("AnyDriver")
-
 
 # What each call may raise besides DriverUnavailable.
 NAMED: dict[str, tuple[type[Exception], ...]] = {
@@ -25,8 +23,6 @@ NAMED: dict[str, tuple[type[Exception], ...]] = {
     "change": (ChangeFault, HandOverRefused, NotOwned),
     "check_source": (ChangeFault, HandOverRefused, NotOwned),
 }
-
-
 # By name and not by what they are: a driver may decorate a call, which still returns an awaitable.
 CALLS = {*NAMED, "open", "close", "hosts", "inventory", "list", "look", "measure"}
 

@@ -17,14 +17,9 @@ from compute_agent.hosts.hash_ring import Ring
 from compute_agent.records.records import Records
 
 GROUP = "berth.drivers"
-
-
 INVALID = "compute.driver"
 
-
 Config = TypeVar("Config", bound=Struct)
-
-
 SendResult = Callable[[ComputeResult | MachineChanged], None]
 
 

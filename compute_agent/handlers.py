@@ -34,11 +34,7 @@ from compute_agent.hosts.service_name import reporter_name
 from compute_agent.records.records import Key
 
 DONE = Done()
-
-
 COMMANDS = (Spawn, Destroy, ChangeMachine, QueueBarrier, LookUpMachines, ListMachines)
-
-
 # What conductors alone send, by an incarnation of the cell's database.
 FROM_CONDUCTORS = frozenset(row.message for row in MESSAGES if row.publishers == (CONDUCTOR,))
 

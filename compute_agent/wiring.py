@@ -39,16 +39,10 @@ from compute_agent.records.records import Records
 if TYPE_CHECKING:
     from bus.service.environment import Environment
 
-
 log = structlog.get_logger()
 
-
 STOP_GRACE_S = 3.0  # builds may end within this time; later ones are resumed by the next start
-
-
 FLUSH_S = 3.0  # results that the broker has not confirmed within this are published by the next start
-
-
 DRIVER = RetryPolicy(first_s=0.2, longest_s=10.0, least=0.0)  # for the driver at the start, until it is available
 
 
@@ -264,7 +258,7 @@ class Parts:
 
     async def connect(self) -> None:
         """Connect and take the service's name, before the machines are looked at. Raises ServiceNameInUse."""
-        self.bus.publishes_as("compute_sim")
+        self.bus.publishes_as("compute_agent")
         await self.bus.open()
         await self.name.hold()
 

@@ -29,11 +29,7 @@ from compute_sim.fleet import Fleet, Host, SimulatedMachine
 from compute_sim.host_plan import ATTRIBUTES, tree
 
 IDLE_WATTS, LOAD_WATTS = 110.0, 290.0
-
-
 IDLE_CELSIUS, LOAD_CELSIUS = 24.0, 46.0
-
-
 HOSTS_AT_ONCE = 1_000  # looked at in one turn of the event loop, in about a millisecond
 
 

@@ -1,5 +1,8 @@
 """Planned faults: what goes wrong with which attempt, decided by the seed and the attempt alone."""
 
+# The same seed gives the same fate to the same attempt, whatever else happens and in whichever order, and again after a
+# restart.
+
 from __future__ import annotations
 
 import struct
@@ -98,14 +101,8 @@ class AttemptPlan(Struct, frozen=True):
 
 
 FAULTLESS = AttemptPlan()  # nothing goes wrong, at once
-
-
 NO_FAULTS = Faults()
-
-
 _ROLLS = struct.Struct("<8I")
-
-
 _FULL = 2.0**32
 
 

@@ -14,19 +14,10 @@ from compute_sim.config import HostSize, SimulatedConfig
 
 _SPACE = UUID("6f6a9b7e-6c1c-5d0e-9f57-3a1d2f5b8c11")  # ours alone, so that planned uuids meet no other's
 
-
 NODE_TRAIT = "COMPUTE_NODE"
-
-
 DISABLED_TRAIT = "COMPUTE_STATUS_DISABLED"  # the scheduler's pre-filter forbids it
-
-
 GPU_TRAITS = ("CUSTOM_GPU_SMALL", "CUSTOM_GPU_LARGE")  # the children of one host differ, so traits distinguish them
-
-
 NUMA_TRAIT = "HW_NUMA_ROOT"
-
-
 ATTRIBUTES = {"hypervisor_type": "simulated", "cpu_arch": "x86_64"}
 
 

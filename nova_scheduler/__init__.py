@@ -1,3 +1,3 @@
-"""In front of a real Nova: the topic `scheduler` of an unmodified cloud, answered by berth's own domain."""
+"""Answers an unmodified Nova in nova-scheduler's place, with scheduler_worker's selection and claims."""
 
 from __future__ import annotations

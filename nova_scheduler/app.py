@@ -43,7 +43,6 @@ from scheduler_worker.selection.selector import Selector
 
 log = structlog.get_logger("nova")
 
-
 NAME = "nova-scheduler"
 
 

@@ -24,11 +24,7 @@ NOVA_FILTERS = (
     "ServerGroupAntiAffinityFilter",
     "ServerGroupAffinityFilter",
 )
-
-
 NUMA_FILTER, PCI_FILTER = "NUMATopologyFilter", "PciPassthroughFilter"
-
-
 # Nova's filters that berth does not have, and the hint that each reads; "": another part of a request (`undecided`).
 NOT_OWNED: Mapping[str, str] = {
     "JsonFilter": "query",
@@ -36,25 +32,15 @@ NOT_OWNED: Mapping[str, str] = {
     NUMA_FILTER: "",
     PCI_FILTER: "",
 }
-
-
 PASSES_ALL = "AllHostsFilter"
-
-
 PORT = 5672  # of a host that names none: oslo.messaging's, with TLS too
-
-
 # The parameters of an `amqps://` address, by the options that name the files.
 TLS_FILES = {"cacertfile": "ssl_ca_file", "certfile": "ssl_cert_file", "keyfile": "ssl_key_file"}
-
-
 _HAS_PORT = re.compile(r":\d+$")
 
 
 # What AMQP lets a name of a queue or an exchange have.
 CHARACTERS = "a-zA-Z0-9_.:@#,/+ -"
-
-
 Topic = Annotated[str, matching(rf"\A[{CHARACTERS}]{{1,200}}\Z", "1 to 200 letters, digits, spaces and _.:@#,/+-")]
 
 

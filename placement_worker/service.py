@@ -50,27 +50,15 @@ from placement_worker.store.names import StaleNames
 
 Written = TypeVar("Written")
 
-
 NOTHING_DECIDED = Decision([], {}, {}, {})
-
-
 NEW_HOLDER = ConsumerState(0, 0, "", "", "")
-
-
 STALE_NAMES = 2  # times that a write is repeated for names that other processes have removed or added
-
 
 # A page of the snapshot ends before its reply exceeds the size of a bus message. The sizes are generous estimates of
 # JSON bytes, not measurements.
 MAX_PAGE_BYTES = 8 * 2**20
-
-
 BYTES_A_PROVIDER = 600
-
-
 BYTES_AN_INVENTORY = 400
-
-
 BYTES_A_NAME = 300
 
 

@@ -1,3 +1,3 @@
-"""The scheduler's decisions, as plain functions and frozen values: no I/O, no clock, no randomness."""
+"""Chooses hosts for instances: searches a replica of Placement, claims, and hands the build to the host's cell."""
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from placement_worker.replica.replica import Replica
 from scheduler_worker.action.action_engine import ActionEngine
 from scheduler_worker.build.build_engine import SchedulingEngine
 from scheduler_worker.cell_events.cell_event_recorder import CellEventRecorder
-from scheduler_worker.cell_link import SchedulerParts, _add_cells, _add_requests, _links, _metrics_consumer, _relay
+from scheduler_worker.cell_link import SchedulerParts, add_cells, add_requests, cell_links, metrics_consumer, new_relay
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.drain.drain_controller import DrainController
 from scheduler_worker.drain.drain_inventory import DrainInventory
@@ -64,7 +64,7 @@ def build(
     """
     service = WorkerRuntime("scheduler", clock=env.clock)
     parts = _parts(service, env, config, cells, store=store, replica=replica, table=table)
-    relay = _relay(parts)
+    relay = new_relay(parts)
     follower = Follower(parts.api, parts.selector.replica, process=env.process, clock=env.clock)
     registry = ObjectRegistry(parts.store, parts.selector, config, clock=env.clock, cells=cells)
     engine, actions = _engines(parts, follower, registry)
@@ -75,7 +75,7 @@ def build(
     _add_objects(parts, registry, drains, forgetter)
     measured = _add_host_metrics(parts)
     writer = CellEventRecorder(parts.store, clock=env.clock, choose=actions.choose_now)
-    links = _links(parts, relay, registry, writer, measured)
+    links = cell_links(parts, relay, registry, writer, measured)
     _add_fences(parts, registry, links)
     wait_for_backlog = partial(relay.wait_for_backlog, API)
     requests = RequestHandler(
@@ -93,10 +93,10 @@ def build(
         service.add_bus_check(f"bus {cell}", partial(links.unavailable_reason, cell))
     service.add_preparation(lambda: links.entered(config.cell_wait_s))
     service.add_preparation(parts.warmup.begin)
-    connections = _add_cells(parts, registry, links, lambda: {*relay.missing, *unanswered.cells})
+    connections = add_cells(parts, registry, links, lambda: {*relay.missing, *unanswered.cells})
     queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=connections)
     status = StatusHandler(parts.selector, parts.workers, registry, clock=env.clock)
-    _add_requests(parts, queries, status, requests)
+    add_requests(parts, queries, status, requests)
     return service
 
 
@@ -248,7 +248,7 @@ def _add_objects(
 def _add_host_metrics(parts: SchedulerParts) -> asyncio.Event:
     """Measurements of hosts; returns an event that is set when the first measurement has arrived on any bus."""
     measured = asyncio.Event()
-    parts.service.add_consumer(_metrics_consumer(parts.api, parts.selector, measured))
+    parts.service.add_consumer(metrics_consumer(parts.api, parts.selector, measured))
     parts.service.add_task("host metrics", lambda: age(parts.selector.metrics, measured, parts.env.clock))
     return measured
 

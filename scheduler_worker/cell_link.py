@@ -1,4 +1,4 @@
-"""cell_link: split from a larger module."""
+"""The consumers of a scheduler on each bus: clients' requests on the API bus, events and reports on each cell's."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class SchedulerParts:
         return f"scheduler {self.env.process}".strip()
 
 
-def _relay(parts: SchedulerParts) -> Relay:
+def new_relay(parts: SchedulerParts) -> Relay:
     """The relay that publishes the store's outbox."""
     relay = Relay(
         parts.store.outbox,
@@ -92,7 +92,7 @@ def _relay(parts: SchedulerParts) -> Relay:
     return relay
 
 
-def _links(
+def cell_links(
     parts: SchedulerParts, relay: Relay, registry: ObjectRegistry, writer: CellEventRecorder, measured: asyncio.Event
 ) -> CellLinks:
     """The links to the cells in use, as they are now."""
@@ -137,14 +137,14 @@ def _link(
     consumers = [
         consume("scheduler.builds", cell_events),
         consume("scheduler.hosts.{process}", listener),
-        _metrics_consumer(bus, parts.selector, measured),
+        metrics_consumer(bus, parts.selector, measured),
         # One at a time, of which none waits here behind another: the other schedulers answer meanwhile.
         Consumer(bus, "scheduler.recoveries", recoveries, max_batch=1, concurrency=1, prefetch=1),
     ]
     return CellLink(bus, consumers, tasks=[listener.run])
 
 
-def _add_cells(
+def add_cells(
     parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks, awaited: Callable[[], Collection[str]]
 ) -> CellConnections:
     """The task that takes cells into use and out of use, where this process can."""
@@ -164,9 +164,7 @@ async def _count_dead_letters(links: CellLinks) -> None:
         await count_dead_letters(name, bus.transport)
 
 
-def _add_requests(
-    parts: SchedulerParts, queries: QueryHandler, status: StatusHandler, requests: RequestHandler
-) -> None:
+def add_requests(parts: SchedulerParts, queries: QueryHandler, status: StatusHandler, requests: RequestHandler) -> None:
     """The queues of clients' requests, queries, and requests whose retries are exhausted."""
     service, bus, config = parts.service, parts.api, parts.config
     service.add_consumer(Consumer(bus, "scheduler.records", queries, max_batch=64, concurrency=2, prefetch=128))
@@ -179,6 +177,7 @@ def _add_requests(
     service.add_bus_check("bus api", lambda: bus.unavailable_reason)
 
 
-def _metrics_consumer(bus: Bus, selector: Selector, measured: asyncio.Event) -> Consumer:
+def metrics_consumer(bus: Bus, selector: Selector, measured: asyncio.Event) -> Consumer:
+    """The consumer of host metrics on one bus; `measured` is set when the first has arrived."""
     listener = HostMetricsListener(selector.metrics, bus.name, clock=bus.clock, first=measured)
     return Consumer(bus, METRICS_QUEUE, listener, max_batch=16, concurrency=1, prefetch=16)

@@ -27,11 +27,7 @@ from scheduler_worker.selection.selector import Selector
 from scheduler_worker.store.port import SchedulerStore
 
 HANDLER = "scheduler.changes.refused"
-
-
 REFUSED_BEFORE = "request.refused_before"
-
-
 MAX_REASONS = 100  # refusals whose reasons a process remembers
 
 
@@ -63,15 +59,9 @@ class RefusedCommands:
 
 
 HOST_UNKNOWN = "host.unknown"
-
-
 # What a host, or a service, that is reported later may do away with. A drain names the kind of its target.
 AWAITED = (CELL_UNKNOWN, CELL_SILENT, *(f"{kind}.unknown" for kind in DrainTarget))
-
-
 HOST_AMBIGUOUS = "host.ambiguous"
-
-
 REASON_MISSING = "host.reason_missing"
 
 

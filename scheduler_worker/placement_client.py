@@ -35,14 +35,8 @@ from bus.faults import Fault, RequestRefused, Transient
 from bus.transport import BusError
 
 Reply = TypeVar("Reply", bound=Message)
-
-
 PlacementMessage: TypeAlias = Claim | Release | Revert
-
-
 Answer: TypeAlias = ClaimResult | ReleaseResult | RevertResult
-
-
 ANSWERS: Mapping[type[PlacementMessage], type[Answer]] = {
     Claim: ClaimResult,
     Release: ReleaseResult,
@@ -121,10 +115,6 @@ class BusClaims:
 
 
 T = TypeVar("T")
-
-
-# --- results. Of each that leads to a decision, lost: the claims that got nothing before it, in order; claims: how many
-# were sent for it.
 
 
 class PlacementUnavailable(Transient):

@@ -31,8 +31,6 @@ from scheduler_worker.selection.selector import Selector
 from scheduler_worker.upkeep.purge import max_request_age_s
 
 T = TypeVar("T")
-
-
 log = structlog.get_logger(__name__)
 
 

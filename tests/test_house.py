@@ -173,7 +173,7 @@ def test_a_runtime_dependency_is_imported_by_what_runs_at_a_site() -> None:
     """A package that only the embedded servers, tests and docs need is an extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {re.split(r"[\[>=]", line)[0].replace("-", "_").replace(".", "_") for line in project["dependencies"]}
-    paths = [path for path in sources(*OURS) if (ROOT / "berth" / "trial" / "embedded") not in path.parents]
+    paths = [path for path in sources(*OURS) if (ROOT / "berth" / "up" / "embedded") not in path.parents]
     imported = {module.split(".")[0] for path in paths for module, _ in imports(path)}
     assert sorted(needed - imported - BY_NAME) == []
 
@@ -225,16 +225,16 @@ def test_the_states_of_an_instance_are_listed_in_one_place() -> None:
     assert wrong == []
 
 
-# The next state: the record has it, the step passes it on, and the table takes it up.
+# The next state: the record has it, the step passes it on, and the transition takes it up.
 NEXT_STATE_READ = {
     "cell_conductor/state/instance.py",
     "cell_conductor/state/step.py",
-    "cell_conductor/table.py",
+    "cell_conductor/transition.py",
 }
 
 
 def test_what_follows_an_answer_is_read_only_where_it_is_taken_up() -> None:
-    """Elsewhere it would be a second name of the state: a rule reads the desired state (`desires`)."""
+    """Elsewhere it would be a second name of the state: a rule reads the desired state (`desired_state`)."""
     reading = {
         str(path.relative_to(ROOT))
         for path in sources("cell_conductor")
@@ -318,7 +318,7 @@ def test_a_body_of_pass_has_its_reason_beside_it() -> None:
 RAISES_ALLOWED = {
     "placement_worker/rest/": "HttpFault: the REST API's answer, which `rest/faults.py` describes",
     "berth/web/": "Problem: the web API's answer",
-    "berth/commands/": "the docstring is the command's help, and the exit status the error",
+    "berth/cli/": "the docstring is the command's help, and the exit status the error",
     "lab/simulation/": "what a broken invariant of the simulation raises ends the run",
 }
 
@@ -338,7 +338,7 @@ def test_a_number_has_its_unit_in_its_name_or_docstring() -> None:
     wrong = [
         f"{where(path, line)} {name}: {argument}"
         for path in sources(*OURS)
-        if not str(path.relative_to(ROOT)).startswith(("berth/load/", "lab/simulation/"))
+        if not str(path.relative_to(ROOT)).startswith("lab/simulation/")
         for name, line, argument in numbers_without_unit(parsed(path))
     ]
     assert wrong == []

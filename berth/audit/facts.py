@@ -48,47 +48,28 @@ from scheduler_worker.records.build_record import DELETE_REQUESTED, OPEN
 # Hosts are waited for until each that should run something has reported, and each service that began a report of all
 # its hosts has ended it; at most this long, in which 100,000 hosts report their machines even on a busy machine ...
 REPORT_TIMEOUT_S = 60.0
-
-
 # ... and for no page at all no longer than this: a service that is up begins to answer a request within it.
 SILENCE_S = 8.0
-
-
 # Hosts that should run nothing need not report: after this long without a page every service that is up has reported.
 REPORT_QUIET_S = 0.5
-
-
 FIRST_REPORT_S = 2.5
-
-
 REST_POLL_S = 0.2
-
 
 _INVENTORIES = """
 SELECT p.uuid::text, c.name, i.total, i.reserved, i.allocation_ratio, i.capacity, i.used
 FROM inventories i JOIN providers p ON p.id = i.provider_id JOIN resource_classes c ON c.id = i.class_id
 """
-
-
 _ALLOCATIONS = """
 SELECT a.consumer::text, p.uuid::text AS provider, c.name, a.amount
 FROM allocations a JOIN providers p ON p.id = a.provider_id JOIN resource_classes c ON c.id = a.class_id
 """
-
-
 _ROOTS = "SELECT p.uuid::text, r.uuid::text AS root FROM providers p JOIN providers r ON r.id = p.root_id"
-
-
 _NAMESAKES = """
 SELECT n.host, n.name, p.uuid::text
 FROM unnest($1::text[], $2::text[]) n(host, name) JOIN providers p ON p.name = n.name
 WHERE NOT EXISTS (SELECT FROM providers h WHERE h.uuid = n.host::uuid)
 """
-
-
 _FEED = "SELECT coalesce(min(first), 0), coalesce(max(last), 0), coalesce(sum(last - first + 1), 0)::int8 FROM changes"
-
-
 # The usage that placement keeps beside each inventory against the sum of its allocations, both ways round.
 _AUDIT = """
 SELECT p.uuid::text AS provider, c.name, coalesce(i.used, 0) AS used, coalesce(a.amount, 0) AS amount
@@ -99,20 +80,12 @@ LEFT JOIN providers p ON p.id = coalesce(i.provider_id, a.provider_id)
 LEFT JOIN resource_classes c ON c.id = coalesce(i.class_id, a.class_id)
 WHERE coalesce(i.used, 0) <> coalesce(a.amount, 0)
 """
-
-
 _REQUESTS = "SELECT instance_uuid::text, state FROM build_requests"
-
-
 _CELLS = "SELECT instance_uuid::text, cell FROM build_requests WHERE cell IS NOT NULL"
-
-
 _INSTANCES = f"""
 SELECT uuid::text, state, host_uuid::text, attempt, {SERVICE} FROM instances
 WHERE state NOT IN ({in_list([RESIZED, *sorted(ELSEWHERE)])})
 """
-
-
 # A move that has arrived and awaits its confirm has two machines.
 _RESIZED = f"""
 SELECT uuid::text, state, host_uuid::text, attempt, {SERVICE}, record #>> '{{action,request_id}}',
@@ -120,46 +93,25 @@ SELECT uuid::text, state, host_uuid::text, attempt, {SERVICE}, record #>> '{{act
        coalesce(record #>> '{{action,source,service}}', '')
 FROM instances WHERE state = '{RESIZED}'
 """
-
-
 # What has not had its time yet: since the last step began, as long as one may take, by the request or the settings.
 _SETTLED = in_list(sorted(AT_REST))
-
-
 _STEP_S = """greatest((record ->> 'build_timeout_s')::float8, (record #>> '{action,step_timeout_s}')::float8, $2)"""
-
-
 _WITHIN_TIME = f"SELECT uuid::text FROM instances WHERE state NOT IN ({_SETTLED}) AND since + {_STEP_S} > $1"
-
-
 IS_OPEN = f"state IN ({in_list(OPEN)})"
-
-
 _REQUESTED = f"""
 SELECT instance_uuid::text FROM build_requests WHERE {IS_OPEN} AND updated_at + $2 > $1
 UNION SELECT instance_uuid::text FROM instance_actions WHERE NOT terminal AND updated_at + $2 > $1
 """
-
-
 READ_DATABASE_ID = "SELECT database_id::text FROM identity"
-
-
 _ACTIONS = "SELECT request_id::text, instance_uuid::text, kind, state, terminal FROM instance_actions"
-
-
 # Whether a member was dispatched is in its timeline: the cell of one that was not may be that of an older allocation.
 _SENT = """timeline LIKE '%"what":"dispatched"%'"""
-
-
 _GANGS = f"""
 SELECT gang::text, max(gang_min_count), count(*), count(*) FILTER (WHERE {_SENT}),
        count(*) FILTER (WHERE NOT {_SENT} AND state IN ({in_list(DELETE_REQUESTED)})), min(created_at)
 FROM build_requests WHERE gang IS NOT NULL GROUP BY gang
 """
-
-
 _UNSENT = "SELECT count(*) FROM outbox"
-
 
 # Of a system at rest an instance still changes by itself when the time to confirm its move ends. If one has while the
 # others were read, what was read does not belong together.

@@ -18,7 +18,7 @@ from bus.contracts.actions import Condition
 from bus.contracts.build import TERMINAL_STATES, BuildEvent, BuildState
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
-from cell_conductor.state import desired_state as desires
+from cell_conductor.state import desired_state
 from cell_conductor.state.desired_state import MachineTarget, phase_to_text, phases_matching
 from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE
 
@@ -26,7 +26,7 @@ MAX_EXAMPLES = 5
 
 TOMBSTONE, RESIZED, OFFLOADED = "tombstone", "resized", "offloaded"
 # Another cell has it: this record is no instance.
-ELSEWHERE = frozenset(map(phase_to_text, desires.IN_OTHER_CELL))
+ELSEWHERE = frozenset(map(phase_to_text, desired_state.IN_OTHER_CELL))
 # Instance states in which nothing is under way: no host and no placement is to do anything, and no request is open.
 _RESTS = phases_matching(lambda row: row.condition is not Condition.MOVING or row.in_other_cell)
 _WAITS = phases_matching(

@@ -32,23 +32,14 @@ from placement_worker.store.postgres_rows import PostgresPlacementRows
 
 log = structlog.get_logger(__name__)
 
-
 # Without the bus no host reports, and nothing is proved. Longer than the wait for the reports.
 PROOF_S = REPORT_TIMEOUT_S + 30.0
-
-
 ATTEMPTS = "SELECT uuid::text, attempt FROM consumers WHERE attempt > 0 AND uuid = ANY($1::uuid[])"
-
-
 ROOTS = """
 SELECT p.uuid::text, r.uuid::text FROM providers p JOIN providers r ON r.id = p.root_id WHERE p.uuid = ANY($1::uuid[])
 """
-
-
 # A moving instance holds allocations on two hosts for good reasons, and its own record carries it to an end.
 IS_SETTLED = "state = 'active' AND source_host_uuid IS NULL AND since < extract(epoch FROM now()) - {}"
-
-
 SETTLED = f"SELECT record::text FROM instances WHERE {IS_SETTLED.format('$1')} ORDER BY uuid"
 
 

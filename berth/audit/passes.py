@@ -20,22 +20,16 @@ from bus.persistence.tables import in_list
 from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE, UNLOCATABLE
 
 _HELD_BY_BUS = "SELECT uuid::text, claim_owner FROM consumers WHERE released_at IS NULL AND attempt > 0"
-
-
 # Instances about which the schedulers have something under way: what is read of them meanwhile is not judged.
 UNDER_WAY = f"""
 SELECT instance_uuid::text FROM build_requests WHERE {IS_OPEN}
     OR instance::json ->> 'under_way' IS NOT NULL OR instance::json ->> 'condition' = '{Condition.MOVING}'
 """
-
-
 # Of these, what nothing goes on with: two passes in a row see it (`Confirmed`).
 _MOVING = f"""
 SELECT instance_uuid::text FROM build_requests WHERE state = '{BuildState.ACTIVE}'
     AND instance::json ->> 'under_way' IS NULL AND instance::json ->> 'condition' = '{Condition.MOVING}'
 """
-
-
 # The requests on record of consumers. In doubt is a claim of another claim owner than that of the record which has
 # ended, and one of a build that ended because its claim was on a host of no known cell: it may be that of a running
 # instance whose record is lost, and no age shows that it is not. Of one that is deleted, its cell or the schedulers'
@@ -48,17 +42,11 @@ SELECT b.instance_uuid::text, b.state, b.cell IS NULL
     OR b.instance::json ->> 'condition' IS DISTINCT FROM '{Condition.OFFLOADED}') AS has_machine
 FROM build_requests b JOIN unnest($1::uuid[], $2::text[]) AS held (uuid, claim_owner) ON b.instance_uuid = held.uuid
 """
-
-
 # Requests of moves: of one that is under way, or awaits its confirm, the id is the consumer that holds its source.
 _MIGRATIONS = "SELECT request_id::text, instance_uuid::text FROM instance_actions WHERE request_id = ANY($1::uuid[])"
-
-
 # Aggregates that make zones, and requests that name one. A host's aggregates are placement's: what Placement's API
 # changes there, no scheduler can refuse.
 _ZONES = "SELECT body FROM objects WHERE kind = 'aggregate' AND body LIKE '%\"availability_zone\"%' ORDER BY name"
-
-
 # Requests of before U+0000 was refused may hold it, which PostgreSQL does not read as JSON.
 _ZONED = r"""
 SELECT instance_uuid::text, (CASE WHEN strpos(request, '\u0000') > 0
@@ -66,8 +54,6 @@ SELECT instance_uuid::text, (CASE WHEN strpos(request, '\u0000') > 0
 FROM build_requests
 WHERE state = 'active' AND request LIKE '%"availability_zone":"%' ORDER BY instance_uuid
 """
-
-
 _MEMBERS = """
 SELECT p.uuid::text, a.aggregate::text FROM provider_aggregates a JOIN providers p ON p.id = a.provider_id
 WHERE a.aggregate = ANY($1::uuid[]) ORDER BY 1, 2

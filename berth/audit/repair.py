@@ -24,15 +24,12 @@ from bus.service.environment import Environment
 from placement_worker.service import PlacementService
 from placement_worker.store.postgres_rows import PostgresPlacementRows
 from scheduler_worker.records.object_records import ChangeActor
-from scheduler_worker.store import object_rows as objects
+from scheduler_worker.store import object_rows
 
 log = structlog.get_logger(__name__)
 
-
 # With more at a time there is rather one cause, for a person to look at: none is repaired then.
 MAX_AT_ONCE = 50
-
-
 _ATTEMPTS = """
 SELECT uuid::text, attempt FROM consumers
 WHERE uuid = ANY($1::uuid[]) AND released_at IS NULL AND attempt > 0 ORDER BY uuid
@@ -96,7 +93,7 @@ async def enter(env: Environment, repairs: dict[str, AuditRepair], actor: str, r
     ]
     try:
         async with database.raw() as connection:
-            rows = objects.ObjectRows(connection)
+            rows = object_rows.ObjectRows(connection)
             await rows.lock_objects()
             await rows.write_objects(changed, ChangeActor(actor, reason, env.clock.time()))
     finally:

@@ -60,14 +60,8 @@ class Exit(IntEnum):
 
 
 OPEN_TIMEOUT_S = 10.0
-
-
 QUERY_TIMEOUT_S = 10.0
-
-
 CLOSE_TIMEOUT_S = 2.0
-
-
 MAX_IN_QUESTION = 10  # of a cell, in a prompt
 
 
@@ -80,32 +74,17 @@ def parse_uuid(text: str) -> str:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-
-
 Timeout = Annotated[float, typer.Option("--timeout", min=0.1, max=86_400, help="Seconds to wait at most.")]
 
-
 By = Annotated[str | None, typer.Option("--by", help="Who decides; else the user and host of this command.")]
-
-
 Yes = Annotated[bool, typer.Option("--yes", help="Do not prompt; off a terminal nothing is done without it.")]
-
-
 Reason = Annotated[str, typer.Option("--reason", help="The reason, for the record.")]
-
-
 Wait = Annotated[bool, typer.Option("--wait", help="Wait for the end; exit status 1 when it failed.")]
-
-
 Instance = Annotated[str, typer.Argument(help="The instance's UUID.", parser=parse_uuid, metavar="UUID")]
-
 
 T = TypeVar("T")
 
-
 out = Console(highlight=False)
-
-
 err = Console(stderr=True, highlight=False)
 
 

@@ -17,11 +17,7 @@ from bus.transport import BusError
 
 # After this long without an event, a client queries.
 SILENCE_S = 1.0
-
-
 ASK_TIMEOUT_S = 10.0
-
-
 # Requests queried in one silence; the others are queried in the next.
 MAX_QUERIED = 200
 

@@ -1,1 +1,1 @@
-"""config."""
+"""The settings of a site, and the addresses, schemas and ports that follow from them."""

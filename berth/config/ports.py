@@ -1,4 +1,4 @@
-"""ports: split from a larger module."""
+"""The ports of private servers: which are free, and given to nobody else."""
 
 from __future__ import annotations
 
@@ -12,14 +12,8 @@ from pathlib import Path
 
 # Ports of ours are drawn from this many just below those that the system gives out, and none of them below the lowest.
 PORTS = 12_000
-
-
 LOWEST_PORT = 10_000
-
-
 PORT_TRIES = 100
-
-
 # The ports given last, this many, are kept from all other tests; their servers need seconds to bind them.
 KEPT_PORTS = 256
 

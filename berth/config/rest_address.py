@@ -19,20 +19,10 @@ from placement_worker.rest.auth import noauth2_may_listen
 from placement_worker.rest.config import RestConfig, with_oslo_conf
 
 LOOPBACK = "127.0.0.1"
-
-
 DEFAULT_PORT = 8778
-
-
 TOKEN_FILE = "placement.token"
-
-
 DIGESTS_FILE = "placement-tokens.toml"
-
-
 TOKEN_BYTES = 32
-
-
 _TOKEN_LENGTH = len(secrets.token_urlsafe(TOKEN_BYTES))
 
 

@@ -11,26 +11,13 @@ from msgspec import Struct
 from bus.persistence.revision import APPLIED, OLDEST, REVISION_TABLES, Revisions, known_revisions
 
 CELL_PREFIX = "cell_"
-
-
 PLACEMENT = "placement"
-
-
 SCHEDULER = "scheduler"
-
-
 IRONIC_SYNC = "ironic_sync"
-
-
 IRONIC_SYNC_PREFIX = "ironic_sync_"  # one of several Ironics
-
-
 PREFIXES = (CELL_PREFIX, IRONIC_SYNC_PREFIX)
 
-
 _NAMES = "SELECT nspname FROM pg_namespace WHERE nspname = ANY($1) OR nspname ^@ ANY($2) ORDER BY nspname"
-
-
 _RELATIONS = """
 SELECT relname FROM pg_class WHERE relnamespace = $1::text::regnamespace AND relkind IN ('r', 'p', 'v', 'm', 'S')
 ORDER BY relname

@@ -28,11 +28,7 @@ from placement_worker.config import PlacementConfig
 from scheduler_worker.config import SchedulerConfig
 
 MEMORY = "memory://"
-
-
 EMBEDDED = "embedded"
-
-
 FILE_NAME = "berth.toml"
 
 

@@ -35,13 +35,8 @@ from bus.transport import Transport
 
 log = structlog.get_logger("site")
 
-
 RUNTIME_FILE = "runtime.json"
-
-
 MAX_URL_BYTES = 4096  # of a file with the URL of a cell's bus
-
-
 HEARTBEAT_S = 5.0  # how often a worker publishes its heartbeat (`berth workers`)
 
 
@@ -263,8 +258,6 @@ def write_runtime(state: Path, runtime: Runtime) -> Callable[[], None]:
 
 # A worker waits for a database without end; who only asks which cells there are does not.
 DECISIONS_TIMEOUT_S = 5.0
-
-
 _DECISIONS = "SELECT name, body FROM objects WHERE kind = $1 ORDER BY name"
 
 

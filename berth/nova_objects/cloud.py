@@ -14,17 +14,10 @@ from nova_scheduler.cloud.rest import AggregateRow, NovaRefused, NovaRest
 
 T = TypeVar("T")
 
-
 MAX_PROJECTS = 20_000  # whose quotas are read, each by a request
-
-
 Amount = Annotated[int, Bound(ge=0, lt=2**31)]
-
-
 # A project that Keystone no longer has; Nova keeps its server groups, and accesses to flavors.
 NO_PROJECT = frozenset(f"nova.http_{status}" for status in (400, 404))
-
-
 # Limits of Keystone that are Nova's: `servers`, and `class:VCPU` and the like.
 SERVERS, CLASS = "servers", "class:"
 

@@ -17,11 +17,7 @@ from nova_scheduler.request.resource_request import POLICY, specs_of_query
 
 # Extra specs that only berth reads.
 OURS = re.compile(r"^(berth:|root_required$|same_subtree$|in_tree|trait[^:]*:in:)")
-
-
 PREFERRED = "preferred"
-
-
 Row = tuple[ObjectKind, str, Mapping[str, Any]]
 
 

@@ -21,18 +21,10 @@ from scheduler_worker.records.object_records import body_of
 from scheduler_worker.selection.flavor import FlavorInvalid, parse
 
 MIB_OF_GIB = 1024
-
-
 # Nova's own limits that berth has, and their names here. One of cores bounds shared and dedicated ones together.
 CORES = "cores"
-
-
 LIMITS = {CORES: "VCPU", "ram": "MEMORY_MB", "instances": INSTANCES}
-
-
 DEDICATED = "PCPU"
-
-
 NONE = "none"
 
 

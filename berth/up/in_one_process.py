@@ -88,11 +88,7 @@ def kept_in(site: Site) -> Path:
 
 
 DATABASE_NAME = "postgres"
-
-
 FIRST_PLACEMENT = "placement1"
-
-
 OTHER_SCHEMAS = frozenset(f"database.{one}_schema" for one in ("other", "newer", "foreign"))
 
 
@@ -268,17 +264,9 @@ def _numbered(name: str, count: int) -> list[str]:
 # The hosts are waited for this long after the workers are ready; a compute service tries again to report its inventory
 # within ten seconds at the latest.
 WAIT_S = 30.0
-
-
 ASK_S = 0.2
-
-
 MIN_ASK_S, MAX_ASK_S = 0.1, 5.0  # the time-out of one query
-
-
 MAX_SERVICES = 1000  # of one answer
-
-
 MAX_NAMED = 5  # services in a sentence
 
 

@@ -29,22 +29,12 @@ from bus.contracts.queues import project_bus
 from placement_worker.rest.config import RestConfig
 
 LOOK_S = 0.2
-
-
 # One worker may die so often within so long; past it something is wrong that a restart does not mend.
 MAX_DEATHS = 5
-
-
 WITHIN_S = 60.0
-
-
 # The first restart comes at once, each further one within that time waits longer.
 PAUSE_S = 0.5
-
-
 LONGEST_PAUSE_S = 8.0
-
-
 # A worker that stands still is aborted, which prints its stacks into its log, and after so long it is killed.
 ABORT_S = 5.0
 
@@ -134,14 +124,8 @@ async def supervised(supervisor: Supervisor, stop: asyncio.Event) -> None:
 # A worker is one core's worth of Python at most. Broker and database take about half of a busy machine, so the other
 # half is dealt out: a quarter of the cores each to schedulers and placement workers, a quarter to each cell's pair.
 CORES_PER_WORKER = 4
-
-
 MAX_WORKERS = 16
-
-
 MAX_PER_CELL = 8
-
-
 MAX_COMPUTES = 64  # of a cell, as `up.computes_per_cell`
 
 

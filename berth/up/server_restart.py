@@ -18,35 +18,19 @@ from bus.transport import BusError
 
 log = structlog.get_logger(__name__)
 
-
 Notify = Callable[[str], None]
-
-
 Probe = Callable[[], Awaitable[None]]
 
-
 CHECK_INTERVAL_S = 0.2
-
-
 # Before the second start and every later one (the disk may be full); the first follows at once.
 RESTART = RetryPolicy(first_s=0.5, longest_s=30.0, least=1.0)
-
-
 # A server that ends within this time after its start counts as one that did not start.
 STABLE_S = 60.0
-
-
 # A server is tried this often; one that does not work this many times in a row is ended. Its length of a minute and
 # more is intended: a busy machine makes a server slow, and not broken.
 PROBE_INTERVAL_S = 20.0
-
-
 PROBE_TIMEOUT_S = 60.0
-
-
 MAX_FAILED_PROBES = 3
-
-
 MAX_REASON = 300
 
 

@@ -24,17 +24,9 @@ from bus.transport import BusError
 from compute_sim.config import SimulatedConfig
 
 API_VHOST = "berth"
-
-
 HOSTS_KNOWN_S = 300.0  # a hundred thousand hosts take minutes to report
-
-
 MAX_SERVICES = 1_000
-
-
 ANSWERS_IN_A_ROW = 4  # a scheduler: whichever is free answers
-
-
 ASK_AGAIN_S = 0.1
 
 

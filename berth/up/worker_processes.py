@@ -25,14 +25,8 @@ from bus.service.watchdog import PING
 
 # A worker whose event loop stands still for so long is ended. An honest worker's loop never does for more than seconds.
 STALL_S = 60.0
-
-
 MAX_DATAGRAMS = 1000  # read at one look
-
-
 MAX_BYTES = 4096
-
-
 CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: put there by the kernel
 
 
@@ -86,17 +80,9 @@ class WatchdogPings:
 
 
 READY_TIMEOUT_S = 60.0
-
-
 POLL_S = 0.05
-
-
 PROBE_TIMEOUT_S = 2.0
-
-
 METRICS_TIMEOUT_S = 20.0  # unlike a probe it is not repeated
-
-
 # For clients of http://127.0.0.1: one that may need TLS reads every authority's certificate first (20 ms). Trusts none.
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 

@@ -17,55 +17,27 @@ from bus.contracts.build import TERMINAL_STATES, BuildEvent, BuildState
 
 # Events that one follower may fall behind by; then it gets an event to read anew.
 MAX_BEHIND = 1_000
-
-
 MAX_FOLLOWERS = 200
-
-
 # Of these, those of one caller: one reader alone would take all, and nobody would see the first page move.
 MAX_FOLLOWERS_OF_CALLER = 50
-
-
 # Of these, those of one project's callers, and of all projects' callers: the others are for readers and operators.
 MAX_FOLLOWERS_OF_PROJECT = 20
-
-
 MAX_FOLLOWERS_OF_PROJECTS = 150
-
-
 # Builds that are in flight and remembered; of more than these the oldest are no longer counted.
 MAX_IN_FLIGHT = 200_000
-
-
 # ... and of one that has not ended after so long, its end was missed: the connection was unavailable.
 MAX_IN_FLIGHT_S = 3600.0
-
-
 # Ended builds that are remembered: another scheduler's older event may come after it.
 MAX_ENDED = 10_000
-
-
 IN_FLIGHT = frozenset({BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUILDING})
-
-
 # Seconds of history on the page, and latencies kept for its percentiles.
 HISTORY_S = 300
-
-
 MAX_LATENCIES = 2_000
-
-
 # Failures that the page lists.
 MAX_FAILURES = 20
-
-
 # Instances that their hosts do not run any more: so many are remembered, for so long, until they are deleted.
 INSTANCE_LOST = "instance.lost"
-
-
 MAX_LOST = 10_000
-
-
 LOST_FOR_S = 86_400.0
 
 

@@ -96,7 +96,7 @@ def _of_hosts() -> dict[str, _Operation]:
         RemovalBody,
         TargetBody,
     )
-    from berth.web.pages.fleet import (
+    from berth.web.pages.fleet import (  # noqa: PLC0415
         CellView,
         HostDetail,
     )
@@ -127,7 +127,7 @@ def _of_hosts() -> dict[str, _Operation]:
 
 
 def _of_objects() -> dict[str, _Operation]:
-    from berth.web.pages.objects import (
+    from berth.web.pages.objects import (  # noqa: PLC0415
         SECTIONS,
         ChangeBody,
         GroupView,
@@ -169,7 +169,7 @@ def _of_objects() -> dict[str, _Operation]:
 
 
 def _of_dead_letters() -> dict[str, _Operation]:
-    from berth.web.pages.dead_letters import (
+    from berth.web.pages.dead_letters import (  # noqa: PLC0415
         DeadLetterCount,
         DeadLettersPurged,
         DeadLettersReplayed,
@@ -187,7 +187,7 @@ def _of_dead_letters() -> dict[str, _Operation]:
 
 
 def _of_quarantine() -> dict[str, _Operation]:
-    from berth.web.pages.quarantine import (
+    from berth.web.pages.quarantine import (  # noqa: PLC0415
         BreakersAfterReset,
         BreakersReset,
         BreakerView,

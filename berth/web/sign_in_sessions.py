@@ -28,17 +28,9 @@ from bus.service.settings import SettingsError, read_toml
 from placement_worker.rest.auth import Auth, Caller
 
 SESSION_COOKIE = "berth_session"
-
-
 SESSION_S = 12 * 3600.0
-
-
 MAX_SESSIONS = 1_000
-
-
 MAX_SESSIONS_OF_TOKEN = 20
-
-
 MAX_TOKEN_BYTES = 512
 
 
@@ -65,7 +57,6 @@ class WebCaller(Struct, frozen=True):
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
-
 LOCAL = WebCaller("local", WebRole.OPERATOR)
 
 
@@ -80,11 +71,7 @@ class _TokenRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 # The permissions that the roles of a Keystone token give here, as OpenStack's secure RBAC means them.
 OPERATOR_ROLE = "admin"
-
-
 SYSTEM_ROLES = frozenset({"reader", "member", "manager"})
-
-
 PROJECT_ROLES = frozenset({"member", "manager"})
 
 

@@ -300,20 +300,12 @@ class ChangeMachine(Message, MachineCommand, frozen=True, kw_only=True, tag="com
 
 # The code of a change whose machine is not on its host: nothing could be changed, or changed back.
 MACHINE_ABSENT = "machine.absent"
-
-
 # The code of a change that the driver does not have: nothing was begun, and another time would bring the same.
 UNSUPPORTED = "change.unsupported"
-
-
 # The code of what could be done in another cell only, and may not be.
 ACROSS_CELLS = "action.across_cells"
-
-
 # The code of a departure that was commanded for another attempt than the newest of the instance.
 OTHER_ATTEMPT = "action.other_attempt"
-
-
 # The code of a rescue that was begun and has failed: its own system may not run either, and unrescuing is the way back.
 RESCUE_FAILED = "rescue.failed"
 

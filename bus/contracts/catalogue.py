@@ -14,8 +14,8 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from bus.contracts import actions as moves
 from bus.contracts import (
+    actions,
     build,
     cell,
     drains,
@@ -26,11 +26,11 @@ from bus.contracts import (
     objects,
     operations,
     placement,
+    placement_queries,
     recovery,
+    waiting_builds,
     workers,
 )
-from bus.contracts import placement_queries as book
-from bus.contracts import waiting_builds as waiting
 from bus.contracts.base import Message, Refusal, tag_of
 from bus.contracts.queues import (
     API,
@@ -182,17 +182,17 @@ MESSAGES: tuple[MessageRow, ...] = (
         public=True,
     ),
     clients_request(
-        moves.ActionRequest,
+        actions.ActionRequest,
         "instance.action.{project_id}",
         "request_id; the same id with other content is refused (request.duplicate)",
-        reply=moves.ActionAccepted,
+        reply=actions.ActionAccepted,
     ),
     of_requests(
-        moves.ActionEvent,
+        actions.ActionEvent,
         "instance.event.{state}.{project_id}",
         "instance_uuid and sequence; a terminal one request_id",
     ),
-    query(moves.ActionQuery, moves.ActionPage, "instance.query", by=(OPERATOR, GATEWAY)),
+    query(actions.ActionQuery, actions.ActionPage, "instance.query", by=(OPERATOR, GATEWAY)),
     query(drains.DrainQuery, drains.DrainPlan, "hosts.drain.query"),
     operators_command(
         drains.DrainStart,
@@ -292,13 +292,29 @@ MESSAGES: tuple[MessageRow, ...] = (
     placement_read(feed.ChangesRequest, feed.ChangesPage, "placement.changes", by=(SCHEDULER, OPERATOR)),
     placement_read(feed.SnapshotRequest, feed.SnapshotPage, "placement.snapshot", by=(SCHEDULER, OPERATOR)),
     placement_read(placement.LocateRequest, placement.LocatePage, "placement.locate"),
-    placement_read(book.AllocationsQuery, book.AllocationsPage, "placement.allocations"),
-    placement_read(book.CellConsumersQuery, book.CellConsumersPage, "placement.cell"),
-    placement_read(book.ServiceHostsQuery, book.ServiceHostsPage, "placement.service"),
-    placement_read(book.HostTreeQuery, book.HostTree, "placement.tree", by=(OPERATOR, SCHEDULER), public=True),
-    placement_read(book.GroupMembersQuery, book.GroupMembersPage, "placement.group", by=(OPERATOR,), public=True),
+    placement_read(placement_queries.AllocationsQuery, placement_queries.AllocationsPage, "placement.allocations"),
+    placement_read(placement_queries.CellConsumersQuery, placement_queries.CellConsumersPage, "placement.cell"),
+    placement_read(placement_queries.ServiceHostsQuery, placement_queries.ServiceHostsPage, "placement.service"),
     placement_read(
-        book.ProjectUsageQuery, book.ProjectUsagePage, "placement.usage", by=(OPERATOR, SCHEDULER), public=True
+        placement_queries.HostTreeQuery,
+        placement_queries.HostTree,
+        "placement.tree",
+        by=(OPERATOR, SCHEDULER),
+        public=True,
+    ),
+    placement_read(
+        placement_queries.GroupMembersQuery,
+        placement_queries.GroupMembersPage,
+        "placement.group",
+        by=(OPERATOR,),
+        public=True,
+    ),
+    placement_read(
+        placement_queries.ProjectUsageQuery,
+        placement_queries.ProjectUsagePage,
+        "placement.usage",
+        by=(OPERATOR, SCHEDULER),
+        public=True,
     ),
     of_placement(
         feed.FeedChanges, "placement.event.changes", "each change's sequence", where=API, persistent=True, public=True
@@ -308,15 +324,17 @@ MESSAGES: tuple[MessageRow, ...] = (
     to_conductor(cell.CellBuild, "cell.build", "instance_uuid"),
     to_conductor(cell.CellBuildQuery, "cell.build.query", "instance_uuid; the answer may be published more than once"),
     to_conductor(cell.CellDelete, "cell.delete", "instance_uuid", by=(SCHEDULER, CONDUCTOR, OPERATOR)),
-    to_conductor(moves.CellAction, "cell.action", "request_id"),
-    to_conductor(moves.CellActionQuery, "cell.action.query", "request_id; the answer may be published more than once"),
-    to_conductor(moves.CellTransferOut, "cell.transfer", "request_id and attempt"),
+    to_conductor(actions.CellAction, "cell.action", "request_id"),
+    to_conductor(
+        actions.CellActionQuery, "cell.action.query", "request_id; the answer may be published more than once"
+    ),
+    to_conductor(actions.CellTransferOut, "cell.transfer", "request_id and attempt"),
     to_conductor(operations.CellFence, "cell.fence", "host_uuid and version; an older version is ignored"),
     for_operators(operations.HostFence, "host.fence", "host_uuid, version and state"),
     of_conductor(recovery.CellRecovering, "cell.recovering", "query_id"),
     to_conductor(recovery.CellKnown, "recovery.known.{process}", "query_id", persistent=False),
-    to_compute(moves.ChangeMachine, "compute.change.{service}", "instance_uuid, attempt and change_number"),
-    result_of_compute(moves.MachineChanged, "compute.changed", "instance_uuid, attempt and change_number"),
+    to_compute(actions.ChangeMachine, "compute.change.{service}", "instance_uuid, attempt and change_number"),
+    result_of_compute(actions.MachineChanged, "compute.changed", "instance_uuid, attempt and change_number"),
     to_compute(cell.Spawn, "compute.spawn.{service}", "instance_uuid and attempt"),
     to_compute(cell.Destroy, "compute.destroy.{service}", "instance_uuid and attempt"),
     to_compute(
@@ -340,7 +358,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     asked_of_compute(cell.RescanHosts, "compute.rescan.{service}", "requests a report"),
     of_compute(cell.ComputeHosts, "compute.hosts.{service}", "service, epoch and sequence"),
     of_compute(cell.Heartbeat, "compute.heartbeat.{service}", "service, epoch and sequence"),
-    of_compute(waiting.BuildsWaiting, "compute.waiting.{service}", "replaces the one before"),
+    of_compute(waiting_builds.BuildsWaiting, "compute.waiting.{service}", "replaces the one before"),
     of_conductor(cell.ServiceStates, "services.states", "cell, term, number and page"),
     of_conductor(cell.RingMembers, "services.ring.{ring}", "ring, term and number"),
     of_conductor(cell.ServiceSuperseded, "compute.superseded.{service}", "service and epoch"),
@@ -373,8 +391,8 @@ OPERATORS: Mapping[type[Message], Mapping[str, frozenset[Any] | None]] = {
         "image_source": None,  # an address that Ironic reads for it, with Ironic's own rights
         "volumes": None,  # an address that a node connects to
     },
-    moves.ActionRequest: {
-        "kind": frozenset({moves.ActionKind.MIGRATE, moves.ActionKind.LIVE_MIGRATE, moves.ActionKind.EVACUATE}),
+    actions.ActionRequest: {
+        "kind": frozenset({actions.ActionKind.MIGRATE, actions.ActionKind.LIVE_MIGRATE, actions.ActionKind.EVACUATE}),
         "image_source": None,
         "host": None,
         "forced": None,  # past the filters

@@ -12,11 +12,7 @@ from bus.contracts.placement import MAX_NAMED, ProviderState
 
 # Of one answer. A larger tree or project list is cut off there, and `more` is set.
 MAX_TREE = 500
-
-
 MAX_CONSUMERS = 5_000
-
-
 MAX_PROJECTS = 1_000
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from bus.contracts import feed, nova_calls, placement, workers
-from bus.contracts import placement_queries as book
+from bus.contracts import feed, nova_calls, placement, placement_queries, workers
 from bus.contracts.catalogue import DOOR_KEY, MESSAGES, OPERATORS, OPERATORS_KEY, PLACEHOLDER, MessageRow
 from bus.contracts.queues import CLIENT, FRONTEND, GATEWAY, OPERATOR, Where
 
 # The kind of bus on which each worker publishes its messages of both kinds.
-HOMES = dict.fromkeys(("cell_conductor", "compute_sim"), Where.CELL)
+HOMES = dict.fromkeys(("cell_conductor", "compute_agent"), Where.CELL)
 
 
 # What a frontend of Nova publishes: of a scheduler's messages those that neither build nor command.
 _OF_FRONTENDS = (
-    book.AllocationsQuery,
-    book.ProjectUsageQuery,
+    placement_queries.AllocationsQuery,
+    placement_queries.ProjectUsageQuery,
     feed.ChangesRequest,
     feed.SnapshotRequest,
     nova_calls.NovaCall,

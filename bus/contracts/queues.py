@@ -51,9 +51,9 @@ def is_project_bus(bus: str) -> bool:
 
 # The packages of the workers, and who else publishes and consumes.
 SCHEDULER, PLACEMENT, CONDUCTOR = "scheduler_worker", "placement_worker", "cell_conductor"
-COMPUTE, IRONIC, GATEWAY = "compute_sim", "ironic_sync", "gateway"
+COMPUTE, IRONIC, GATEWAY = "compute_agent", "ironic_sync", "gateway"
 CLIENT, OPERATOR = "client", "operator"
-FRONTEND = "nova"  # a frontend of Nova publishes some of a scheduler's messages
+FRONTEND = "nova_scheduler"  # a frontend of Nova publishes some of a scheduler's messages
 
 
 class QueueKind(StrEnum):

@@ -26,7 +26,7 @@ REPLY_PREFIX = "berth.reply."  # + the requester's process + a random word
 _PROCESSES: Mapping[str, str] = {
     PLACEMENT: "placement",
     SCHEDULER: "scheduler",
-    FRONTEND: FRONTEND,
+    FRONTEND: "nova",
     CONDUCTOR: "conductor",
     COMPUTE: "compute",
     IRONIC: "ironic-sync",

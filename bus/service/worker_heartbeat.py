@@ -16,14 +16,8 @@ from bus.service.service import WorkerRuntime
 from bus.transport import BusError
 
 MAX_NOT_READY = 16
-
-
 MAX_QUEUES = 64
-
-
 MAX_TEXT = 255
-
-
 LEAVE_S = 1.0
 
 

@@ -1,1 +1,1 @@
-"""hosts."""
+"""The hosts of a cell: leases of their compute services, fences, hosts that two services list."""

@@ -2,6 +2,11 @@
 fences.
 """
 
+# Every conductor has all fences of its cell; they are few. The effects of a fence are recorded in one transaction that
+# holds the fence, and counts the machines that are abandoned. The command to destroy one waits in the service's queue;
+# a host that comes back and lists a machine which its record proves over is sent the command again. A fence is ended
+# when a scan of its host from after the last one that was abandoned lists no such machine.
+
 from __future__ import annotations
 
 import asyncio
@@ -28,21 +33,11 @@ from cell_conductor.store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
 
-
 CHECK_S = 0.5  # between two looks at the fences that are to be ended
-
-
 RECENT_S = 2.0  # a copy that was read longer ago does not prove that a fence is not on record
-
-
 RELOAD_S = 30.0  # the record is read again after this, in case a message of another conductor was lost
-
-
 PUBLISH_S = 60.0  # between two messages about all fences on record
-
-
 NO_UUID = "00000000-0000-0000-0000-000000000000"
-
 
 _version_of = attrgetter("version")
 

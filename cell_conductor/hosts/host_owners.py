@@ -1,4 +1,8 @@
-"""host_owners: split from a larger module."""
+"""Hosts that two compute services list: which of the two has them."""
+
+# Placement keeps which service has a host and refuses the inventory of a second one; the conductor has the states and
+# listings of the services. One conductor of the cell, the leader of its leases, notifies the owner of such a host, or
+# releases the hosts.
 
 from __future__ import annotations
 

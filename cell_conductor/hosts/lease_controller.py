@@ -1,5 +1,9 @@
 """Keeps the leases of a cell's compute services: takes heartbeats, fails builds over, publishes who is down."""
 
+# Every conductor receives every heartbeat, suspects by itself and moves builds (each under its row's lock, so twice
+# does no harm). One of them, the leader (`lease.next_leader`), records the state of services, and publishes it. A
+# service that an operator has stated to be gone for good is deleted: nothing waits for its answers.
+
 from __future__ import annotations
 
 import math
@@ -30,73 +34,38 @@ from bus.transport import BusError
 from cell_conductor import metrics
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import Engine
-from cell_conductor.hosts.lease_table import LISTEN_HEARTBEATS, STEP_S, LeaseTable
+from cell_conductor.hosts.lease_table import LISTEN_HEARTBEATS, MAX_SERVICES, STEP_S, LeaseTable
 from cell_conductor.state.database_marks import Stated, is_behind
 from cell_conductor.state.events import InstanceEvent, ServiceLost
-from cell_conductor.state.lease import DEFAULT_HEARTBEAT_S, MAX_SERVICES, STOPPED, Lease, LeaseState
+from cell_conductor.state.lease import DEFAULT_HEARTBEAT_S, STOPPED, Lease, LeaseState
 from cell_conductor.store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
 
-
 TICK_S = 0.25  # between two checks of the leases; changes within it are published together
-
-
 SERVICE_STATES_INTERVAL_S = (
     STEP_S / 2
 )  # between two messages about service states when nothing has changed; conductors measure silence by them
-
-
 LEADERSHIP_S = 5.0  # a leader that does not renew its lease is replaced after this
-
-
 RENEW_LEADERSHIP_S = 2.0
-
-
 FAIL_OVER_AGAIN_S = 5.0  # builds that came to a service that is down all the same are looked for this often
-
-
 # For so long after the database may have lost commits: the results that they recorded come again first.
 AFTER_DISCONNECT_S = 10.0
-
-
 ASK_AGAIN_S = 30.0  # while no scheduler answers what the top has heard of the database
-
-
 FARTHEST_INCARNATION = 1000  # no database is restored more often than this between two of its copies
-
-
 MAX_RECOVERIES_BY_ONE = (
     10  # recoveries that one service alone may begin while this process runs: it may be out of its mind
 )
-
-
 # Who states a later incarnation was commanded by it: its conductor, if it lives, is heard within this, also where
 # another one takes over.
 RIVAL_S = LEADERSHIP_S + 2 * RENEW_LEADERSHIP_S + SERVICE_STATES_INTERVAL_S
-
-
 PER_PAGE = 1000
-
-
 MAX_PAGES = 100
-
-
 PURGE_BATCH = 1000
-
-
 LOGGED_RINGS = 10
-
-
 MAX_NAMED = 5  # instances that a refusal names
-
-
 UP = "service.up"
-
-
 STATE_UNKNOWN = "service.state_unknown"
-
-
 HAS_INSTANCES = "service.has_instances"
 
 

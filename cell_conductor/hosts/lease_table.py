@@ -1,5 +1,11 @@
 """Which compute services of a cell are up: its failure detector. It suspects; it never declares a service dead."""
 
+# A service holds a lease, and each heartbeat or host report renews it. Time is counted only while the bus delivers:
+# each delivery advances the clock by the time since the previous one, by `STEP_S` at most. So a conductor that was
+# paused, disconnected, or whose broker stood still suspects no service because of that.
+# The effects of a suspicion can be taken back: new builds go elsewhere, and so do builds under way that have another
+# host to go to. A machine that the service may run is destroyed by its own fence.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,21 +14,19 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.cell import Heartbeat
-from cell_conductor.state.lease import DEFAULT_HEARTBEAT_S, MAX_SERVICES, Lease, LeaseState, StatePeriod
+from cell_conductor.state.lease import DEFAULT_HEARTBEAT_S, Lease, LeaseState, StatePeriod
+
+# At most this many services are kept; further ones are never suspected.
+MAX_SERVICES = 100_000
 
 # The most that a pause between two deliveries counts. The leader's service states arrive more often than that.
 STEP_S = 2.0
 
-
 # A service that misses this many heartbeats in a row leaves its ring: its free nodes go to the others. That does no
 # harm if the service lives, so it is sooner than silence.
 RING_MISSED = 3
-
-
 # This many heartbeats of the slowest service have to have been due before it is known which services are up.
 LISTEN_HEARTBEATS = 1.5
-
-
 # A service may send one an hour. What it states later still begins a recovery.
 MAX_LISTEN_S = 30.0
 
@@ -272,6 +276,4 @@ class LeaseTable:
 
 
 _LAST = 2**63 - 1
-
-
 _NONE = -1  # below every epoch and every sequence

@@ -2,6 +2,10 @@
 request, result or report is taken.
 """
 
+# What the compute services list decides, with what the schedulers and placement have; `reconcile` has the rules. All is
+# idempotent: a conductor that dies is followed from the listings on, under the same incarnation of the database. What
+# cannot be known keeps a blocked reason, is looked at again and again, and holds up nothing else.
+
 from __future__ import annotations
 
 from bisect import bisect_right
@@ -39,34 +43,15 @@ from cell_conductor.store.port import InstanceStore, LockingTransaction, Unreada
 
 log = structlog.get_logger(__name__)
 
-
 LOOK_S = 0.5  # between two looks whether there is something to do
-
-
 ACCEPTANCE_POLL_S = 10.0  # until it is looked whether an operator has accepted the losses
-
-
 AGAIN_S = 2.0  # a server or a service has not answered
-
-
 LATE_S = 30.0  # between two looks at what is listed late
-
-
 MAX_TRIES = 5  # a service that is up and does not list is as one that is down
-
-
 MAX_PAGES = 1_000  # of one service
-
-
 MAX_BATCH = 200  # instances of one transaction
-
-
 MAX_BLOCKED = 1_000  # that are looked at at once; others come again with their deadline
-
-
 LOGGED = 10
-
-
 VERBS = {DESTROY: Verb.DESTROY, ADOPT: Verb.ADOPT}
 
 

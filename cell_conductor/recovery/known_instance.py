@@ -23,11 +23,7 @@ _POWERS = {
     Condition.OFFLOADED: Power.SHELVED,
     Condition.RESCUED: Power.RESCUED,
 }
-
-
 _DELETED = (BuildState.DELETING, BuildState.DELETED)
-
-
 _MAPPED = (BuildState.SCHEDULED, BuildState.BUILDING, BuildState.ACTIVE, *_DELETED)
 
 

@@ -25,18 +25,10 @@ from cell_conductor.rules.recovery_facts import KnownInstance
 
 log = structlog.get_logger(__name__)
 
-
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 30.0  # for an answer; a scheduler that dies with it gives it to another
-
-
 MAX_PARTS = 20_000  # of some hundred instances each: no cell has so many
-
-
 MAX_OWN = 2_000  # of the cell's instances in one part
-
-
 LAST_UUID = "ffffffff-ffff-ffff-ffff-ffffffffffff"
-
 
 # The cell's instances behind one uuid and up to another ("": no end), in order, and at most so many.
 OwnInstances = Callable[[str, str, int], Awaitable[Sequence[str]]]

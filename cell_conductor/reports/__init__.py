@@ -1,1 +1,1 @@
-"""reports."""
+"""What hosts report, compared with the records: breaker, quarantine, reservations."""

@@ -1,4 +1,7 @@
-"""listings: split from a larger module."""
+"""What compute services have listed of their hosts, page by page, as one conductor has received it."""
+
+# A host may pass from one service of its cell to another: the first then leaves it out. While a service that is up goes
+# on listing it, the report of another one proves nothing about the machines that the first one has there.
 
 from __future__ import annotations
 
@@ -39,8 +42,6 @@ def is_complete(report: ComputeHosts, pages: Collection[int]) -> bool:
 
 # At most this many hosts of all services are remembered; one that lists more counts as not having listed all.
 MAX_HOSTS = 1_000_000
-
-
 NO_RING = (0, 0)
 
 

@@ -1,5 +1,5 @@
-"""Compares a compute service's report with what is on record for its hosts, and says what a record proves about a
-machine on a host: only a machine that is proved to be over is destroyed.
+"""Compares a compute service's report with what is on record for its hosts. Only a machine that is proved to be over is
+destroyed. Pure.
 """
 
 from __future__ import annotations
@@ -13,12 +13,7 @@ from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, Running
 from cell_conductor.state.desired_state import DELETE_REQUESTED, EXPECTED, MachineTarget, desired_state_of
 from cell_conductor.state.events import Event, MachineMissing, MachineRunning
 from cell_conductor.state.instance import MACHINE_EXISTS, BlockedReason, InstanceSummary, State
-from cell_conductor.state.ownership_proof import (
-    changed_recently,
-    is_desired_here,
-    is_provably_ended,
-    rescan_id,
-)
+from cell_conductor.state.ownership_proof import changed_recently, is_desired_here, is_provably_ended, rescan_id
 from cell_conductor.state.unknown_machine import (
     NEWER,
     NO_OWNER_TAG,
@@ -33,7 +28,6 @@ from cell_conductor.state.unknown_machine import (
 )
 
 CONTRADICTED = "what is known of its instance contradicts itself"
-
 
 Rescans: TypeAlias = Mapping[tuple[str, str], str]  # {(host, instance): rescan}
 

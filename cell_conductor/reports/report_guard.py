@@ -1,6 +1,11 @@
-"""Checks what hosts report before a report alone ends or destroys anything: breakers, quarantine, reservations of
-machines in quarantine, and hosts that placement has as another compute service's.
+"""Checks what hosts report before a report alone ends or destroys anything: breakers, quarantine, and reservations of
+machines in quarantine.
 """
+
+# A report without destructive events and unknown machines costs nothing here, and a page of one of all hosts a read of
+# the service's breaker. The reservations are level-triggered: a report names the machines that are reserved; if they
+# differ from the record, the service is sent the right ones. So no state is kept here, and any conductor of the cell
+# does it.
 
 from __future__ import annotations
 
@@ -34,16 +39,10 @@ from cell_conductor.store.port import InstanceStore, UnreadableRecords
 
 log = structlog.get_logger(__name__)
 
-
 # Foreign machines kept on record of one service; a neighbour may have a hundred thousand. The others are counted.
 MAX_FOREIGN = 1_000
-
-
 MAX_TRACKED = 200_000  # unknown machines remembered here, so that each is logged and counted once
-
-
 LOGGED_PER_PAGE = 20  # new ones logged of one page; the others are counted in one line
-
 
 # Of these events those that the table of states would act on now, with their records (`Engine.effective`).
 Effective = Callable[[Sequence[InstanceEvent]], Awaitable[list[tuple[InstanceEvent, Instance]]]]

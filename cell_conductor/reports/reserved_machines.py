@@ -1,4 +1,4 @@
-"""reserved_machines: split from a larger module."""
+"""What machines in quarantine take of their hosts, and where the reservations of a report differ from it. Pure."""
 
 from __future__ import annotations
 

@@ -29,13 +29,8 @@ _AT_REST = {
     Power.SHELVED: Condition.SHELVED,
     Power.RESCUED: Condition.RESCUED,
 }
-
-
 ACTION_LOST = "action.lost"
-
-
 TRANSFERRED_SINCE = "the instance has left the cell by it, and has come back since: its end is not known here"
-
 
 ENDS_ANOTHER = frozenset({ActionKind.CONFIRM, ActionKind.REVERT, ActionKind.ABORT})
 
@@ -49,8 +44,6 @@ class ActionEnd(Struct, frozen=True):
 
 
 DONE = ActionEnd(ActionState.DONE)
-
-
 DELETED = "instance.deleted"  # the code of an action that ended because its instance was deleted
 
 

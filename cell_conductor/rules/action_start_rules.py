@@ -1,11 +1,11 @@
-"""action_start_rules: split from a larger module."""
+"""Rules for the start and the abort of a request about an instance that is built. Pure."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
 from bus.contracts.actions import ACROSS_CELLS, ActionKind
-from cell_conductor.rules import cell_transfer_rules as departure_rules
+from cell_conductor.rules import cell_transfer_rules
 from cell_conductor.rules.action_events import DELETED, ENDS_ANOTHER, has_ended, refuse_busy, refuse_request, repeat_end
 from cell_conductor.rules.move_steps import CLAIMS, claim, enter_action, roll_back, start_in_place, start_with_claim
 from cell_conductor.state.events import ActionRequested, TransferRequested
@@ -14,11 +14,7 @@ from cell_conductor.state.step import Step, StepContext
 
 ABORTED = "action.aborted"
 
-
 _OF_SHELVED = frozenset({ActionKind.UNSHELVE, ActionKind.OFFLOAD, ActionKind.SHELVE, ActionKind.EVACUATE})
-
-
-# --- requests
 
 
 def start_action(instance: Instance, event: ActionRequested, context: StepContext) -> Step:
@@ -29,7 +25,7 @@ def start_action(instance: Instance, event: ActionRequested, context: StepContex
     if again is not None:
         return again
     if isinstance(event, TransferRequested) and event.attempt != instance.last_attempt:
-        return departure_rules.report_attempt(instance, event, context)
+        return cell_transfer_rules.report_attempt(instance, event, context)
     if (refusal := _action_blocker(instance, event.request.kind)) is not None:
         return refuse_request(instance, event, context, *refusal)
     if (refused := _refuse_other_flavor(instance, event, context)) is not None:
@@ -37,7 +33,7 @@ def start_action(instance: Instance, event: ActionRequested, context: StepContex
     if (refused := _refuse_transfer(instance, event, context)) is not None:
         return refused
     if isinstance(event, TransferRequested):
-        return departure_rules.start_transfer(instance, event, context)
+        return cell_transfer_rules.start_transfer(instance, event, context)
     if instance.state is State.OFFLOADED:
         if not event.request.selections:
             return refuse_request(instance, event, context, "action.no_host")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
-from cell_conductor.rules import cell_transfer_rules as departure_rules
+from cell_conductor.rules import cell_transfer_rules
 from cell_conductor.rules.action_events import refuse_request, repeat_end
 from cell_conductor.rules.reconcile import DESTROYING_DELETED
 from cell_conductor.state.commands import next_resend_at
@@ -68,7 +68,7 @@ def accept_transfer(instance: Instance, event: InstanceTransferredIn, context: S
     transfer = event.request.transfer
     assert transfer is not None
     is_late = transfer.attempt < instance.last_attempt
-    return Step(instance) if is_late else departure_rules.accept_transfer(instance, event, context)
+    return Step(instance) if is_late else cell_transfer_rules.accept_transfer(instance, event, context)
 
 
 def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:

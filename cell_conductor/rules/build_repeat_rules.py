@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from bus.contracts.actions import Condition
 from bus.contracts.build import BuildState
 from bus.contracts.cell import Selection
-from cell_conductor.rules import build_rules as rules
+from cell_conductor.rules import build_rules
 from cell_conductor.rules.build_rules import DESTROY_CODES
 from cell_conductor.state.desired_state import Work, desired_state_of
 from cell_conductor.state.events import BuildRequested, ClaimRefused, DeleteRequested
@@ -31,7 +31,7 @@ def restart_build(instance: Instance, event: BuildRequested, context: StepContex
         return _reemit(instance, event, BuildState.FAILED, context, terminal=not was_active)
     kept = next_attempt_record(instance)
     again = replace(kept, highest_attempt=max(kept.highest_attempt, event.attempt))
-    return rules.start_build(again, event, context)
+    return build_rules.start_build(again, event, context)
 
 
 def answer_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:

@@ -1,5 +1,8 @@
 """The rule of each transition: `rule(instance, event, context) -> Step`. The table selects the rule that applies."""
 
+# A rule may be called late or twice; if an attempt or a host does not match, the rule changes nothing, or destroys a
+# machine that should not run. Commands are the contract's own messages, ready to be sent.
+
 from __future__ import annotations
 
 from msgspec.structs import replace
@@ -10,7 +13,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, Spawn
 from bus.contracts.stages import StageTimes
 from cell_conductor.rules.action_events import DELETED, ActionEnd, after, end_action_with_instance
-from cell_conductor.state import step as steps
+from cell_conductor.state import step
 from cell_conductor.state.desired_state import COMMANDED, DELETE_REQUESTED, desired_state_of
 from cell_conductor.state.events import (
     BuildRequested,
@@ -43,15 +46,9 @@ from cell_conductor.state.step import Step, StepContext
 
 # The codes of attempts that their host has ended: because they were out of time, or without a query.
 TIMED_OUT = "spawn.timeout"
-
-
 ENDED_BY_HOST = "spawn.destroyed"
-
-
 # The code of an active instance that its host does not run any more.
 LOST = "instance.lost"
-
-
 DESTROY_CODES = "destroy."  # the prefix of the codes with which a host refuses to destroy
 
 
@@ -79,7 +76,7 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     passed = _with_attempt(adopted, NOT_COMMANDED, at=event.at, code=closed.code, reason=closed.reason)
     left = _without_closed(passed, event.at, context)
     if left.alternates:
-        return Step(steps.enter_claiming(left, State.BUILDING, event.at, context))
+        return Step(step.enter_claiming(left, State.BUILDING, event.at, context))
     return _without_host(left, event.at, context)
 
 
@@ -89,12 +86,12 @@ def _reclaim(instance: Instance, at: float, context: StepContext) -> Step:
     """
     unnumbered = replace(instance, selections=(instance.current, *instance.selections), attempt=UNKNOWN_ATTEMPT)
     reclaimed = _with_attempt(unnumbered, NOT_COMMANDED, at=at, reason="it is claimed anew")
-    return Step(steps.enter_claiming(reclaimed, State.BUILDING, at, context))
+    return Step(step.enter_claiming(reclaimed, State.BUILDING, at, context))
 
 
 def _without_host(instance: Instance, at: float, context: StepContext) -> Step:
-    over = replace(instance, code=NO_HOST, reason=steps.truncate(summary_of_attempts(instance)))
-    return Step(steps.enter_releasing(over, State.FAILED, at, context))
+    over = replace(instance, code=NO_HOST, reason=step.truncate(summary_of_attempts(instance)))
+    return Step(step.enter_releasing(over, State.FAILED, at, context))
 
 
 def _end_without_machine(instance: Instance, event: BuildRequested, refusal: Refusal, context: StepContext) -> Step:
@@ -103,11 +100,11 @@ def _end_without_machine(instance: Instance, event: BuildRequested, refusal: Ref
     # released.
     if event.is_query and refusal.code == MACHINE_EXISTS:
         return _end_failed(
-            replace(instance, code=refusal.code, reason=steps.truncate(refusal.reason)), event.at, context
+            replace(instance, code=refusal.code, reason=step.truncate(refusal.reason)), event.at, context
         )
     passed = _with_attempt(instance, NOT_COMMANDED, at=event.at, code=refusal.code, reason=refusal.reason)
-    over = replace(passed, code=refusal.code, reason=steps.truncate(refusal.reason))
-    return Step(steps.enter_releasing(over, State.FAILED, event.at, context))
+    over = replace(passed, code=refusal.code, reason=step.truncate(refusal.reason))
+    return Step(step.enter_releasing(over, State.FAILED, event.at, context))
 
 
 def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
@@ -119,9 +116,9 @@ def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) 
 def on_active(instance: Instance, event: Spawned | MachineRunning, context: StepContext) -> Step:
     """The current attempt runs: the instance is active, once the machine is certainly built."""
     # An older attempt is destroyed.
-    if not steps.is_current_attempt(instance, event):
+    if not step.is_current_attempt(instance, event):
         return destroy_superseded(instance, event, context)
-    instance = steps.with_current_service(instance, event)
+    instance = step.with_current_service(instance, event)
     if isinstance(event, MachineRunning) and not event.built:
         return Step(instance)
     here, warning = instance.current, event.warning if isinstance(event, Spawned) else ""
@@ -137,9 +134,7 @@ def on_active(instance: Instance, event: Spawned | MachineRunning, context: Step
         answered=True,
         queried=False,
     )
-    return steps.emit_event(
-        up, BuildState.ACTIVE, event.at, context, terminal=True, detail=("", steps.truncate(warning))
-    )
+    return step.emit_event(up, BuildState.ACTIVE, event.at, context, terminal=True, detail=("", step.truncate(warning)))
 
 
 def destroy_failed_attempt(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
@@ -175,15 +170,15 @@ def confirm_running(instance: Instance, event: Spawned | MachineRunning, context
     over, and that its host was not commanded to destroy, is destroyed.
     """
     desired = desired_state_of(instance)
-    is_here = steps.is_current_attempt(instance, event) and desired.current in COMMANDED
-    if is_here or (steps.is_source(instance, event) and desired.source in COMMANDED):
-        return Step(steps.with_current_service(instance, event))
+    is_here = step.is_current_attempt(instance, event) and desired.current in COMMANDED
+    if is_here or (step.is_source(instance, event) and desired.source in COMMANDED):
+        return Step(step.with_current_service(instance, event))
     return destroy_superseded(instance, event, context)
 
 
 def fail_over(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """The current attempt failed: clean up there, then claim the next alternate, or fail."""
-    if not steps.is_current(instance, event.attempt, event.host_uuid):
+    if not step.is_current(instance, event.attempt, event.host_uuid):
         return destroy_failed_attempt(instance, event, context)
     failed = _with_attempt(instance, "failed", at=event.at, code=event.code, reason=event.reason)
     failed = replace(failed, stage_times=_stamped(instance, event))
@@ -223,7 +218,7 @@ def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepConte
     """The host has ended the attempt that was being built: it was out of time, or it has failed without a query. It is
     not commanded to once more: a second service of the same name answers for machines that it has not.
     """
-    if event.attempt != instance.attempt or not steps.current_destroyed(instance, event):
+    if event.attempt != instance.attempt or not step.current_destroyed(instance, event):
         return Step(instance)
     if instance.queried:
         return Step(_fail_timed_out(instance, event, context).instance)
@@ -247,21 +242,21 @@ def build_on_alternate(instance: Instance, event: Claimed, context: StepContext)
 
 def release_alternate(instance: Instance, event: Claimed, context: StepContext) -> Step:
     """An alternate was claimed for an instance that is to be deleted: release it, no machine was built there."""
-    return Step(steps.enter_releasing(_with_claim(instance, event), State.DELETED, event.at, context))
+    return Step(step.enter_releasing(_with_claim(instance, event), State.DELETED, event.at, context))
 
 
 def no_alternate_left(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
     """No alternate could be claimed: release, so that a late copy of the claim is fenced, and end as failed."""
     # If another client holds the consumer, there is nothing of the instance to release.
-    skipped = steps.unclaimed_records(instance, event.outcomes, event.at)
+    skipped = step.unclaimed_records(instance, event.outcomes, event.at)
     tried = replace(instance, history=instance.history + skipped)
     if event.consumer_conflict:
         reason = event.reason or "another client holds this instance's allocation"
-        changed = replace(tried, code="placement.consumer_conflict", reason=steps.truncate(reason))
+        changed = replace(tried, code="placement.consumer_conflict", reason=step.truncate(reason))
         return _end_failed(changed, event.at, context)
     code, reason = claim_failure_reason(event, summary_of_attempts(tried))
-    over = replace(tried, code=code, reason=steps.truncate(reason))
-    return Step(steps.enter_releasing(over, State.FAILED, event.at, context))
+    over = replace(tried, code=code, reason=step.truncate(reason))
+    return Step(step.enter_releasing(over, State.FAILED, event.at, context))
 
 
 def end_unclaimed(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
@@ -270,21 +265,21 @@ def end_unclaimed(instance: Instance, event: ClaimRefused, context: StepContext)
     """
     if event.consumer_conflict:
         return _end_deleted(instance, event.at, context)
-    return Step(steps.enter_releasing(instance, State.DELETED, event.at, context))
+    return Step(step.enter_releasing(instance, State.DELETED, event.at, context))
 
 
 def destroy(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """Command the host to destroy; the allocation is held until it confirms."""
-    leaving = steps.enter_destroying(instance, State.DELETED, event.at, context)
+    leaving = step.enter_destroying(instance, State.DELETED, event.at, context)
     leaving = replace(leaving, cause=event.cause or instance.cause)
-    return steps.emit_event(leaving, BuildState.DELETING, event.at, context)
+    return step.emit_event(leaving, BuildState.DELETING, event.at, context)
 
 
 def mark_lost(instance: Instance, event: Destroyed | MachineMissing, context: StepContext) -> Step:
     """An active instance is gone from its host: fence possible remains, release, and end as failed."""
     # Its host answers so as well, if the deadline of its build commanded the end of what was not built: it ends this
     # attempt wherever it comes up again.
-    if not steps.current_destroyed(instance, event):
+    if not step.current_destroyed(instance, event):
         return Step(instance)
     reason = f"host {instance.current.host} does not run it any more"
     return fail_lost(instance, event.at, context, code=LOST, reason=reason)
@@ -361,7 +356,7 @@ def _spawn(instance: Instance, at: float, context: StepContext) -> Step:
         service=here.service,
         database_id=context.database_id,
     )
-    return steps.emit_event(building, BuildState.BUILDING, at, context, first=(order,))
+    return step.emit_event(building, BuildState.BUILDING, at, context, first=(order,))
 
 
 def _fail_timed_out(instance: Instance, event: TimedOut | Destroyed, context: StepContext) -> Step:
@@ -375,8 +370,8 @@ def _claim_next(instance: Instance, at: float, context: StepContext) -> Step:
     instance = _without_closed(instance, at, context)
     if not instance.alternates:
         return _fail(instance, at, context, code=NO_HOST, reason=summary_of_attempts(instance))
-    left = steps.enter_claiming(instance, State.BUILDING, at, context)
-    return Step(left, (steps.destroy_current(left, context),))
+    left = step.enter_claiming(instance, State.BUILDING, at, context)
+    return Step(left, (step.destroy_current(left, context),))
 
 
 def closure_reason(instance: Instance, context: StepContext) -> Closure | None:
@@ -403,12 +398,12 @@ def _without_closed(instance: Instance, at: float, context: StepContext) -> Inst
 
 
 def _fail(instance: Instance, at: float, context: StepContext, *, code: str, reason: str) -> Step:
-    over = steps.enter_releasing(replace(instance, code=code, reason=steps.truncate(reason)), State.FAILED, at, context)
-    return Step(over, (steps.destroy_current(over, context),))
+    over = step.enter_releasing(replace(instance, code=code, reason=step.truncate(reason)), State.FAILED, at, context)
+    return Step(over, (step.destroy_current(over, context),))
 
 
 def _with_claim(instance: Instance, event: Claimed) -> Instance:
-    skipped = steps.unclaimed_records(instance, event.outcomes[: event.option], event.at)
+    skipped = step.unclaimed_records(instance, event.outcomes[: event.option], event.at)
     return replace(
         instance,
         history=instance.history + skipped,
@@ -429,7 +424,7 @@ def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:
         queried=False,
     )
     moved = end_action_with_instance(over, ActionEnd(ActionState.FAILED, over.code, over.reason), at, context)
-    failed = steps.emit_event(moved.instance, BuildState.FAILED, at, context, terminal=not instance.answered)
+    failed = step.emit_event(moved.instance, BuildState.FAILED, at, context, terminal=not instance.answered)
     return after(moved, failed)
 
 
@@ -438,13 +433,13 @@ def _end_deleted(instance: Instance, at: float, context: StepContext) -> Step:
     moved = end_action_with_instance(
         gone, ActionEnd(ActionState.FAILED, DELETED, "the instance was deleted"), at, context
     )
-    return after(moved, steps.emit_event(moved.instance, BuildState.DELETED, at, context, terminal=True))
+    return after(moved, step.emit_event(moved.instance, BuildState.DELETED, at, context, terminal=True))
 
 
 def _with_attempt(instance: Instance, outcome: str, *, at: float, code: str = "", reason: str = "") -> Instance:
     if not instance.selections:  # on record since a query only, which names no host
         return instance
-    record = steps.attempt_record(instance, instance.attempt, outcome, at, code=code, reason=reason)
+    record = step.attempt_record(instance, instance.attempt, outcome, at, code=code, reason=reason)
     return replace(instance, history=(*instance.history, record))
 
 

@@ -31,7 +31,7 @@ from cell_conductor.rules.action_events import (
     refuse_unknown,
 )
 from cell_conductor.rules.move_steps import change, claim, enter_action, offload, roll_back
-from cell_conductor.state import step as steps
+from cell_conductor.state import step
 from cell_conductor.state.commands import next_resend_at
 from cell_conductor.state.desired_state import BUILT_IN_OTHER_CELL, desired_state_of
 from cell_conductor.state.events import (
@@ -212,7 +212,7 @@ def accept_transfer(instance: Instance, event: InstanceTransferredIn, context: S
     assert transfer is not None
     if transfer.attempt < instance.last_attempt:  # it is late: it begins nothing, and refuses nothing either
         if instance.state is State.TOMBSTONE:  # the delete was here first: its end is published
-            deleted = steps.enter_releasing(_with_transfer(instance, event), State.DELETED, event.at, context)
+            deleted = step.enter_releasing(_with_transfer(instance, event), State.DELETED, event.at, context)
             return refuse_request(deleted, event, context, DELETED)
         return (refer_to_next_cell if desired.in_other_cell else answer_query)(instance, event, context)
     here = _with_transfer(instance, event)

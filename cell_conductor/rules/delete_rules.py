@@ -7,13 +7,12 @@ from msgspec.structs import replace
 from bus.contracts.actions import ActionState, Condition
 from bus.contracts.build import BuildState
 from bus.contracts.cell import InstanceSpec
-from cell_conductor.rules import blocked_rules
-from cell_conductor.rules import build_rules as rules
+from cell_conductor.rules import blocked_rules, build_rules
 from cell_conductor.rules.action_events import DELETED, ActionEnd, after, answer, answer_other
 from cell_conductor.rules.build_repeat_rules import report_deleting
 from cell_conductor.rules.cell_transfer_rules import refer_to_next_cell
 from cell_conductor.rules.move_steps import delete_during_action
-from cell_conductor.state import step as steps
+from cell_conductor.state import step
 from cell_conductor.state.desired_state import DESIRED, MachineTarget, PlacementCall, desired_state_of
 from cell_conductor.state.events import BuildRequested, DeleteRequested, Destroyed, MachineMissing, SpawnFailed
 from cell_conductor.state.instance import Instance, State, action_of
@@ -26,7 +25,7 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
     # What this cell has published has been here and is not any more: its claim is released, and the delete is answered;
     # but first what a host has of it that no record explains is destroyed.
     if not event.may_have_started:
-        return rules.tombstone(instance, event, context) if instance.state is State.ABSENT else Step(instance)
+        return build_rules.tombstone(instance, event, context) if instance.state is State.ABSENT else Step(instance)
     gone = replace(
         instance,
         spec=InstanceSpec(instance_uuid=instance.uuid, project_id=event.project_id),
@@ -35,16 +34,16 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
     )
     if instance.uuid in context.quarantined:
         return blocked_rules.delete(blocked_rules.block(gone, event.at), event, context)
-    queried = steps.enter_releasing(gone, State.DELETED, event.at, context)
-    return steps.emit_event(queried, BuildState.DELETING, event.at, context)
+    queried = step.enter_releasing(gone, State.DELETED, event.at, context)
+    return step.emit_event(queried, BuildState.DELETING, event.at, context)
 
 
 def refuse_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """The build of a deleted instance: start nothing, and release its claim."""
     if event.is_query:
         return Step(instance)  # as its delete: nothing is released
-    adopted = replace(rules.with_request(instance, event), cause=instance.cause)
-    return Step(steps.enter_releasing(adopted, State.DELETED, event.at, context))
+    adopted = replace(build_rules.with_request(instance, event), cause=instance.cause)
+    return Step(step.enter_releasing(adopted, State.DELETED, event.at, context))
 
 
 def is_other_project(instance: Instance, event: DeleteRequested) -> bool:
@@ -55,15 +54,17 @@ def is_other_project(instance: Instance, event: DeleteRequested) -> bool:
 
 def report_destroy_failure(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """The host cannot destroy it now: publish why, once for each reason. The delete goes on."""
-    if desired_state_of(instance).condition is not Condition.DELETED or not event.code.startswith(rules.DESTROY_CODES):
-        return rules.destroy_failed_attempt(instance, event, context)
-    detail = (event.code, steps.truncate(event.reason))
-    is_current = steps.is_current(instance, event.attempt, event.host_uuid)
+    if desired_state_of(instance).condition is not Condition.DELETED or not event.code.startswith(
+        build_rules.DESTROY_CODES
+    ):
+        return build_rules.destroy_failed_attempt(instance, event, context)
+    detail = (event.code, step.truncate(event.reason))
+    is_current = step.is_current(instance, event.attempt, event.host_uuid)
     if not is_current or detail == (instance.code, instance.reason):
         return Step(instance)
     code, reason = detail
     recorded = replace(instance, code=code, reason=reason)
-    return steps.emit_event(recorded, BuildState.DELETING, event.at, context, detail=detail)
+    return step.emit_event(recorded, BuildState.DELETING, event.at, context, detail=detail)
 
 
 def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
@@ -74,10 +75,10 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     if instance.action is not None and desired.condition is not Condition.FAILED:
         return delete_moving(instance, event, context)
     if desired.current in DESIRED:
-        return rules.destroy(instance, event, context)
+        return build_rules.destroy(instance, event, context)
     # A claim or a release is under way: of the first what it has claimed is released, and nothing is built.
     leaving = replace(instance, next_state=State.DELETED, cause=event.cause or instance.cause)
-    return steps.emit_event(leaving, BuildState.DELETING, event.at, context)
+    return step.emit_event(leaving, BuildState.DELETING, event.at, context)
 
 
 def delete_moving(
@@ -90,7 +91,7 @@ def delete_moving(
     # holds anything.
     action = action_of(instance)
     if action.delete:
-        return steps.emit_event(instance, BuildState.DELETING, event.at, context)
+        return step.emit_event(instance, BuildState.DELETING, event.at, context)
     deleted = ActionEnd(ActionState.FAILED, DELETED, "the instance was deleted")
     earlier = answer(instance, deleted, event.at, context)
     earlier = after(earlier, answer_other(earlier.instance, deleted, event.at, context))
@@ -99,9 +100,9 @@ def delete_moving(
     # The answer of placement shows which consumer holds what.
     if desired.placement_call is PlacementCall.CLAIM:
         waiting = replace(named, action=replace(action_of(named), delete=True))
-        return after(earlier, steps.emit_event(waiting, BuildState.DELETING, event.at, context))
+        return after(earlier, step.emit_event(waiting, BuildState.DELETING, event.at, context))
     deleting = delete_during_action(named, event.at, context)
-    action_event = steps.emit_event(deleting.instance, BuildState.DELETING, event.at, context, first=deleting.commands)
+    action_event = step.emit_event(deleting.instance, BuildState.DELETING, event.at, context, first=deleting.commands)
     return after(earlier, action_event)
 
 
@@ -117,8 +118,8 @@ def delete_transferred(instance: Instance, event: DeleteRequested, context: Step
 def delete_offloaded(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """No host has it: release its allocation, which fences claims that may be under way, and end as deleted."""
     leaving = replace(instance, cause=event.cause or instance.cause)
-    queried = steps.enter_releasing(leaving, State.DELETED, event.at, context)
-    return steps.emit_event(queried, BuildState.DELETING, event.at, context)
+    queried = step.enter_releasing(leaving, State.DELETED, event.at, context)
+    return step.emit_event(queried, BuildState.DELETING, event.at, context)
 
 
 def release_destroyed(instance: Instance, event: Destroyed | MachineMissing, context: StepContext) -> Step:
@@ -130,11 +131,11 @@ def release_destroyed(instance: Instance, event: Destroyed | MachineMissing, con
         action is not None and action.current_destroyed
     )
     is_source_due = instance.source_host_uuid is not None and not action_of(instance).source_destroyed
-    here = is_current_due and steps.current_destroyed(instance, event)
-    source = is_source_due and steps.source_destroyed(instance, event)
+    here = is_current_due and step.current_destroyed(instance, event)
+    source = is_source_due and step.source_destroyed(instance, event)
     if not here and not source:
         return Step(instance)
     if here is is_current_due and source is is_source_due:
-        return Step(steps.release_after_destroy(instance, event.at, context))
+        return Step(step.release_after_destroy(instance, event.at, context))
     # Both are due, and one is gone.
     return Step(replace(instance, action=replace(action_of(instance), current_destroyed=here, source_destroyed=source)))

@@ -2,6 +2,9 @@
 answer proves: no machine of the instance runs there, and none will before the host has received its stale machines.
 """
 
+# So a step that waits for the host's answer goes on without it. An instance that is active there stays so: only its
+# policy, or an operator, decides whether it is rebuilt elsewhere.
+
 from __future__ import annotations
 
 from msgspec.structs import replace
@@ -9,9 +12,7 @@ from msgspec.structs import replace
 from bus.contracts.actions import ActionState, Condition
 from bus.contracts.cell import Selection
 from bus.contracts.operations import EvacuationPolicy
-from cell_conductor.rules import build_rules as rules
-from cell_conductor.rules import delete_rules
-from cell_conductor.rules import rollback_rules as way_back
+from cell_conductor.rules import build_rules, delete_rules, rollback_rules
 from cell_conductor.rules.action_events import ActionEnd, close
 from cell_conductor.rules.move_steps import (
     add_history,
@@ -21,7 +22,7 @@ from cell_conductor.rules.move_steps import (
     roll_back,
     try_next,
 )
-from cell_conductor.state import step as steps
+from cell_conductor.state import step
 from cell_conductor.state.desired_state import desired_state_of
 from cell_conductor.state.events import Destroyed, HostFenced
 from cell_conductor.state.instance import FENCED, Instance, State, action_of
@@ -32,7 +33,7 @@ def fail_over_fenced(instance: Instance, event: HostFenced, context: StepContext
     """A build there: its attempt is over, and the next alternate is claimed, or the build has failed."""
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
-    return rules.claim_next_or_fail(instance, event, context, code=FENCED, reason=_reason(instance.current.host))
+    return build_rules.claim_next_or_fail(instance, event, context, code=FENCED, reason=_reason(instance.current.host))
 
 
 def fail_by_policy(instance: Instance, event: HostFenced, context: StepContext) -> Step:
@@ -43,7 +44,7 @@ def fail_by_policy(instance: Instance, event: HostFenced, context: StepContext) 
     is_here = event.host_uuid == instance.host_uuid and context.is_off(event.host_uuid)
     if not is_here or instance.spec.on_host_failure is not EvacuationPolicy.FAIL:
         return Step(instance)
-    return rules.fail_lost(instance, event.at, context, code=FENCED, reason=_reason(instance.current.host))
+    return build_rules.fail_lost(instance, event.at, context, code=FENCED, reason=_reason(instance.current.host))
 
 
 def end_destroyed(instance: Instance, event: HostFenced, context: StepContext) -> Step:
@@ -54,7 +55,7 @@ def end_destroyed(instance: Instance, event: HostFenced, context: StepContext) -
     if ended.instance is instance or desired_state_of(instance).condition is not Condition.DELETED:
         return ended
     reason = "the delete did not wait for this host's answer"
-    tried = steps.attempt_record(instance, instance.attempt, "fenced", event.at, code=FENCED, reason=reason)
+    tried = step.attempt_record(instance, instance.attempt, "fenced", event.at, code=FENCED, reason=reason)
     record = replace(tried, host=where.host)
     return Step(replace(ended.instance, history=(*ended.instance.history, record)), ended.commands)
 
@@ -83,7 +84,7 @@ def abandon_destination(instance: Instance, event: HostFenced, context: StepCont
     if instance.state is State.FINISHING:
         return skip_checked_destination(instance, event, context)
     if instance.state is State.RESIZED:
-        return way_back.leave_fenced(instance, event.at, context, FENCED, _reason(instance.current.host))
+        return rollback_rules.leave_fenced(instance, event.at, context, FENCED, _reason(instance.current.host))
     return roll_back(instance, event.at, context, FENCED, _reason(instance.current.host))
 
 
@@ -101,7 +102,7 @@ def end_unstarted(instance: Instance, event: HostFenced, context: StepContext) -
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
     action = action_of(instance)
-    reason = steps.truncate(f"{action.rollback_reason}; its host was fenced before it was started again".strip("; "))
+    reason = step.truncate(f"{action.rollback_reason}; its host was fenced before it was started again".strip("; "))
     return end_rolled_back(replace(instance, action=replace(action, rollback_reason=reason)), event.at, context)
 
 

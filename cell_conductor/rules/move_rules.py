@@ -2,13 +2,16 @@
 applies.
 """
 
+# An instance that moves has two machines, of which at most one runs. `current` is the source until a destination has
+# been claimed, and the destination from then on. A move that succeeds advances; every state also goes back: `roll_back`
+# gives the destination up, has placement reverted, and starts the source again if it was commanded to stop.
+
 from __future__ import annotations
 
 from msgspec.structs import replace
 
 from bus.contracts.actions import UNSUPPORTED, ActionKind, ActionState, ChangeKind
-from cell_conductor.rules import build_rules as rules
-from cell_conductor.rules import cell_transfer_rules as departure_rules
+from cell_conductor.rules import build_rules, cell_transfer_rules
 from cell_conductor.rules.action_events import (
     DONE,
     ActionEnd,
@@ -39,7 +42,7 @@ from cell_conductor.rules.move_steps import (
     summary_of_hosts,
     try_next,
 )
-from cell_conductor.state import step as steps
+from cell_conductor.state import step
 from cell_conductor.state.commands import change_of, resend_sooner, step_s
 from cell_conductor.state.evacuation_proof import evacuation_blocker
 from cell_conductor.state.events import (
@@ -57,12 +60,7 @@ from cell_conductor.state.events import (
 from cell_conductor.state.instance import Instance, Power, State, action_of, claim_failure_reason
 from cell_conductor.state.step import Step, StepContext
 
-REVERTED = "action.reverted"
-
-
 TIMED_OUT = "action.timeout"
-
-
 MIGRATION_IN_USE = "claim.migration_in_use"  # placement's reason for a refused claim
 
 
@@ -188,9 +186,9 @@ def abandon_hand_over(instance: Instance, event: TimedOut, context: StepContext)
 
 def on_destination_active(instance: Instance, event: Spawned | MachineRunning, context: StepContext) -> Step:
     """The destination has the machine. Only now may the source be abandoned: at once, or when the move is confirmed."""
-    if not steps.is_current_attempt(instance, event):
-        return rules.destroy_superseded(instance, event, context)
-    here = steps.with_current_service(instance, event)
+    if not step.is_current_attempt(instance, event):
+        return build_rules.destroy_superseded(instance, event, context)
+    here = step.with_current_service(instance, event)
     if isinstance(event, MachineRunning) and not event.built:
         return Step(here)
     return complete_at_destination(add_history(here, "active", event.at), event.at, context)
@@ -198,8 +196,8 @@ def on_destination_active(instance: Instance, event: Spawned | MachineRunning, c
 
 def fail_destination(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """The destination could not: its remains are destroyed, and the next one is tried, or the move is rolled back."""
-    if not steps.is_current(instance, event.attempt, event.host_uuid):
-        return rules.destroy_failed_attempt(instance, event, context)
+    if not step.is_current(instance, event.attempt, event.host_uuid):
+        return build_rules.destroy_failed_attempt(instance, event, context)
     failed = add_history(instance, "failed", event.at, event.code, event.reason)
     if event.final:
         return roll_back(failed, event.at, context, event.code, event.reason)
@@ -208,7 +206,7 @@ def fail_destination(instance: Instance, event: SpawnFailed, context: StepContex
 
 def fail_lost_destination(instance: Instance, event: Destroyed, context: StepContext) -> Step:
     """The destination has ended the attempt: the next one is tried, or the move is rolled back."""
-    if not steps.current_destroyed(instance, event):
+    if not step.current_destroyed(instance, event):
         return Step(instance)
     gone = add_history(
         instance, "timed_out" if instance.queried else "failed", event.at, "spawn.timeout", "no answer in time"
@@ -242,7 +240,7 @@ def on_changed(instance: Instance, event: ChangeEnded, context: StepContext) -> 
             Power.STOPPED,
         ):
             runs = replace(
-                action, to_cell=None, rollback_code=ending.code, rollback_reason=steps.truncate(ending.reason)
+                action, to_cell=None, rollback_code=ending.code, rollback_reason=step.truncate(ending.reason)
             )
             return change(replace(instance, action=runs), State.RESTARTING, event.at, context)
         return close(enter_active(back, event.at, context), ending, event.at, context)
@@ -274,7 +272,7 @@ def end_offloaded(instance: Instance, event: Released, context: StepContext) -> 
         consumer_generation=None,
     )
     if action.to_cell is not None:
-        return departure_rules.complete_transfer(gone, event.at, context)
+        return cell_transfer_rules.complete_transfer(gone, event.at, context)
     if action.kind in _FROM_IMAGE:
         gone = replace(gone, spec=action.spec)
         return close(gone, ending_of(action), event.at, context)

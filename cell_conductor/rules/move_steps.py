@@ -1,4 +1,4 @@
-"""What several rules of an action share: the steps forward and of the rollback, the commands, and the proofs."""
+"""What several rules of an action share: the steps forward and of the rollback, and the commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cell_conductor.rules.action_events import (
     refuse_request,
     report_progress,
 )
-from cell_conductor.state import step as steps
+from cell_conductor.state import step
 from cell_conductor.state.commands import change_of, step_s, with_change_number
 from cell_conductor.state.desired_state import MAY_HAVE_MACHINE, MachineTarget, PlacementCall, desired_state_of
 from cell_conductor.state.evacuation_proof import evacuation_blocker
@@ -26,14 +26,8 @@ from cell_conductor.state.instance import NO_HOST, ActionInProgress, Instance, P
 from cell_conductor.state.step import Step, StepContext
 
 LEAVES_HOST = frozenset({ActionKind.MIGRATE, ActionKind.LIVE_MIGRATE, ActionKind.EVACUATE})
-
-
 CLAIMS = frozenset({*LEAVES_HOST, ActionKind.RESIZE})
-
-
 AWAITS_CONFIRM = frozenset({ActionKind.MIGRATE, ActionKind.RESIZE})
-
-
 NO_IMAGE = "snapshot.no_image"
 
 
@@ -47,7 +41,7 @@ def delete_during_action(instance: Instance, at: float, context: StepContext) ->
     # A revert that is under way has used the next number: the release comes after it.
     highest = instance.next_attempt if desired.placement_call is PlacementCall.REVERT else instance.highest_attempt
     gone = replace(action_of(instance), current_destroyed=current_destroyed, source_destroyed=source_destroyed)
-    enters = steps.enter_releasing if current_destroyed and source_destroyed else steps.enter_destroying
+    enters = step.enter_releasing if current_destroyed and source_destroyed else step.enter_destroying
     return Step(enters(replace(instance, highest_attempt=highest, action=gone), State.DELETED, at, context))
 
 
@@ -176,13 +170,13 @@ def claim(instance: Instance, at: float, context: StepContext) -> Step:
     left = replace(instance, selections=(*tried, *kept), action=action)
     if not kept:
         return roll_back(left, at, context, NO_HOST, summary_of_hosts(left))
-    return report_progress(steps.enter_claiming(left, State.PREPARING, at, context), ActionState.CLAIMING, at, context)
+    return report_progress(step.enter_claiming(left, State.PREPARING, at, context), ActionState.CLAIMING, at, context)
 
 
 def try_next(instance: Instance, at: float, context: StepContext) -> Step:
     """After a destination that failed: its remains are destroyed, and the next is claimed, if there is one."""
     action = action_of(instance)
-    clean: tuple[Message, ...] = (steps.destroy_current(instance, context),) if action.finishing else ()
+    clean: tuple[Message, ...] = (step.destroy_current(instance, context),) if action.finishing else ()
     claimed = claim(replace(instance, queried=False), at, context)
     if claimed.instance.state is State.CLAIMING:
         left = replace(claimed.instance, action=replace(action_of(claimed.instance), finishing=False))
@@ -241,13 +235,13 @@ def complete_at_destination(instance: Instance, at: float, context: StepContext)
         return answer_or_notify(waiting, DONE, at, context)
     if action.source is None:
         return close(enter_active(up, at, context), DONE, at, context)
-    earlier = answer_or_notify(steps.enter_destroying(up, State.ACTIVE, at, context), DONE, at, context)
+    earlier = answer_or_notify(step.enter_destroying(up, State.ACTIVE, at, context), DONE, at, context)
     return after(earlier, confirm(earlier.instance, at, context))
 
 
 def confirm(instance: Instance, at: float, context: StepContext) -> Step:
     """The source is abandoned: destroyed on its host, then released. In place there is no other machine."""
-    enters = steps.enter_releasing if instance.is_in_place else steps.enter_destroying
+    enters = step.enter_releasing if instance.is_in_place else step.enter_destroying
     return Step(enters(instance, State.ACTIVE, at, context))
 
 
@@ -267,22 +261,22 @@ def enter_active(instance: Instance, at: float, context: StepContext) -> Instanc
 
 def roll_back(instance: Instance, at: float, context: StepContext, code: str, reason: str) -> Step:
     """Give the destination up: its machine, then its allocation; then the source is continued."""
-    lost = replace(action_of(instance), rollback_code=code, rollback_reason=steps.truncate(reason))
+    lost = replace(action_of(instance), rollback_code=code, rollback_reason=step.truncate(reason))
     undone = replace(instance, action=lost, queried=False)
     if undone.is_in_place:
-        earlier = restore_size(steps.enter_destroying(undone, State.REVERTING, at, context), at, context)
+        earlier = restore_size(step.enter_destroying(undone, State.REVERTING, at, context), at, context)
         return after(earlier, report_progress(earlier.instance, ActionState.ROLLING_BACK, at, context))
     if not lost.finishing:  # no destination has a machine
         return report_progress(revert_allocations(undone, at, context), ActionState.ROLLING_BACK, at, context)
-    leaving = steps.enter_destroying(undone, State.REVERTING, at, context)
+    leaving = step.enter_destroying(undone, State.REVERTING, at, context)
     return report_progress(leaving, ActionState.ROLLING_BACK, at, context)
 
 
 def revert_allocations(instance: Instance, at: float, context: StepContext) -> Instance:
     """Request the source's allocation for the instance again; if there was none, the release of the claim."""
     if action_of(instance).source is None:  # no source to go back to: the claim is released
-        return steps.enter_releasing(instance, State.OFFLOADED, at, context)
-    return steps.await_placement(instance, State.REVERTING, at, context)
+        return step.enter_releasing(instance, State.OFFLOADED, at, context)
+    return step.await_placement(instance, State.REVERTING, at, context)
 
 
 def restore_size(instance: Instance, at: float, context: StepContext) -> Step:
@@ -303,7 +297,7 @@ def ending_of(action: ActionInProgress) -> ActionEnd:
 
 def offload(instance: Instance, at: float, context: StepContext) -> Step:
     """Have the host destroy the shelved machine."""
-    leaving = steps.enter_destroying(instance, State.OFFLOADED, at, context)
+    leaving = step.enter_destroying(instance, State.OFFLOADED, at, context)
     return report_progress(leaving, ActionState.CHANGING, at, context)
 
 
@@ -351,7 +345,7 @@ def after_failed_change(instance: Instance, event: ChangeEnded) -> Instance:
 def add_history(instance: Instance, outcome: str, at: float, code: str = "", reason: str = "") -> Instance:
     """Record how the current destination has ended."""
     action = action_of(instance)
-    record = steps.attempt_record(instance, instance.last_attempt, outcome, at, code=code, reason=reason)
+    record = step.attempt_record(instance, instance.last_attempt, outcome, at, code=code, reason=reason)
     return replace(instance, action=replace(action, history=(*action.history, record)))
 
 
@@ -359,7 +353,7 @@ def add_unclaimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: fl
     """Record the destinations that could not be claimed."""
     action = action_of(instance)
     return replace(
-        instance, action=replace(action, history=action.history + steps.unclaimed_records(instance, outcomes, at))
+        instance, action=replace(action, history=action.history + step.unclaimed_records(instance, outcomes, at))
     )
 
 
@@ -368,4 +362,4 @@ def summary_of_hosts(instance: Instance) -> str:
     tries = "; ".join(
         f"{one.host}: {one.outcome}" + (f" ({one.code})" if one.code else "") for one in action_of(instance).history
     )
-    return steps.truncate(f"no host is left. {tries}")
+    return step.truncate(f"no host is left. {tries}")

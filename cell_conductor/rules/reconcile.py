@@ -39,25 +39,16 @@ from cell_conductor.state.desired_state import (
 from cell_conductor.state.instance import MAX_ENDED, BlockedReason, EndedAction, Instance, Phase, Power, State
 
 BUILD_LOST = "build.lost"
-
-
 # Of a host whose compute service no scheduler has heard of, in a record. The host's listing names its own.
 NO_SERVICE = "unknown"
-
-
 ATTEMPTS_PER_INCARNATION = 1000
-
 
 (RELEASING_FAILED,) = phases_matching(
     lambda row: row.placement_call is PlacementCall.RELEASE and row.condition is Condition.FAILED
 )
-
-
 (RELEASING_DELETED,) = phases_matching(
     lambda row: row.placement_call is PlacementCall.RELEASE and row.condition is Condition.DELETED
 )
-
-
 (DESTROYING_DELETED,) = phases_matching(
     lambda row: row.current is MachineTarget.DESTROYED and row.condition is Condition.DELETED
 )
@@ -123,11 +114,7 @@ class InstanceFacts:
     @property
     def is_off_as_recorded(self) -> bool:
         """Whether its host is off, and the top has it there, too: by a fence alone no instance ends."""
-        places = (
-            None
-            if self.known is None
-            else {one.host_uuid for one in self.known.selections if self.known.is_in_this_cell}
-        )
+        places = None if self.known is None else self.known.hosts_in_this_cell
         at = None if self.base is None else self.base.host_uuid
         return at in self.off and (places is None or at in places)
 
@@ -357,8 +344,6 @@ def take_up_unrecorded(facts: InstanceFacts) -> Reconciled:
 
 
 Rule = Callable[[InstanceFacts], Reconciled | None]
-
-
 RULES: tuple[Rule, ...] = (
     adopt_decided, wait_until_quiet, follow_transfer, await_command, delete, keep, wait_for_hosts, activate, build_on,
     end_without_machine, take_up_unrecorded,
@@ -493,8 +478,6 @@ def _active(facts: InstanceFacts, base: Instance, chosen: ListedMachine) -> Reco
 
 
 STOPPING = frozenset({ActionKind.STOP, ActionKind.SHELVE, ActionKind.OFFLOAD})
-
-
 LEAVES_AN_IMAGE = frozenset({ActionKind.SHELVE, ActionKind.OFFLOAD, ActionKind.MIGRATE, ActionKind.RESIZE})
 
 

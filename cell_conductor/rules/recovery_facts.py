@@ -40,6 +40,11 @@ class KnownInstance(Struct, frozen=True, kw_only=True):
         return self.exists and not self.is_deleted and not self.is_in_other_cell
 
     @property
+    def hosts_in_this_cell(self) -> set[str]:
+        """The hosts where it has allocations, if this cell is to have it."""
+        return {one.host_uuid for one in self.selections if self.is_in_this_cell}
+
+    @property
     def is_offloaded(self) -> bool:
         """Whether it has no host by the map. One that boots from a volume has no image then."""
         return self.is_active and self.power is Power.SHELVED and not self.selections

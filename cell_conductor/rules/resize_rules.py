@@ -1,12 +1,11 @@
-"""resize_rules: split from a larger module."""
+"""Rules for resizes: in place, and of both kinds the confirmation and the revert. Pure."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
 from bus.contracts.actions import MACHINE_ABSENT, ActionKind, ActionState
-from cell_conductor.rules import build_rules as rules
-from cell_conductor.rules import rollback_rules as way_back
+from cell_conductor.rules import build_rules, rollback_rules
 from cell_conductor.rules.action_events import (
     after,
     refuse_request,
@@ -15,7 +14,7 @@ from cell_conductor.rules.action_events import (
     report_silent,
     source_of,
 )
-from cell_conductor.rules.move_rules import REVERTED, TIMED_OUT
+from cell_conductor.rules.move_rules import TIMED_OUT
 from cell_conductor.rules.move_steps import (
     add_history,
     complete_at_destination,
@@ -24,11 +23,13 @@ from cell_conductor.rules.move_steps import (
     roll_back,
     try_next,
 )
-from cell_conductor.state import step as steps
+from cell_conductor.state import step
 from cell_conductor.state.commands import with_change_number
 from cell_conductor.state.events import ActionRequested, ChangeEnded, MachineMissing, TimedOut
 from cell_conductor.state.instance import Instance, State, action_of
 from cell_conductor.state.step import Step, StepContext
+
+REVERTED = "action.reverted"
 
 
 def end_resized(instance: Instance, event: ActionRequested, context: StepContext) -> Step:
@@ -42,16 +43,18 @@ def end_resized(instance: Instance, event: ActionRequested, context: StepContext
         return refuse_request(instance, event, context, "instance.resized", "confirm or revert it first")
     if request.migration not in (None, action.request_id):
         return refuse_request(instance, event, context, "action.none", "another move is to be confirmed or reverted")
-    if (answered := way_back.alternative_ending(instance, event, context)) is not None:
+    if (answered := rollback_rules.alternative_ending(instance, event, context)) is not None:
         return answered
     if request.kind is ActionKind.REVERT:
-        return way_back.revert(instance, event, context, REVERTED)
+        return rollback_rules.revert(instance, event, context, REVERTED)
     named = replace(action_of(instance), ending_request_id=request.request_id, ending_kind=request.kind)
-    confirmed = confirm(way_back.keep_current(replace(instance, action=named, cause=event.cause)), event.at, context)
+    confirmed = confirm(
+        rollback_rules.keep_current(replace(instance, action=named, cause=event.cause)), event.at, context
+    )
     source, waits = source_of(action), confirmed.instance.state is State.DESTROYING
     if not waits or source.host_uuid in context.fences or source.service not in context.down:
         return confirmed
-    return after(confirmed, report_silent(confirmed.instance, way_back.SOURCE_SILENT, source, event.at, context))
+    return after(confirmed, report_silent(confirmed.instance, rollback_rules.SOURCE_SILENT, source, event.at, context))
 
 
 def on_resized_in_place(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
@@ -85,10 +88,10 @@ def abandon_in_place(instance: Instance, event: TimedOut, context: StepContext) 
 
 def revert_lost(instance: Instance, event: MachineMissing, context: StepContext) -> Step:
     """The destination is gone before it was confirmed: the source is still there, and is started again."""
-    if not steps.current_destroyed(instance, event):
+    if not step.current_destroyed(instance, event):
         return Step(instance)
     if instance.is_in_place:
-        return rules.mark_lost(instance, event, context)
+        return build_rules.mark_lost(instance, event, context)
     reason = f"host {instance.current.host} does not run it any more"
     return roll_back(instance, event.at, context, "instance.lost", reason)
 
@@ -100,8 +103,8 @@ def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -
     """No client has confirmed or reverted in the time that the request allowed: the move is confirmed."""
     # Only while its destination is known to be usable: the source, which is whole, would be abandoned for it by the
     # time alone. And not while the services are queried for the source, in order to go back.
-    if way_back.is_waiting(instance):
-        return way_back.query_services_again(instance, event.at, context)
+    if rollback_rules.is_waiting(instance):
+        return rollback_rules.query_services_again(instance, event.at, context)
     if not instance.is_in_place and not context.is_usable(instance.current):
         return Step(replace(instance, deadline=event.at + context.destroy_retry_s))
     earlier = report_progress(instance, ActionState.CONFIRMED, event.at, context)

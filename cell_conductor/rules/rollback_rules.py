@@ -1,5 +1,15 @@
 """How a move is rolled back: the proof that it can go back, and the rollback to the source."""
 
+# The destination destroys its machine, placement is reverted, and the source is started again if it was commanded to
+# stop.
+# Of a move that has arrived the machine at the destination runs, and a revert or a fence gives it up for the source's,
+# which is stopped. A record does not prove that the source is still there: its host may be dead or reinstalled, or be
+# none of its service any more. So the compute services are queried for it first; meanwhile the move stays as it is, and
+# states why it is to be rolled back (`rollback_code`). Only the answer that its host lists that very machine rolls it
+# back.
+# Without that a revert is refused, and the client may confirm the move or request the revert again. After a fence of
+# the destination the services are queried again, until the source is seen or the destination is used again.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -30,7 +40,7 @@ from cell_conductor.rules.move_steps import (
     revert_allocations,
     roll_back,
 )
-from cell_conductor.state import step as steps
+from cell_conductor.state import step
 from cell_conductor.state.commands import next_resend_at, resend_all, resend_sooner, with_change_number
 from cell_conductor.state.desired_state import MachineTarget, desired_state_of
 from cell_conductor.state.events import (
@@ -48,20 +58,10 @@ from cell_conductor.state.instance import ActionInProgress, Instance, Power, Sta
 from cell_conductor.state.step import Step, StepContext
 
 SOURCE_FENCED = "action.source_fenced"  # an operator has stated that its host is off
-
-
 SOURCE_SILENT = "action.source_silent"  # its compute service has not answered
-
-
 SOURCE_LOST = "action.source_lost"  # its host was looked at, and does not have it
-
-
 SOURCE_UNREPORTED = "action.source_unreported"  # its compute service has no such host any more
-
-
 SOURCE_REFUSED = "action.source_refused"  # placement does not give its allocation back
-
-
 # The answers are waited for so many times as long as one of them: several searches may be ahead. After that no
 # conductor is waiting for them any more.
 ANSWERS = 3
@@ -135,7 +135,7 @@ def roll_back_to_source(instance: Instance, event: SourceAnswered, context: Step
         return Step(_await_confirm(instance))
     seen = replace(instance, action=replace(action, source=replace(source_of(action), service=event.service)))
     if instance.is_in_place:
-        seen = steps.with_service(seen, event.service)
+        seen = step.with_service(seen, event.service)
     return roll_back(seen, event.at, context, action.rollback_code, action.rollback_reason)
 
 
@@ -185,7 +185,7 @@ def _is_still_due(instance: Instance, context: StepContext) -> bool:
 
 
 def _query(instance: Instance, at: float, context: StepContext, code: str, reason: str) -> Step:
-    lost = replace(action_of(instance), rollback_code=code, rollback_reason=steps.truncate(reason))
+    lost = replace(action_of(instance), rollback_code=code, rollback_reason=step.truncate(reason))
     return Step(replace(with_change_number(replace(instance, action=lost), at), deadline=at + _wait_s(context)))
 
 
@@ -236,14 +236,14 @@ def roll_back_in_place(instance: Instance, event: ChangeEnded, context: StepCont
     if not instance.is_in_place or not is_awaited(instance, event, instance.current, instance.attempt):
         return Step(instance)
     is_back = event.done or event.code == MACHINE_ABSENT
-    return Step(steps.await_placement(instance, State.REVERTING, event.at, context)) if is_back else Step(instance)
+    return Step(step.await_placement(instance, State.REVERTING, event.at, context)) if is_back else Step(instance)
 
 
 def revert_destroyed(instance: Instance, event: Destroyed | MachineMissing, context: StepContext) -> Step:
     """No machine is left at the destination: placement is reverted, or an unshelved instance is without a host
     again.
     """
-    if instance.is_in_place or not steps.current_destroyed(instance, event):
+    if instance.is_in_place or not step.current_destroyed(instance, event):
         return Step(instance)
     return Step(revert_allocations(instance, event.at, context))
 
@@ -309,7 +309,7 @@ def on_restarted(instance: Instance, event: ChangeEnded, context: StepContext) -
     action_event = f"{action.rollback_reason}; and it could not be started again: {event.code} {event.reason}".strip(
         "; "
     )
-    left = replace(instance, power=power, action=replace(action, rollback_reason=steps.truncate(action_event)))
+    left = replace(instance, power=power, action=replace(action, rollback_reason=step.truncate(action_event)))
     return end_rolled_back(left, event.at, context)
 
 

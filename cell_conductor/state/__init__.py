@@ -1,5 +1,5 @@
-"""The instance state machine: plain functions and frozen values. Begin with `instance` (the record), `events` (what can
-happen to it), `table` (the rule for each state and event) and `rules` (builds and deletes).
+"""The record of an instance, its events, the desired state of each phase, and what a record proves. Pure: frozen values
+and plain functions. Begin with `instance`, `events` and `desired_state`.
 """
 
 from __future__ import annotations

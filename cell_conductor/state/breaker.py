@@ -1,6 +1,4 @@
-"""What the reports of one compute service may destroy at once: its breaker, the hosts that it lists, and the machines
-that it reserves. Pure.
-"""
+"""What the reports of one compute service may destroy at once: its breaker. Pure."""
 
 from __future__ import annotations
 

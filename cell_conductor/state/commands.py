@@ -1,5 +1,11 @@
 """The commands of a record: what its hosts are commanded while it stays as it is, and until they have answered."""
 
+# They follow from the record alone. `transition.step` sends all of them when a state is entered, and within a state
+# those that have changed: the machine is under another service, or its host is queried now. A deadline sends all once
+# more. Three kinds are sent once, and are none of these: `Spawn`, because the number of an attempt is used once; the
+# destroy of an attempt that the record leaves behind, which nobody awaits; and that of a machine which a host lists
+# though it is over.
+
 from __future__ import annotations
 
 from msgspec.structs import replace
@@ -19,9 +25,7 @@ CHANGES = {
     ActionKind.RESCUE: ChangeKind.RESCUE,
     ActionKind.UNRESCUE: ChangeKind.UNRESCUE,
 }
-
-
-MAX_STEP_S = 86_400.0  # as bus.contracts.moves bounds the time of one step
+MAX_STEP_S = 86_400.0  # as bus.contracts.actions bounds the time of one step
 
 
 def commands_of(instance: Instance, context: StepContext) -> tuple[Destroy | ChangeMachine, ...]:

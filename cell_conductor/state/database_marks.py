@@ -1,5 +1,8 @@
 """Marks: whether the cell's database lacks commits whose messages have left it. Pure."""
 
+# Each commit that waits for the disk raises one of the counters on record; what leaves afterwards states it. Whoever
+# receives that keeps the highest of each. A database that has less on record was restored.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping

@@ -64,8 +64,6 @@ class DesiredState(Struct, frozen=True, kw_only=True):
 
 
 _DELETED, _FAILED = Condition.DELETED, Condition.FAILED
-
-
 DESIRED_STATES: Mapping[Phase, DesiredState] = {
     (State.ABSENT, None): DesiredState(current=MachineTarget.UNKNOWN),
     (State.TOMBSTONE, None): DesiredState(current=MachineTarget.ABSENT, condition=_DELETED),
@@ -183,19 +181,11 @@ def desired_state_of(record: Phased) -> DesiredState:
 
 
 DESIRED = frozenset({MachineTarget.BUILT, MachineTarget.RUNNING, MachineTarget.PRESENT})
-
-
 ENDED = frozenset({MachineTarget.DESTROYED, MachineTarget.ABSENT_AFTER_DESTROY, MachineTarget.ABSENT})
-
-
 # It is there, or its host was commanded to destroy it: its commands follow it to another service.
 COMMANDED = frozenset({MachineTarget.PRESENT, MachineTarget.RUNNING, MachineTarget.BUILT, MachineTarget.DESTROYED})
-
-
 # Its host carries it, or may still: one that a report leaves out is a difference.
 EXPECTED = frozenset({MachineTarget.RUNNING, MachineTarget.DESTROYED})
-
-
 # Its host was commanded to make it, and it may be there.
 MAY_HAVE_MACHINE = DESIRED | EXPECTED
 
@@ -207,47 +197,26 @@ def phases_matching(matches: Callable[[DesiredState], bool]) -> frozenset[Phase]
 
 # A client has requested the delete, and nothing revokes that: no attempt is wanted, whatever its number.
 DELETE_REQUESTED = phases_matching(lambda row: row.condition is Condition.DELETED)
-
-
 # The build has failed, or its client has deleted it since.
 REFUSED = phases_matching(lambda row: row.condition in (Condition.DELETED, Condition.FAILED))
-
-
 # Nothing is awaited, and by the record there is no machine and no allocation.
 AT_REST = phases_matching(lambda row: row.current is MachineTarget.ABSENT and row.placement_call is None)
-
-
 # These may be deleted after a time; one that has failed, after a longer one, and one that has left and is built
 # elsewhere by now: schedulers that are restored to before that command this cell.
 PURGED = AT_REST & phases_matching(lambda row: row.condition is Condition.DELETED)
-
-
 PURGED_FAILED = AT_REST & phases_matching(lambda row: row.condition in (Condition.FAILED, Condition.UNKNOWN))
-
-
 IN_OTHER_CELL = phases_matching(lambda row: row.in_other_cell)
-
-
 (BUILT_IN_OTHER_CELL,) = IN_OTHER_CELL & PURGED_FAILED
-
-
 # In these an evacuation from the host of its source may have a machine at its destination.
 EVACUATED = phases_matching(lambda row: row.source is MachineTarget.PRESENT and row.current in MAY_HAVE_MACHINE)
-
 
 # What was to be destroyed has been answered for: by its host, or by the host's fence.
 DESTROY_ANSWERED = phases_matching(
     lambda row: row.placement_call not in (None, PlacementCall.CLAIM) and row.condition is not Condition.FAILED
 )
-
-
 # A report of its host that leaves it out is compared with the record.
 EXPECTED_ON_CURRENT = phases_matching(lambda row: row.current in EXPECTED)
-
-
 ABSENT_ON_CURRENT = phases_matching(lambda row: row.current is MachineTarget.ABSENT)
-
-
 ABANDONED_WITH_SERVICE = phases_matching(lambda row: row.abandons_lost_service)
 
 

@@ -1,4 +1,4 @@
-"""evacuation_proof: split from a larger module."""
+"""Whether an instance may be evacuated: its host is fenced and proved to be off. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from cell_conductor.state.step import StepContext
 # build: the operator may have decided to end the fence, or the service come back, meanwhile.
 
 NOT_FENCED, SERVICE_UP, STILL_RUNNING = "evacuate.not_fenced", "evacuate.service_up", "evacuate.still_running"
-
-
 _UNPROVED = frozenset({NOT_FENCED, SERVICE_UP, STILL_RUNNING})  # for want of a fence, or of a newer one
 
 

@@ -207,7 +207,7 @@ class ServiceLost(Event, frozen=True, kw_only=True):
     """A compute service is silent, or was stopped and did not come back. It proves nothing about its machines."""
 
     service: str
-    code: str  # silent or stopped (see `leases`)
+    code: str  # silent or stopped (see `lease`)
     reason: str = ""
 
 
@@ -234,7 +234,7 @@ class SourceAnswered(Event, frozen=True, kw_only=True):
 
 
 class HostFenced(Event, frozen=True, kw_only=True):
-    """A host is fenced: it is off, and receives its stale machines before it is used again (see `fences`)."""
+    """A host is fenced: it is off, and receives its stale machines before it is used again (see `fence`)."""
 
     host_uuid: str
 

@@ -64,27 +64,17 @@ class Power(StrEnum):
 # The events of one instance are numbered from here; the numbers below belong to the scheduler.
 FIRST_SEQUENCE = 10
 
-
 # Why a build is refused: it has a machine already that is not proved to be its project's; an operator decides about it.
 MACHINE_EXISTS = "build.machine_exists"
-
-
 FENCED = "host.fenced"  # the code of what ended because its host was fenced
-
-
 PROTECTED = (
     "host.machine_protected"  # the code of a host that was passed over, as an operator keeps a machine of the instance
 )
-
-
 # Of an alternate, or a first host, whose service was down when its turn came.
 NOT_COMMANDED = "not_commanded"
 
-
 # This many ended requests of one instance are kept: a copy of one is answered as the first was.
 MAX_ENDED = 16
-
-
 # Of actions that are over: as many attempts as two of them can have.
 MAX_ENDED_ATTEMPTS = 32
 
@@ -306,8 +296,6 @@ def unreadable_summary(uuid: str, protected: Sequence[str]) -> InstanceSummary:
 
 
 NO_HOST = "max_retries_exceeded"
-
-
 OVER_QUOTA = "quota.exceeded"
 
 

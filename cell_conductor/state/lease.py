@@ -1,4 +1,4 @@
-"""lease: split from a larger module."""
+"""The lease of a compute service, and the one conductor of a cell that keeps the leases."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ from msgspec import Struct
 # The interval of a service that does not state how often it sends a heartbeat.
 DEFAULT_HEARTBEAT_S = 10.0
 
-
-# At most this many services are kept; further ones are never suspected.
-MAX_SERVICES = 100_000
-
-
 STOPPED = "service.stopped"
-
-
 SILENT = "service.silent"
 
 

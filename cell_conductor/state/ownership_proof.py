@@ -1,4 +1,4 @@
-"""ownership_proof: split from a larger module."""
+"""What a record proves about a machine on a host, and whether a scan of the host is newer than the record. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from cell_conductor.state.events import Event, MachineMissing, MachineRunning
 from cell_conductor.state.instance import MACHINE_EXISTS, Instance, InstanceSummary, State
 
 _RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
-
 
 # What a proof is read of.
 ProofInput: TypeAlias = Instance | InstanceSummary

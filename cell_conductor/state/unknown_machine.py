@@ -1,4 +1,4 @@
-"""unknown_machine: split from a larger module."""
+"""A machine that a host has and no record explains, and why none does."""
 
 from __future__ import annotations
 
@@ -27,24 +27,10 @@ class UnknownMachine(Struct, frozen=True):
 
 
 NO_OWNER_TAG = "no tag of this database"
-
-
 NO_RECORD = "no record"
-
-
 UNREADABLE = "its record cannot be read"
-
-
 PROTECTED = "an operator keeps it"
-
-
 NEWER = "newer than its record"
-
-
 UNNUMBERED = "its compute service does not know its attempt"
-
-
 ON_OTHER_HOST = "its record has this attempt on another host"
-
-
 REUSED_ATTEMPT = "it is from before the cell's database was restored"

@@ -1,1 +1,1 @@
-"""Where instances are kept: a port, and PostgreSQL."""
+"""The records of a cell: the port, and its adapters for PostgreSQL and for memory."""

@@ -1,4 +1,9 @@
-"""fence_rows: split from a larger module."""
+"""The fences of a cell on record, and the leases of its compute services with their leader."""
+
+# One conductor of a cell is the leader: it records the state of services, and publishes it. It holds one row for a few
+# seconds at a time, by the database's clock. Each change of leader has a higher term, also after a backup was restored
+# or commits were lost: the service states of a former leader that has not noticed yet are ignored, and its writes are
+# refused.
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rows that are one value under a key. What may replace which is decided in `store.safety`, from the value on record
-and the one that is given; an adapter reads, locks and writes them in one transaction.
+"""Rows that are one value under a key. `unknown_machines` and `fence_rows` decide what may replace which, from the
+value on record and the one that is given; an adapter reads, locks and writes them in one transaction.
 """
 
 from __future__ import annotations

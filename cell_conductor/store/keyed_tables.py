@@ -1,4 +1,4 @@
-"""keyed_tables: split from a larger module."""
+"""The keyed tables of a cell: unknown machines, breakers, fences and leases, and the values of their rows."""
 
 from __future__ import annotations
 
@@ -18,13 +18,8 @@ from cell_conductor.state.unknown_machine import UNREADABLE, UnknownMachine, Unk
 from cell_conductor.store.keyed import KeyedTable
 
 DESTROY = "destroy"
-
-
 PROTECT = "protect"
-
-
 ADOPT = "adopt"
-
 
 MachineKey = tuple[str, str]  # (host uuid, instance uuid)
 
@@ -62,8 +57,6 @@ class UnknownMachineRecord(Struct, frozen=True, kw_only=True):
 
 
 AT = ("host_uuid", "instance_uuid")
-
-
 # Of one that cannot be read the operator may have said that it is kept.
 UNKNOWN_MACHINES: KeyedTable[MachineKey, UnknownMachineRecord] = KeyedTable(
     "unknown_machines",
@@ -78,13 +71,9 @@ UNKNOWN_MACHINES: KeyedTable[MachineKey, UnknownMachineRecord] = KeyedTable(
         decision=PROTECT,
     ),
 )
-
-
 BREAKERS: KeyedTable[str, Breaker] = KeyedTable(
     "breakers", ("service",), Breaker, attrgetter("service"), lambda service: Breaker(service=service, tripped_at=0.0)
 )
-
-
 # Of hosts that an operator has fenced. Who abandons a machine there holds the fence and counts it; it is ended when a
 # later scan shows none of those, and stays on record for a while: the message of an older decision would fence a host
 # in use.
@@ -98,14 +87,10 @@ FENCES: KeyedTable[str, Fence] = KeyedTable(
         host_uuid=host, host="", version=0, state=FenceState.UNFENCED, abandoned={"": AbandonedMachines(1, 0.0)}
     ),
 )
-
-
 # A service whose lease cannot be read may be up, and falls silent as any.
 LEASES: KeyedTable[str, Lease] = KeyedTable(
     "leases", ("service",), Lease, attrgetter("service"), lambda service: Lease(service=service, epoch=0)
 )
-
-
 KEYED: tuple[KeyedTable[Any, Any], ...] = (UNKNOWN_MACHINES, BREAKERS, FENCES, LEASES)
 
 

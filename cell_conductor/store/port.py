@@ -1,4 +1,4 @@
-"""The conductor's store. Decisions are made in `domain`; this only stores them."""
+"""The conductor's store. Decisions are made by the rules; this only stores them."""
 
 from __future__ import annotations
 
@@ -207,16 +207,16 @@ class InstanceStore(Flushed, Protocol):
         """
 
     async def summaries(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[InstanceSummary]:
-        """The instances that should be on these hosts or are to go from them (`desires.EXPECTED_ON_CURRENT`), and these
-        instances in any state; those whose record cannot be read as `unreadable_summary`.
+        """The instances that should be on these hosts or are to go from them (`desired_state.EXPECTED_ON_CURRENT`), and
+        these instances in any state; those whose record cannot be read as `unreadable_summary`.
         """
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
         """(uuid, service) of the instances that these compute services were commanded to build, or to check."""
 
     async def at_service(self, service: str, limit: int) -> list[str]:
-        """The instances that have a machine at this compute service (`report.has_machine_at`), in order of
-        uuids.
+        """The instances that have a machine at this compute service (`ownership_proof.has_machine_at`), in
+        order of uuids.
         """
 
     async def uuids(self, after: str, last: str, limit: int) -> list[str]:
@@ -224,7 +224,7 @@ class InstanceStore(Flushed, Protocol):
 
     async def purge(self, phases: frozenset[Phase], before: float, limit: int) -> int:
         """Delete instances that are in one of these phases since before this time, up to a bound; returns how many.
-        phases: `desires.PURGED` or `desires.PURGED_FAILED`, which have indexes.
+        phases: `desired_state.PURGED` or `desired_state.PURGED_FAILED`, which have indexes.
         """
 
 

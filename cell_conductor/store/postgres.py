@@ -142,7 +142,8 @@ SELECT uuid, service FROM (
 WHERE service = ANY($1::text[]) ORDER BY uuid
 """
 FENCE_OF = f"SELECT FROM fences f WHERE f.record ->> 'state' <> '{FenceState.UNFENCED}' AND f.host_uuid"
-# As `domain.report.has_machine_at`. The text is searched for the name first: parsing every record's JSON costs far
+
+# As `ownership_proof.has_machine_at`. The text is searched for the name first: parsing every record's JSON costs far
 # more.
 AT_SERVICE = f"""
 SELECT uuid::text FROM instances

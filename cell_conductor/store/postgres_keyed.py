@@ -16,7 +16,7 @@ from cell_conductor.state.lease import Leader, Lease
 from cell_conductor.store import tables
 from cell_conductor.store.keyed import DatabaseIdentity, Key, KeyedTable, Lock, Unrecognised, Value
 
-# As `domain.move_steps.may_run_after_evacuation`.
+# As `evacuation_proof.may_run_after_evacuation`.
 NEEDED = f"""
 SELECT EXISTS (
     SELECT FROM instances

@@ -22,7 +22,7 @@ from cell_conductor.store.keyed_tables import KEYED, UNKNOWN_MACHINES
 
 METADATA = MetaData()
 
-# record: the instance as domain.Instance, in JSON; the columns beside it are what is searched by.
+# record: the instance as `state.instance.Instance`, in JSON; the columns beside it are what is searched by.
 # highest_attempt: the highest attempt number given out, where that is not `attempt`.
 # source_host_uuid, source_attempt: the other machine of an instance that moves.
 # Only what the sweep, the reports and the purge of what ended long ago ask for is indexed: most rows at rest have no

@@ -1,6 +1,7 @@
-"""The record of machines that no record of an instance explains, of the breakers, of fences, and of the leases of
-compute services.
-"""
+"""The unknown machines of a cell on record, and operators' decisions on them."""
+
+# Machines are recorded with each report that has them, and deleted when their host is seen without them. An operator's
+# decision on a quarantined machine (`destroy`, `protect` or `adopt`, by whom and when) stands beside it.
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 """The compute service itself: takes commands, has its driver carry them out, and reports each attempt's result."""
 
+# A command is recorded (`Records`) before its message is acknowledged, so an accepted build survives the service: the
+# next start finishes it. The jobs on one instance on one host form a chain and run one at a time (`jobs`); a Destroy
+# cancels the build before it. Answers that change no record (to a late or repeated command) may be lost with the
+# process, because a requester that still waits repeats its request.
+
 from __future__ import annotations
 
 import asyncio
@@ -51,13 +56,8 @@ from compute_agent.records.records import HostAttemptRow, Key, Records
 
 log = structlog.get_logger()
 
-
 DESTROY = RetryPolicy(first_s=0.2, longest_s=30.0, least=0.0)  # repeated as often as the service's limits allow
-
-
 DESTROY_RETRY_S = 60.0  # the interval at which failed destructions are tried again
-
-
 MAX_DESTROY_RETRIES = (
     1_000  # the number of them that are tried at a time, because the driver may have just been unavailable
 )

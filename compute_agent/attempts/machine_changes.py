@@ -1,5 +1,11 @@
 """Changes machines in place: start, stop, hand over, resize, rebuild, snapshot."""
 
+# One at a time for one instance on one host, in the chain that its builds and destructions go through. A change with a
+# higher number takes the place of the one before, wherever that stands; one with a lower number is late, one with the
+# same is a copy, and both are dropped. The number is on record before the message is acknowledged. A change that was in
+# progress when its service died is not resumed: that it is unknown whether it has taken place is its answer, and the
+# conductor repeats its command, under a higher number.
+
 from __future__ import annotations
 
 import asyncio

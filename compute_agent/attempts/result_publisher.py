@@ -22,19 +22,11 @@ from compute_agent import metrics
 
 log = structlog.get_logger()
 
-
 Result = ComputeResult | MachineChanged
 
-
 MAX_BATCH = 500  # results published at once
-
-
 BATCH_YIELDS = 8  # the turns of the event loop before the gathered results are published, while further ones arrive
-
-
 MAX_WAITING = 50_000  # the bound of unconfirmed results; above it no commands are taken
-
-
 # Until the results are published: the jobs that ended have been done, and their conductor must get the results.
 RESULTS = RetryPolicy(first_s=0.1, longest_s=5.0, least=0.0)
 

@@ -2,6 +2,12 @@
 event.
 """
 
+# Rendezvous hashing: of a ring's members the one whose hash with the node is highest has the node. A member that comes
+# or goes moves the nodes that become or were its own, one part in as many as there are members, and no others. No
+# library is needed: a ring of points would have to be tuned for an even spread, and is no smaller.
+# The cell's conductor publishes the members (`RingMembers`), so all services with the same number agree. Before the
+# first such message no free node belongs to this service.
+
 from __future__ import annotations
 
 import asyncio
@@ -11,8 +17,6 @@ from hashlib import blake2b
 from bus.contracts.cell import RingMembers
 
 UNKNOWN = (0, 0)
-
-
 MAX_NODES = 100_000  # the bound of nodes whose owner is cached; for others the owner is computed each time
 
 

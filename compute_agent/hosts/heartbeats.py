@@ -1,5 +1,9 @@
 """Publishes heartbeats and reports of hosts to the cell."""
 
+# After a start a host is reported as disabled until the service has destroyed there the machines that it was commanded
+# to destroy while it was not running (`startup_gate`). Announcements and heartbeats share one sequence and leave one
+# after the other, so that a listener may drop a message that is older than the last one received.
+
 from __future__ import annotations
 
 import asyncio
@@ -25,13 +29,8 @@ from compute_agent.records.records import Records
 
 log = structlog.get_logger()
 
-
 HOSTS_PER_PAGE = 1000  # as the contract bounds it
-
-
 HOSTS_AT_ONCE = 1000  # put into pages in one turn of the event loop
-
-
 RUNNING_PER_PAGE = 5000  # keeps a page of full hosts below a megabyte
 
 

@@ -2,6 +2,11 @@
 given them up or ended for good.
 """
 
+# Two services with a host of one uuid would send one host's builds to two machines. Placement keeps the first one's
+# inventory and refuses the second one's report (`InventoryConflict`). The second one takes no builds for the host and
+# reports it with its owner. The cell's conductor knows which services are up: it notifies the owner, and releases the
+# host to the second service once the owner has given it up or is gone for good (the host has passed to it).
+
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
@@ -17,16 +22,9 @@ from compute_agent.hosts.service_name import reporter_name
 
 log = structlog.get_logger(__name__)
 
-
 RESEND_S = 10.0  # the interval of reports of refused hosts, in answer to which the conductor releases them
-
-
 MAX_HOSTS = 100_000  # refused hosts kept; placement refuses the hosts beyond them again
-
-
 LOGGED = 10  # hosts of one message
-
-
 HINT = "two compute services have a host of this uuid: give one of the hosts another uuid, or stop one of the services"
 
 

@@ -1,5 +1,9 @@
 """Publishes the inventory of each host's provider tree to placement."""
 
+# It goes out at start, on change, at long intervals (so that a lost or undone update heals), and after each
+# reconnection. A host that the driver lists no more leaves placement with the next publication of all. After a start a
+# host's inventory waits until the host may be offered (`startup_gate`).
+
 from __future__ import annotations
 
 import random
@@ -20,13 +24,8 @@ from compute_agent.records.records import Records
 
 log = structlog.get_logger(__name__)
 
-
 TREES_PER_PUBLISH = 200
-
-
 HOSTS_AT_ONCE = 1_000  # that may be offered, found in one turn of the event loop
-
-
 # Inventory travels on durable queues and is published when it changes: repeating it all is for the unforeseen, and for
 # 100,000 hosts every minute it would cost placement as much as the boots do. One in this many report intervals.
 INVENTORY_EVERY = 10

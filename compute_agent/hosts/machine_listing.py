@@ -1,5 +1,8 @@
 """Everything that the hosts of one service have, in pages, for a conductor whose database was restored."""
 
+# The hosts are read anew for each page, and what they have is compared with nothing: a record only adds what a host
+# does not know of a machine, and the builds of which no host may list what it has.
+
 from __future__ import annotations
 
 import heapq

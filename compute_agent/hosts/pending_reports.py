@@ -1,5 +1,8 @@
 """Collects all changes of hosts: which hosts are to be reported, and whose inventory is to be published."""
 
+# The driver, the agent, the quarantine and the startup gate record here which hosts have changed; the reporter and the
+# inventory reporter wait here for hosts that are due. None of them knows the others.
+
 from __future__ import annotations
 
 import asyncio
@@ -118,16 +121,9 @@ class PendingHostReports:
 
 log = structlog.get_logger()
 
-
 BATCH_S = 0.1  # changes and questions that come within this are answered together
-
-
 JITTER = 0.1  # share of the report interval, so that services started together drift apart
-
-
 REPORTS = RetryPolicy(first_s=0.1, longest_s=10.0, least=0.0)  # until they are published
-
-
 LOOKS = RetryPolicy(first_s=0.1, longest_s=1.0, least=0.0)  # until the driver answers: hosts are offered soon after
 
 

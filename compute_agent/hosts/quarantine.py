@@ -1,5 +1,9 @@
 """The resources of quarantined machines, taken out of the inventory that the host reports."""
 
+# Such a machine may have no claim in placement, so its resources would be offered to others, and a build there would
+# take more than its host has. The cell's conductor names these machines (`ReserveMachines`); they are on record here,
+# so that a restart does not offer their resources. A machine that its host does not carry any more is dropped at once.
+
 from __future__ import annotations
 
 import asyncio
@@ -61,7 +65,6 @@ def _reserved(inventory: Inventory, amount: int) -> Inventory:
 
 
 log = structlog.get_logger(__name__)
-
 
 Reserved = Mapping[str, Sequence[ReservedMachine]]  # by host
 

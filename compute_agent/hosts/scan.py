@@ -15,7 +15,6 @@ from compute_agent.records.records import Records
 
 log = structlog.get_logger()
 
-
 HOSTS_AT_ONCE = 1_000  # compared with the record in one turn of the event loop, in about a millisecond
 
 

@@ -1,5 +1,9 @@
 """A compute service's name belongs to one process: two of one name would build and destroy on the same hosts."""
 
+# The name is held by the service's private queue on its cell's bus, which a broker gives to one connection at a time.
+# It is taken before the driver is looked at. Where a broker gives it to two (a cluster that was split), the heartbeats
+# reveal it: the service with the lower epoch, the one that was started earlier, stops.
+
 from __future__ import annotations
 
 import asyncio
@@ -17,10 +21,7 @@ from compute_agent.records.records import Records
 
 log = structlog.get_logger()
 
-
 QUEUE = "compute.control.{service}"
-
-
 AGAIN_S = 1.0
 
 

@@ -1,5 +1,10 @@
 """Which of its hosts a service may offer after a start: none on which it still has to destroy something."""
 
+# While the service was down its queue kept its commands, among them those to destroy the stale machines of a fence. The
+# service publishes a barrier to its own queue: when it comes back, all that was waiting there has been taken. Only then
+# builds and changes begin: the command that ends one of them may have come behind it. And each host may be offered as
+# soon as nothing is left that was to be destroyed there before the barrier.
+
 from __future__ import annotations
 
 import asyncio
@@ -18,10 +23,7 @@ from compute_agent.records.records import Key, Records
 
 log = structlog.get_logger()
 
-
 RESEND_S = 5.0  # a barrier that has not come back is published once more
-
-
 DESTROYING = "the service destroys this host's stale machines"
 
 

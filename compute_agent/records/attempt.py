@@ -1,5 +1,10 @@
 """A host's record of one instance, and the changes that a command makes: fences, repeats, replacements."""
 
+# One record per (host, instance). Commands come late, twice and out of order; the record is all that is needed to
+# answer each of them the same way every time. Two rules keep an instance from being built twice: no attempt at or below
+# one that was ever destroyed here starts again; an ended attempt stays on record, so a repeated command gets the first
+# answer, not a second build.
+
 from __future__ import annotations
 
 from enum import StrEnum
@@ -65,14 +70,8 @@ _OUTCOMES = {
     AttemptPhase.FAILED: ComputeOutcome.FAILED,
     AttemptPhase.GONE: ComputeOutcome.DESTROYED,
 }
-
-
 ENDED = frozenset({AttemptPhase.FAILED, AttemptPhase.GONE})
-
-
 LIVE = frozenset({AttemptPhase.BUILDING, AttemptPhase.RUNNING})
-
-
 LOST = "instance.lost"
 
 

@@ -1,5 +1,11 @@
 """An append-only file that survives the death of its process, and after `sync` that of its machine."""
 
+# Each append is one write to the operating system, so appended rows are there after a SIGKILL. What a power cut must
+# not take is synced to the disk; the machines of a simulated fleet end with it. A line that was cut short is dropped.
+# A line is a row as JSON, a tab and the checksum of that JSON, so that a damaged byte is noticed wherever it is. A
+# damaged file is kept aside whole, logged, and written anew from all lines that can be read. A line without a checksum
+# was written by hand.
+
 from __future__ import annotations
 
 import asyncio
@@ -22,27 +28,14 @@ from compute_agent import metrics
 
 Row = TypeVar("Row")
 
-
 MAX_LINE = 4 * 2**20  # bytes; a Spawn with the most allocations a contract allows stays far below
-
-
 MAX_KEPT = 16  # damaged files of one journal that are kept; a disk that damages more is to be looked at
-
-
 MAX_NAMED = 16  # uuids found in damaged bytes that the log names
-
-
 CHECK_LENGTH = 8  # hexadecimal digits of CRC-32
-
-
 DAMAGED = "journal.damaged"
-
-
 NOT_WRITTEN = "journal.not_written"
 
-
 _UUID = re.compile(rb"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
-
 
 log = structlog.get_logger(__name__)
 

@@ -1,5 +1,8 @@
 """A compute service's records across its own restarts: attempts, fences, failures, and the numbers it has used."""
 
+# In memory, and in a journal when there is a directory for it. Everything is an absolute value, so reading the journal
+# again in order gives the same memory.
+
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,22 +19,11 @@ from compute_agent.records.journal import Journal
 
 Key = tuple[str, str]  # (host uuid, instance uuid)
 
-
 MAX_ENDED = 200_000  # fences and failures kept; a command that comes later than that many others is not expected
-
-
 MAX_SPEC_BYTES = 64 * 1024  # of the spec and the allocations of one machine, as JSON
-
-
 REWRITE_AFTER = 100_000  # journal rows beyond four times what is alive
-
-
 HOSTS_A_ROW = 1000
-
-
 VERSIONS_PER_MS = 2**20  # versions are milliseconds with room to count within one
-
-
 FARTHEST = 2**62 - 2**52  # no clock comes near it before the year 2100, and no contract lets versions pass 2**62
 
 

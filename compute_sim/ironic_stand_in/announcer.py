@@ -13,8 +13,6 @@ from bus.rabbitmq.address import parse_bus_url
 from bus.transport import BusUnavailable, Outgoing, Transport
 
 EXCHANGE = "ironic"
-
-
 CONNECT_TIMEOUT_S = 60.0  # a broker that has just started on a busy machine took more than 10
 
 

@@ -24,21 +24,11 @@ from compute_sim.ironic_stand_in.announcer import NotificationAnnouncer
 from compute_sim.ironic_stand_in.node_pool import Behaviour, NodePool, RequestError
 
 MAX_BODY = 1024 * 1024
-
-
 MAX_LIMIT = 1000
-
-
 MAX_RECORDED = 10_000  # changing requests kept for tests to look at
-
-
 STOP_GRACE_S = 2
-
-
 # httpx keeps an idle connection for 5 s. A server that closes it at that age, uvicorn's own, fails the next request.
 KEEP_ALIVE_S = 75
-
-
 VERSIONS = {
     "X-OpenStack-Ironic-API-Minimum-Version": "1.1",
     "X-OpenStack-Ironic-API-Maximum-Version": "1.115",

@@ -11,7 +11,6 @@ from typing import Any
 
 TOPIC = "ironic_versioned_notifications"
 
-
 # Fields of a node as its REST representation has them and no notification does.
 REST_ONLY: Mapping[str, Any] = {
     "allocation_uuid": None,
@@ -32,7 +31,6 @@ REST_ONLY: Mapping[str, Any] = {
     "shard": None,
     "target_raid_config": {},
 }
-
 
 # The 47 fields of NodePayload; every notification about a node has all of them.
 NODE: Mapping[str, Any] = {
@@ -85,14 +83,9 @@ NODE: Mapping[str, Any] = {
     "uuid": "",
 }
 
-
 # {action: (payload object, its version, its publisher, fields beside NODE's)}
 _CRUD = ("NodeCRUDPayload", "1.15", "ironic-api", ("chassis_uuid", "instance_info", "driver_info"))
-
-
 _SET = ("NodePayload", "1.17", "ironic-api", ())
-
-
 PAYLOADS: Mapping[str, tuple[str, str, str, tuple[str, ...]]] = {
     "create": _CRUD,
     "update": _CRUD,
@@ -113,7 +106,6 @@ PAYLOADS: Mapping[str, tuple[str, str, str, tuple[str, ...]]] = {
     "power_set": ("NodeSetPowerStatePayload", "1.17", "ironic-conductor", ("to_power",)),
     "power_state_corrected": ("NodeCorrectedPowerStatePayload", "1.17", "ironic-conductor", ("from_power",)),
 }
-
 
 CONTEXT: Mapping[str, Any] = {
     "_context_user": None,

@@ -18,10 +18,8 @@ from compute_sim.ironic_stand_in.node_pool import NodePool
 
 log = structlog.get_logger(__name__)
 
-
 # The last moments of a killed process that may be lost.
 SAVE_EVERY_S = 0.2
-
 
 # The conductor that held a node is gone: the action under way is given up, or done, as a restarted Ironic conductor
 # would.

@@ -1,4 +1,4 @@
-"""Two results of lab/benchmarks/street.py that were measured at the same time, side by side, for lab/benchmarks/pair.
+"""Two results of lab/benchmarks/street.py that were measured at the same time, side by side, for scripts/steps/pair.
 
 `python -m lab.benchmarks.street_pair EARLIER.json NOW.json` prints the table again.
 """

@@ -32,13 +32,8 @@ from lab.load.trace import Shape, read_requests, read_trace
 from scheduler_worker.config import Flavor
 
 DEFAULT_MIX = "m1.tiny=40,m1.small=40,m1.medium=15,m1.large=5"
-
-
 EXIT_INTERRUPTED = 130
-
-
 STDOUT = Path("-")
-
 
 app = CommandGroup(name="load", **PLAIN)
 

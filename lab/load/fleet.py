@@ -21,20 +21,10 @@ from lab.load.trace import WHOLE_GPU, TraceRequest, TraceRow, amount, csv_rows, 
 from scheduler_worker.config import Flavor, SchedulerConfig
 
 GPU_CLASS = "CUSTOM_GPU_MILLI"
-
-
 GPU_TRAIT = "CUSTOM_GPU_MODEL_{}"
-
-
 NEEDED = ("cpu_milli", "memory_mib")
-
-
 MAX_KINDS = 64  # as many as SimulatedConfig.sizes may be
-
-
 MAX_GPUS = 64  # as many as HostSize.devices may be
-
-
 MAX_GROUPS = 16
 
 

@@ -11,17 +11,9 @@ from lab.load.plan import is_metal
 from lab.load.record import OUTCOMES, Column, Operations
 
 _OUTCOME = {name: index for index, name in enumerate(OUTCOMES)}
-
-
 UNSENT, OPEN, LOST, BACKPRESSURE = (_OUTCOME[name] for name in ("unsent", "open", "lost", "backpressure"))
-
-
 NEVER = math.nan
-
-
 UNKNOWN = -1
-
-
 # Times are kept to the microsecond: what follows is noise, and doubles the file.
 DIGITS = 6
 

@@ -12,8 +12,6 @@ from lab.load.run import LoadRun
 from lab.load.sampler import Sample
 
 PLAIN_EVERY_S = 5.0
-
-
 QUEUES_SHOWN = 6
 
 

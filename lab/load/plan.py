@@ -16,21 +16,12 @@ from bus.contracts.build import BuildRequest
 
 # Drawn ahead of their time, so many at once.
 DRAWN_AT_ONCE = 1_000
-
-
 PLAIN = "m1."  # flavors of plain virtual machines
-
-
 # The size of a load when none is given.
 DEFAULT_BOOTS = 1_000
-
-
 # The most that one load may be, and the largest number in a ramp.
 MAX_BOOTS = 10_000_000
-
-
 MAX_IN_RAMP = 1e9
-
 
 Mode = Literal["open", "ramp", "trace", "closed", "burst"]
 

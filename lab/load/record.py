@@ -21,8 +21,7 @@ from msgspec import Struct, field
 from bus.contracts import stages
 from bus.contracts.base import reason_of
 
-FORMAT = "lab.load.v1"
-
+FORMAT = "berth.load.v1"
 
 # How one operation ended, as `Operations.outcome` counts them. The first four are answers of the system.
 #   active: the machine runs. deleted: a delete's good end. failed: built nowhere, with a code.
@@ -34,10 +33,7 @@ FORMAT = "lab.load.v1"
 #   queried then had it under way.
 #   late: the same, but a scheduler has it under way: accepted, scheduled, building or deleting.
 OUTCOMES: tuple[str, ...] = ("active", "deleted", "failed", "refused", "backpressure", "unsent", "open", "lost", "late")
-
-
 Outcome = Literal["active", "deleted", "failed", "refused", "backpressure", "unsent", "open", "lost", "late"]
-
 
 # The stages of a boot in their order: `Operations.stages[name][i]` is the time that boot `i` spent in that stage; a
 # boot's stages add up to its latency, from the intended time. queued: until a scheduler took it. decided: until it had
@@ -47,27 +43,16 @@ Outcome = Literal["active", "deleted", "failed", "refused", "backpressure", "uns
 # from the dict, never zero.
 STAGES: tuple[str, ...] = stages.STAGES
 
-
 # Past these a record has less detail, and no error: hosts are thinned evenly, snapshots are taken less often.
 MAX_HEAT_HOSTS = 2_000
-
-
 MAX_HEAT_SNAPSHOTS = 240
-
-
 MAX_SAMPLES = 20_000
-
 
 # No record that we wrote is larger; a file from elsewhere is refused unread.
 MAX_RECORD_BYTES = 2**31
 
-
 Seconds = float
-
-
 Column = list[float | None]
-
-
 Index = Annotated[int, Bound(ge=0)]
 
 

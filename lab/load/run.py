@@ -25,28 +25,16 @@ from lab.load.report.summary import LoadReport, sum_up
 
 # With a rate, what fell due while the publisher was busy leaves together, at most so many ...
 MAX_BURST = 500
-
-
 # ... and at most so many such slices wait for the broker's confirms at once; past it the rest is late, and counted so.
 MAX_SLICES = 8
-
-
 # At its very time a request is due, whatever floating point makes of it.
 A_HAIR = 1e-6
-
-
 # However long until the next arrival: so often it is looked whether the run was interrupted.
 LOOK_S = 0.1
-
-
 # A refused request is offered again after so long, halved at random.
 AGAIN_S = 0.25
-
-
 # Interrupted, what is under way may still end for so long.
 INTERRUPT_GRACE_S = 3.0
-
-
 PROGRESS_EVERY_S = 0.25
 
 

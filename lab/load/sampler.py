@@ -21,28 +21,14 @@ from lab.load.report.summary import percentiles
 from lab.load.run import LoadRun
 
 SAMPLE_S = 0.5
-
-
 # Hosts are queried so often, and never more than a twentieth of the time: a large fleet is a large answer.
 HEAT_S = 1.0
-
-
 HEAT_SHARE = 20
-
-
 HEAT_PAGE = HOSTS_PER_PAGE  # one query: of a larger fleet the first hosts by name
-
-
 HEAT_TIMEOUT_S = 5.0
-
-
 # A broker that does not answer delays a sample by no more than this.
 DEPTHS_TIMEOUT_S = 3.0
-
-
 API = "api"
-
-
 # The queues that a boot passes through. Private queues are their consumers' own business.
 _WATCHED = [row for row in QUEUES if row.kind is QueueKind.DURABLE and "{" not in row.name]
 

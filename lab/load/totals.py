@@ -14,22 +14,12 @@ from lab.load.report.summary import percentiles
 from lab.load.run import LoadRun
 
 NOT_ACCEPTED = frozenset({"backpressure", "unsent"})
-
-
 # The knee of a ramp: arrivals are looked at in so many steps; the first tenth defines calm; it is past the knee
 # where the median is this many times the calm one (and this much above it) for so many steps in a row.
 KNEE_STEPS = 60
-
-
 CALM_SHARE = 0.1
-
-
 KNEE_TIMES = 3.0
-
-
 KNEE_ABOVE_MS = 20.0
-
-
 KNEE_ROWS = 3
 
 

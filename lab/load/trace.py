@@ -19,18 +19,10 @@ from msgspec import Struct
 from lab.load.plan import Arrival, PlanError
 
 MAX_TRACE_ROWS = 10_000_000
-
-
 NEEDED = ("cpu_milli", "memory_mib", "creation_time")
-
-
 # The largest number that a row may have: seconds, MiB or thousandths of a core.
 MAX_NUMBER = 1e12
-
-
 WHOLE_GPU = 1000
-
-
 MODEL = re.compile(r"[A-Z0-9_]{1,32}", re.ASCII)
 
 

@@ -1,4 +1,4 @@
-"""`python -m berth.reference [DIR]` writes the derived pages into docs/reference."""
+"""`python -m lab.reference [DIR]` writes the derived pages into docs/reference."""
 
 from __future__ import annotations
 

@@ -10,7 +10,10 @@ from typing import Literal, get_args
 import msgspec
 from msgspec import Struct
 
-PACKAGES = ("bus", "placement_worker", "scheduler_worker", "cell_conductor", "compute_sim", "ironic_sync", "berth")
+PACKAGES = (
+    *("bus", "placement_worker", "scheduler_worker", "nova_scheduler", "cell_conductor", "compute_agent"),
+    *("compute_sim", "ironic_sync", "berth", "lab.load"),
+)
 TABLE = "codes.toml"
 
 Kind = Literal["reply", "event", "log", "fault", "exit", "dead letter", "trace"]

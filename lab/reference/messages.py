@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 from berth.asyncapi import field_notes
-from bus import codec as wire
+from bus import codec
 from bus.contracts import catalogue, queues
 from bus.contracts.base import Message, Refusal, tag_of
 from bus.contracts.catalogue import OPERATORS, queues_taking
 from bus.contracts.queues import QUEUES, QueueRow, Where
 
-CELL_WORKERS = ("cell_conductor", "compute_sim")
+CELL_WORKERS = ("cell_conductor", "compute_agent")
 
 PLACES = {
     Where.API: "API bus",
@@ -29,7 +29,7 @@ def content() -> dict[str, object]:
     buses = [("On the API bus", _flows(Where.API)), ("On a cell's bus", _flows(Where.CELL))]
     functions = {"parts": _parts, "rights": _rights, "bound_to": _bound_to, "bounds": _bounds}
     return {
-        **vars(wire),
+        **vars(codec),
         **vars(queues),
         **vars(catalogue),
         **{"tag_of": tag_of, "Refusal": Refusal, "PLACES": PLACES, "buses": buses},

@@ -13,7 +13,6 @@ from prometheus_client.registry import Collector
 import bus
 import cell_conductor
 import compute_agent
-import compute_sim
 import gateway
 import ironic_sync
 import nova_scheduler
@@ -23,7 +22,8 @@ import scheduler_worker
 
 def content() -> dict[str, object]:
     """What the page shows: the metrics of each package that exports any."""
-    packages = (bus, placement_worker, scheduler_worker, nova_scheduler, cell_conductor, compute_agent, compute_sim, ironic_sync, gateway)
+    workers = (placement_worker, scheduler_worker, nova_scheduler, cell_conductor, compute_agent, ironic_sync, gateway)
+    packages = (bus, *workers)
     found = ((one.__name__, sorted([*map(_row, _metrics(one)), *_families(one)])) for one in packages)
     return {"packages": [(name, rows) for name, rows in found if rows]}
 

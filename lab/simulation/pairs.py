@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
-from cell_conductor import engine, table
+from cell_conductor import engine, transition
 from cell_conductor.state.instance import Instance
 
 Pair: TypeAlias = tuple[str, str]  # (state, with the kind of its move; event)
@@ -55,7 +55,7 @@ def observed() -> Iterator[Seen]:
     """What cells' instances do meanwhile."""
     seen = Seen()
     with ExitStack() as patched:
-        for module in (engine, table):
+        for module in (engine, transition):
             patched.enter_context(patch.object(module, "step", _noting(seen, module.step)))
         yield seen
 

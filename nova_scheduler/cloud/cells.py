@@ -21,31 +21,16 @@ from nova_scheduler.cloud.rest import NovaUnavailable
 
 log = structlog.get_logger("nova")
 
-
 AGAIN_S = 1.0  # between two reads of the database for hosts that the one before did not find
-
-
 RARELY_S = 30.0  # from a read that failed, or that found all, to the next at least
-
-
 MAX_MAPPINGS = 1_000_000
-
-
 MAX_SAID = 200  # characters of what the database's driver says of a fault
-
-
 READ_S = 10.0  # that a read of the database is waited for
-
-
 MAX_LEFT = 200  # reads that hang: as many as there are until TCP gives the first one up, after two hours
-
 
 # The two that are read
 CELLS = "SELECT id, uuid, disabled FROM cell_mappings"
-
-
 HOSTS = "SELECT host, cell_id FROM host_mappings"
-
 
 CellsFound = tuple[dict[str, str], frozenset[str]]  # {host: cell}, the disabled cells
 

@@ -23,26 +23,14 @@ from scheduler_worker.hosts.host_table import HostTable
 
 log = structlog.get_logger(__name__)
 
-
 MAX_ASKED = 32  # unknown root providers that are asked for one by one; for more, all compute nodes are read
-
-
 # The task states of servers that Nova's conductor asks a scheduler about: boot, resize and cold migration, live
 # migration, evacuation and rebuild, unshelve.
 WAITING = frozenset({"scheduling", "resize_prep", "migrating", "rebuilding", "unshelving"})
-
-
 ASK_AGAIN_S = 1.0  # between two reads that a request without a host causes
-
-
 ASK_LIMIT_S = 5.0  # that such a request waits for Nova's API: it has one of the places of all calls
-
-
 MAX_LOGGED = 20  # names of hosts in one line of the log
-
-
 MAX_CAST = 100_000  # aggregates of one cast
-
 
 AGGREGATE, AGGREGATES = "Aggregate", "AggregateList"
 

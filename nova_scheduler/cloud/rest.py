@@ -27,55 +27,25 @@ from nova_scheduler.cloud.state import ComputeNode, NovaAggregate, NovaService
 from nova_scheduler.metrics import UNREADABLE
 
 T = TypeVar("T")
-
-
 U = TypeVar("U")
 
-
 VERSION = "OpenStack-API-Version"
-
-
 NEWEST = (2, 104)  # that this module was written for
-
-
 OLDEST = (2, 88)
-
-
 # Newer lists of compute nodes have no `cpu_info`, and for each row of them some releases of Nova ask the nova-compute
 # for its uptime.
 OF_NODES = (2, 87)
-
-
 MAX_PAGE_BYTES = 64 * 2**20
-
-
 MAX_ROWS = 1_000_000  # of one list
-
-
 MAX_DEPTH = 4  # of a node's cpu_info that is read
-
-
 MAX_VALUES = 64
-
-
 MAX_VALUE = 8_192  # characters: a processor has some hundred features
-
-
 FOR_TOKEN = 0.5  # of a request's time, for a sign-in that comes first: a silent Keystone is told as such
-
-
 BUSY = frozenset({408, 413, 425, 429})  # Nova's rate limits were 413
-
-
 SERVICE = "nova-compute"
-
-
 _VERSION = re.compile(r"^(\d{1,2})\.(\d{1,5})$")
 
-
 Name = Annotated[str, Bound(min_length=1, max_length=255)]
-
-
 Text = Annotated[str, Bound(max_length=255)]
 
 
@@ -174,7 +144,7 @@ class AggregateRow(Struct, frozen=True):
     hosts: tuple[Name, ...] | None = None
 
     def as_state(self) -> NovaAggregate:
-        """The same in the terms of `facts`."""
+        """The same in the terms of `state`."""
         return NovaAggregate(uuid=self.uuid, name=self.name, metadata=self.metadata or {}, hosts=self.hosts or ())
 
 

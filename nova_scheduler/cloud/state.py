@@ -19,15 +19,9 @@ from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.selection.host_view import Membership
 
 MAX_NODES = 1_000_000
-
-
 MAX_CPUS = 1_000  # descriptions of processors that are shared
-
-
 # One life of every nova-compute: Nova's services announce no epochs.
 EPOCH = 1
-
-
 # What a hypervisor of each type runs, as its driver tells Nova's scheduler and no API tells us: (types that an image
 # may name, modes).
 HYPERVISORS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
@@ -40,14 +34,8 @@ HYPERVISORS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "ironic": (("baremetal",), ("hvm",)),
     "fake": (("fake",), ("hvm",)),
 }
-
-
 BESIDE = {"x86_64": ("i686",), "aarch64": ("armv7l",), "ppc64le": ("ppc64",)}  # what such a processor runs as well
-
-
 ARCHITECTURE = "arch"  # in a compute node's cpu_info
-
-
 DOWN = "service.silent"
 
 

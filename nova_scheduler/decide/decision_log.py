@@ -39,16 +39,9 @@ from scheduler_worker.selection.explain import FailedClaim, NoValidHost
 
 log = structlog.get_logger("nova")
 
-
 NOT_DECIDED: Final = "nova.not_decided"
-
-
 MAX_BYTES: Final = 64 * 1024  # of one event; a larger one leaves without hosts and scores
-
-
 MAX_WAITING: Final = 200  # events; past it the oldest are dropped, as after a broker's absence
-
-
 SHARE: Final = 0.25  # of what is kept: more than this a project has only while there is room
 
 
@@ -60,11 +53,7 @@ class DecisionEvents(Struct, frozen=True):
 
 
 ANSWERED: Final = DecisionEvents("nova.placed", "nova.no_valid_host")
-
-
 SHADOWED: Final = DecisionEvents("nova.shadow_placed", "nova.shadow_no_valid_host")  # of which Nova learns nothing
-
-
 EVENTS: Final = frozenset({ANSWERED.placed, ANSWERED.no_host, SHADOWED.placed, SHADOWED.no_host, NOT_DECIDED})
 
 

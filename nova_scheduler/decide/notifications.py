@@ -25,22 +25,11 @@ from nova_scheduler.wire.queues import RabbitOptions, topic_queue
 
 log = structlog.get_logger("nova")
 
-
 START: Final = "scheduler.select_destinations.start"
-
-
 END: Final = "scheduler.select_destinations.end"
-
-
 SOURCE, PRIORITY = "nova-scheduler", "INFO"
-
-
 MAX_WAITING = 256  # notifications that are not published yet
-
-
 MAX_BYTES = 512 * 1024  # of a call that is notified about; one for a thousand instances has 200 kB
-
-
 # Of a request's context, what oslo.context leaves of it for notifications: no token, no catalogue of services.
 CONTEXT = (
     "user_id", "project_id", "domain_id", "user_domain_id", "project_domain_id", "request_id", "roles", "user_name",
@@ -67,8 +56,6 @@ _FLAVOR = _Payload(
         "disabled", "is_public", "extra_specs", "projects", "description",
     ),
 )  # fmt: skip
-
-
 _IMAGE = _Payload(
     "ImageMetaPayload",
     "1.0",
@@ -77,38 +64,16 @@ _IMAGE = _Payload(
         "container_format", "disk_format", "created_at", "updated_at", "tags", "direct_url", "min_ram", "min_disk",
     ),
 )  # fmt: skip
-
-
 _PROPERTIES = _Payload("ImageMetaPropsPayload", "1.20", None)
-
-
 _GROUP_FIELDS = ("uuid", "name", "user_id", "project_id", "policies", "members", "hosts", "policy")
-
-
 _GROUP = _Payload("ServerGroupPayload", "1.1", _GROUP_FIELDS)
-
-
 _DESTINATION = _Payload("DestinationPayload", "1.0", ("aggregates",))
-
-
 _CELL = _Payload("CellMappingPayload", "2.0", ("uuid", "name", "disabled"))
-
-
 _RETRY = _Payload("SchedulerRetriesPayload", "1.0", ("num_attempts",))
-
-
 _PCI = _Payload("InstancePCIRequestsPayload", "1.0", ("instance_uuid",))
-
-
 _PCI_FIELDS = ("count", "spec", "alias_name", "request_id", "numa_policy")
-
-
 _PCI_REQUEST = _Payload("InstancePCIRequestPayload", "1.1", _PCI_FIELDS)
-
-
 _NUMA = _Payload("InstanceNUMATopologyPayload", "1.0", ("instance_uuid", "emulator_threads_policy"))
-
-
 _NUMA_CELL = _Payload(
     "InstanceNUMACellPayload",
     "1.2",
@@ -117,11 +82,7 @@ _NUMA_CELL = _Payload(
         "cpu_thread_policy",
     ),
 )  # fmt: skip
-
-
 _CPU_TOPOLOGY = _Payload("VirtCPUTopologyPayload", "1.0", ("sockets", "cores", "threads"))
-
-
 _SPEC = _Payload(
     "RequestSpecPayload",
     "1.1",

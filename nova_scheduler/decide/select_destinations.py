@@ -52,41 +52,18 @@ from scheduler_worker.selection.selector import Selector
 
 log = structlog.get_logger("nova")
 
-
 METHOD: Final = "select_destinations"
-
-
 NOTHING: Final = Query()
-
-
 OWNER_TRAIT: Final = "OWNER_NOVA"
-
-
 ARCHITECTURE: Final = "hw_architecture"
-
-
 ENOUGH: Final = "There are not enough hosts available."  # Nova's own sentence, where there is no better one
-
-
 # What a call claims whose client has been answered, or has given up, nobody would release.
 OUTLIVED: Final = "The server does not wait for a host any more."
-
-
 CLAIMED: Final = "A host was claimed for the server before, and how it is placed cannot be decided any more."
-
-
 UNSUITED: Final = "The host of the instance does not support the image."
-
-
 MAX_UUID: Final = 64  # letters of a cell's that are logged
-
-
 MAX_ASKED_FOR: Final = 10  # hosts that the placer names for one instance
-
-
 CellHosts = tuple[str, tuple[Selection, ...]]  # a cell, and its hosts for one instance
-
-
 _WORD = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
 

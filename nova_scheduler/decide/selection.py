@@ -17,7 +17,6 @@ from nova_scheduler.request.request_spec import NAMESPACE, OBJECT
 # Of Placement, as which the conductor sends the allocation request: nova-scheduler 34 asks for candidates with it.
 MICROVERSION: Final = "1.36"
 
-
 Primitive = dict[str, Any]
 
 

@@ -1,1 +1,1 @@
-"""request."""
+"""A RequestSpec of Nova, parsed, and the candidate query that it becomes."""

@@ -16,30 +16,18 @@ from nova_scheduler.request.request_spec import NotDecided, NovaRequest
 
 CONTRADICTION: Final = "contradiction"
 
-
 MAX_CPUS = 8_192  # a mask of CPUs is written out up to this number
-
-
 MAX_MASK = 255  # characters of it, as Nova's database bounds an extra spec
 
-
 PCI_POLICIES = ("required", "legacy", "preferred", "socket")  # of the NUMA affinity of PCI devices
-
-
 _TRUE = frozenset({"1", "t", "true", "on", "y", "yes"})
-
-
 _CPU_POLICIES = ("dedicated", "shared", "mixed")
-
-
 _MEMORY_ENCRYPTION_TRAITS: Final = {
     "amd-sev": "HW_CPU_X86_AMD_SEV",
     "amd-sev-es": "HW_CPU_X86_AMD_SEV_ES",
     "amd-sev-snp": "HW_CPU_X86_AMD_SEV_SNP",
     "intel-tdx": "HW_CPU_X86_INTEL_TDX",
 }
-
-
 _STATELESS = frozenset({"amd-sev-snp", "intel-tdx"})  # memory encryption that needs firmware without state
 
 

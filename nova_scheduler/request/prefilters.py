@@ -13,27 +13,16 @@ from nova_scheduler.config import PrefilterSettings
 from nova_scheduler.request.hardware import chosen, flag, is_true, tpm_traits
 from nova_scheduler.request.request_spec import NotDecided, NovaRequest
 from scheduler_worker.config import Aggregate
-from scheduler_worker.selection.flavor_query import KEY as TENANT_KEY
-from scheduler_worker.selection.flavor_query import TRAIT_KEY
+from scheduler_worker.selection.flavor_query import TENANT_KEY, TRAIT_KEY
 from scheduler_worker.selection.request_spec import Unsatisfiable
 
 OWNER_TRAIT: Final = "OWNER_NOVA"
-
-
 DISABLED_TRAIT: Final = "COMPUTE_STATUS_DISABLED"
-
-
 REMOTE_MANAGED_TAG: Final = "remote_managed"  # of a PCI request for a port of such a kind
 
-
 _SOUND_MODELS = ("sb16", "es1370", "pcspk", "ac97", "ich6", "ich9", "usb", "virtio")
-
-
 _ENCRYPTION_FORMATS = ("plain", "luks", "luksv2")
-
-
 _TPM_SECRETS = ("user", "host", "deployment")
-
 
 # The image properties that name a model which the host's driver must have, and the prefixes of their traits.
 _TRAITS_OF_PROPERTIES: Final = {

@@ -15,27 +15,17 @@ from bus.contracts.base import reason_of
 from bus.faults import Fault
 
 INVALID: Final = "nova.spec_invalid"
-
-
 VERSION: Final = "nova.spec_version"
 
-
 OBJECT: Final = "nova_object."
-
-
 NAMESPACE: Final = "nova"
-
 
 # The bytes of a spec are bounded where its message is taken; these bound what one of its fields makes of them.
 MAX_FIELDS = 1_000
-
-
 MAX_OBJECTS = 1_000
 
 
 MAX_AMOUNT = 2**31 - 1  # as Placement bounds it
-
-
 Amount = Annotated[int, Meta(ge=0, le=MAX_AMOUNT)]
 
 
@@ -255,11 +245,7 @@ _READ: Final[Mapping[str, tuple[type[Struct], Mapping[str, str]]]] = {
     "InstancePCIRequests": (NovaPciRequests, {"requests": "InstancePCIRequest"}),
     "InstancePCIRequest": (NovaPciRequest, {}),
 }
-
-
 _ALL_FIELDS = "ImageMetaProps"  # kept whole: operators' filters read any property
-
-
 _FIELDS: Final = {name: frozenset(one.__struct_encode_fields__) for name, (one, _) in _READ.items()}
 
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from bus.contracts.placement import MAX_LOCATED_HOSTS
 from nova_scheduler.config import NOT_OWNED, NUMA_FILTER, PCI_FILTER, PrefilterSettings
-from nova_scheduler.request import hardware as constraints
+from nova_scheduler.request import hardware
 from nova_scheduler.request.prefilters import Additions, device_traits, prefilter, tenant_aggregates
 from nova_scheduler.request.request_spec import MAX_AMOUNT, NotDecided, NovaDestination, NovaFlavor, NovaRequest
 from placement_worker.replica.request import UNNUMBERED, Group, Query
@@ -38,51 +38,30 @@ __all__ = [
     "undecided",
 ]
 
-
 REFUSED: Final = "nova.query_refused"
 
-
 MAX_TEXT = 255  # characters, as Nova's database bounds an extra spec
-
-
 MAX_SPECS = 256  # each is compared with each host
-
-
 MAX_NAMES = 3_000
-
-
 MAX_FORCED = 100  # each host with each node
 
-
 _OF_OTHERS = frozenset({"group", "same_host", "different_host"})  # with one of these hints Nova asks for all candidates
-
 
 # Beginnings of extra specs that ask for what no query can say: parts of a NUMA topology, and devices by name.
 BEYOND_QUERIES: Final = (
     "accel:", "hw:cpu_dedicated_mask", "hw:cpu_realtime", "hw:mem_page_size", "hw:numa_", "pci_passthrough:"
 )  # fmt: skip
-
-
 POLICY: Final = "hw:cpu_policy"
 
-
 _STANDARD = frozenset(os_resource_classes.STANDARDS)
-
-
 _CUSTOM = "CUSTOM_"
-
-
 _GROUPED = re.compile(r"^(resources|trait)([a-zA-Z0-9_-]{1,64})?:(.*)$")
-
-
 _SUFFIX = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-
-
 _POLICIES: Final[dict[str, Literal["none", "isolate"]]] = {"none": "none", "isolate": "isolate"}
 
 
 class CloudState(Protocol):
-    """What Nova reads of its own database to shape a query; `facts.NovaState` is one."""
+    """What Nova reads of its own database to shape a query; `state.NovaState` is one."""
 
     def aggregates(self) -> Sequence[Aggregate]:
         """All host aggregates with their metadata."""
@@ -378,7 +357,7 @@ def _add_extra_specs(drafted: _Drafted, request: NovaRequest) -> None:
 
 def _add_cpus(drafted: _Drafted, request: NovaRequest) -> None:
     """The CPU policy as PCPU and VCPU, and the trait of hyperthreads."""
-    cpus = constraints.cpus(request)
+    cpus = hardware.cpus(request)
     drafted.cpu_pinning_requested = cpus.is_dedicated
     if cpus.vcpus is not None:
         drafted.group().add("VCPU", cpus.vcpus)
@@ -419,19 +398,19 @@ def _add_sizes(drafted: _Drafted, request: NovaRequest) -> None:
 
 def _add_devices(drafted: _Drafted, request: NovaRequest) -> None:
     """What flavor and image ask for in words of their own: memory encryption, persistent memory, TPM, firmware."""
-    amounts = constraints.persistent_memory(request)
-    traits = list(constraints.tpm_traits(request))
-    if encryption := constraints.memory_encryption_trait(request):
+    amounts = hardware.persistent_memory(request)
+    traits = list(hardware.tpm_traits(request))
+    if encryption := hardware.memory_encryption_trait(request):
         amounts["MEM_ENCRYPTION_CONTEXT"] = 1
         traits.append(encryption)
-    if constraints.chosen(request, "pci_numa_affinity_policy", constraints.PCI_POLICIES) == "socket":
+    if hardware.chosen(request, "pci_numa_affinity_policy", hardware.PCI_POLICIES) == "socket":
         traits.append("COMPUTE_SOCKET_PCI_NUMA_AFFINITY")
-    if constraints.chosen(request, "secure_boot", ("required", "disabled", "optional"), prefix="os") == "required":
+    if hardware.chosen(request, "secure_boot", ("required", "disabled", "optional"), prefix="os") == "required":
         traits.append("COMPUTE_SECURITY_UEFI_SECURE_BOOT")
-    mode = constraints.chosen(request, "maxphysaddr_mode", ("passthrough", "emulate"))
+    mode = hardware.chosen(request, "maxphysaddr_mode", ("passthrough", "emulate"))
     if mode:
         traits.append(f"COMPUTE_ADDRESS_SPACE_{'EMULATED' if mode == 'emulate' else 'PASSTHROUGH'}")
-    if constraints.stateless_firmware(request):
+    if hardware.stateless_firmware(request):
         traits.append("COMPUTE_SECURITY_STATELESS_FIRMWARE")
     for name, amount in amounts.items():
         drafted.group().add(name, amount)

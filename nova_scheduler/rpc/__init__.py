@@ -1,1 +1,1 @@
-"""rpc."""
+"""Calls of topic `scheduler`: taken in, dispatched and answered."""

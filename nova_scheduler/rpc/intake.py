@@ -18,7 +18,6 @@ from nova_scheduler.wire.queues import POLL_S
 
 log = structlog.get_logger("nova")
 
-
 LIMIT = "berth-limit-s"  # the header of a call in the queue of the frontends: how long (seconds) its client waits
 
 

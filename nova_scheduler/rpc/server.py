@@ -42,19 +42,10 @@ from nova_scheduler.wire.queues import FRONTENDS, TOPIC, RabbitOptions, fanout_q
 
 log = structlog.get_logger("nova")
 
-
 PREFETCH = 32  # calls in flight of one queue; others are left for other schedulers
-
-
 CASTS = 64
-
-
 LAST_REPLIES = 0.1  # the part of the time to stop in which the clients of calls at the fallback are told
-
-
 SHORTEST_HEARTBEAT_S = 1.0  # as oslo.messaging: a client that wants more has given a wrong timeout
-
-
 REMEMBERED = 1024  # ids of calls that were answered, and reply queues that are gone
 
 
@@ -66,7 +57,6 @@ class CallDispatcher(Protocol):
         called again with the same `unique_id` after any part was done. Raises RemoteFault, which the client raises;
         NotDecided: forwarded to a stock nova-scheduler; Transient: called again until the client gives up.
         """
-
         # Any other exception is logged, and the client told that the call failed.
 
 

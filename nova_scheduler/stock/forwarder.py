@@ -21,26 +21,13 @@ from nova_scheduler.wire.queues import POLL_S, TOPIC
 
 log = structlog.get_logger("nova")
 
-
 PREFETCH = 64
-
-
 # Calls that wait for an answer. A stock nova-scheduler takes one after the other: they wait in its queue.
 IN_FLIGHT = 1024
-
-
 STOPS = "this frontend stops"
-
-
 REASON = re.compile(r"[a-z][a-z0-9_.]{0,39}")
-
-
 OTHER = "other"
-
-
 MAX_REASONS = 64
-
-
 _COUNTED: set[str] = set()  # reasons that are labels
 
 

@@ -39,22 +39,12 @@ from scheduler_worker.placement_client import ClaimPort
 
 log = structlog.get_logger("nova")
 
-
 SHADOWED: Final = "shadow"  # the reason for which each call is forwarded
-
-
 DECIDE_S = 10.0  # that a decision may take
-
-
 MAX_IN_FLIGHT = 64  # decisions whose call has no answer yet; the calls beyond are answered all the same
-
-
 MAX_UUID, MAX_HOST = 255, 600  # letters that are told of what another scheduler or a client names
-
-
 # A generation that no provider comes to, nor the feed: what is granted here counts until it is forgotten.
 NEVER = 2**62
-
 
 Hosts = tuple[tuple[str, str], ...]  # of each instance the host, and its node
 
@@ -83,7 +73,7 @@ class SchedulerAnswer(Struct, frozen=True, kw_only=True):
 
 
 class ShadowedDestinations(Protocol):
-    """What decides (`select.Destinations`), with a placer that claims by `GrantedClaims`."""
+    """What decides (`select_destinations.Destinations`), with a placer that claims by `GrantedClaims`."""
 
     async def call(self, call: Call) -> object:
         """As CallDispatcher has it."""

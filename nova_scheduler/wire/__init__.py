@@ -1,1 +1,1 @@
-"""wire."""
+"""oslo.messaging as Nova's services use it: envelopes, methods, queues."""

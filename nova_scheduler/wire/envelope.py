@@ -18,35 +18,18 @@ from msgspec import Raw, Struct
 from bus.faults import Fault
 
 VERSION_KEY: Final = "oslo.version"
-
-
 MESSAGE_KEY: Final = "oslo.message"
-
-
 ENVELOPE_VERSION: Final = "2.0"
-
-
 CONTEXT: Final = "_context_"
-
 
 # A call for a thousand instances has 200 kB; a broker of RabbitMQ 4 lets 16 MiB pass.
 MAX_CALL_BYTES = 16 * 2**20
-
-
 END_BYTES = 64 * 1024  # of a larger one, in which its ids are looked for
-
-
 CALL_LIMIT_S = 1800.0  # for a client that does not say how long it waits: Nova's long_rpc_timeout
-
-
 MAX_WORD = 255  # characters of a method, a version or an id: AMQP's bound of a short text
-
-
 # How oslo.messaging names its reply queues, with and without its queue manager. A reply goes nowhere else: whoever may
 # publish to the topic could otherwise have this process write into any queue.
 REPLY_QUEUES: Final = "reply_"
-
-
 VERSION = re.compile(r"\d{1,4}(?:\.\d{1,4}){0,2}")
 
 

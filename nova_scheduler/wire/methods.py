@@ -10,8 +10,6 @@ from nova_scheduler.wire.queues import TOPIC
 # Nova's scheduler API is 4.5. Calls of select_destinations before it name no instances, or want no Selection objects,
 # and are of Novas before Queens.
 MAJOR, NEWEST_MINOR = 4, 5
-
-
 OLDEST_MINOR: Mapping[str, int] = {
     "select_destinations": 5,
     "update_aggregates": 1,
@@ -20,11 +18,7 @@ OLDEST_MINOR: Mapping[str, int] = {
     "delete_instance_info": 2,
     "sync_instance_info": 2,
 }
-
-
 BASE_API = "baseapi"  # the namespace of what each of Nova's services answers
-
-
 PING = "oslo_rpc_server_ping"
 
 

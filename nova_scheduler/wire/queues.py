@@ -15,31 +15,16 @@ from bus.topology import ExternalQueue
 
 POLL_S = 0.5  # from one look at a broker's alarm to the next
 
-
 TOPIC = "scheduler"
-
-
 # Of the calls that a frontend has taken from the topic, and that only frontends take from there on.
 FRONTENDS = "scheduler_frontends"
-
-
 # A frontend that has ended leaves its queue of casts behind. Newer casts take the place of older ones there: what they
 # tell is in Nova's API, too.
 UNUSED_TTL_S = 1800
-
-
 MAX_UNREAD_CASTS = 1_000
-
-
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-
-
 MAX_TTL_S = (2**32 - 1) // 1000  # RabbitMQ takes 32 bits of milliseconds
-
-
 Unused = bool | int | float | str | None
-
-
 # Values with which a frontend would read or check something else than Nova's services do; the others are as berth does
 # it.
 AS_BERTH: Mapping[str, tuple[Collection[object], str]] = {

@@ -16,15 +16,10 @@ from typing import TypeGuard
 from placement_worker.domain.values import ConsumerState, ProviderAllocations
 
 MIGRATION_TYPE = "MIGRATION"
-
-
 # The type of a migration whose instance holds nothing, because the claim for its next destination has released the last
 # one and found no room. It counts as an instance of the project's quota, so that no other claim takes its share.
 COUNTED_MIGRATION_TYPE = "MIGRATION_COUNTED"
-
-
 MIGRATION_TYPES = (MIGRATION_TYPE, COUNTED_MIGRATION_TYPE)
-
 
 _NO_AMOUNTS: Mapping[str, int] = {}
 

@@ -31,11 +31,8 @@ from placement_worker.replica.trees import NO_ROW, Trees
 
 Cache = TypeVar("Cache")
 
-
 # Unused distinct values are swept when there are this many values, and again whenever their number has doubled.
 SWEEP_FROM = 4096
-
-
 # A resource class counts as this many distinct values, because its columns take 28 bytes of every row.
 CLASS_WEIGHS = 128
 

@@ -14,32 +14,23 @@ from bus.faults import DatabaseUnavailable, Transient
 from placement_worker import metrics
 
 Item = TypeVar("Item")
-
-
 Result = TypeVar("Result")
-
 
 log = structlog.get_logger("placement.rest")
 
-
 # The attempts at a transaction that the database aborts (deadlock, serialization failure).
 TRIES = 5
-
 
 # Callers that are answered together send their next writes together, a moment later. A group that started with the
 # first of these writes would leave the others to the next group, and so on: twice the groups, at twice the cost. So a
 # group waits for as many writes as the last one had, at most this long. After it has waited in vain, the next 1, 2, 4
 # ... groups do not wait.
 BATCH_S = 0.003
-
-
 MAX_SKIPPED = 64
-
 
 # The entries of a group: a further write that has more waits for the next group, because some of the work on a group is
 # one turn of the event loop. One write alone may have more.
 MAX_ENTRIES = 4096
-
 
 # The groups that may be slow while others run beside them, because they wait for locks that another program holds. Each
 # has a connection of the database's pool, which placement's other work shares.

@@ -1,6 +1,7 @@
 """The rows of placement in memory: for simulation and tests. They pass the same suite as PostgreSQL (tests/contract).
 
-This module has only rows, locks and commits; `placement_worker.service` decides. The order of locks is that of PostgreSQL.
+This module has only rows, locks and commits; `placement_worker.service` decides. The order of locks is that of
+PostgreSQL.
 """
 
 from __future__ import annotations

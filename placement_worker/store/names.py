@@ -1,7 +1,7 @@
 """The names and numbers of resource classes and traits: a process's cache of two small tables.
 
 A number always means the same name, so a cached pair cannot become wrong. But other processes may add and remove names:
-a write with a number that was removed raises StaleNames and is repeated (`book.PlacementService`).
+a write with a number that was removed raises StaleNames and is repeated (`PlacementService`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""action."""
+"""Requests about an instance after its build: checked, destinations chosen, recorded."""

@@ -39,34 +39,17 @@ from scheduler_worker.selection.request_spec import RequestSpec
 from scheduler_worker.selection.selector import Selector
 
 INCOMPLETE = "request.incomplete"
-
-
 UNKNOWN = "instance.unknown"
-
-
 BUSY = "instance.busy"
-
-
 NOT_ACTIVE = "instance.not_active"
-
-
 NOT_OFFLOADED = "instance.not_offloaded"
-
-
 SOURCE_UNKNOWN = Retry("instance.unlocated", "placement does not know where the instance is (yet)")
-
-
 # Its allocations are gone: a move, which keeps them on the source, has nothing to keep.
 NO_REPORT = Refusal(code=SOURCE_UNKNOWN.code, reason="placement has no allocation of the instance, on any host")
-
-
 CHANGED = Retry("request.concurrent", "the instance changed while hosts were chosen for it")
-
 
 # The user_id of the requests of drains; of a whole cell its instances may leave it.
 DRAIN_USER, CELL_DRAIN_USER = "drain", "cell-drain"
-
-
 # End states of an instance: no further request is accepted for it.
 _ENDED = frozenset({Condition.DELETED, Condition.FAILED})
 

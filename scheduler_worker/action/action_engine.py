@@ -89,10 +89,7 @@ from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
-
 IMAGE_UNSUITABLE = "image.unsuitable"
-
-
 Admit: TypeAlias = Callable[[OperationUnit, Sequence[PendingAction]], Awaitable[Sequence[PendingAction]]]
 
 

@@ -1,4 +1,4 @@
-"""pending_action: split from a larger module."""
+"""A request about an instance without an outcome, and the record of its decision. Pure."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""build."""
+"""Builds and deletes: admitted, placed by claims, decided, and commanded to a cell."""

@@ -1,6 +1,4 @@
-"""Whether a build request is new, a redelivery, a repetition or a clash, by what is on record; and its first record.
-Pure.
-"""
+"""Whether a build request is new, a redelivery, a repetition or a clash, by what is on record. Pure."""
 
 from __future__ import annotations
 
@@ -8,21 +6,17 @@ from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
-from bus.consuming.outcome import Done
+from bus.consuming.outcome import Done, RetryWhenAvailable
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildState
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker.build.pending_build import (
-    CONCURRENT,
-    DUPLICATE,
-    Admission,
-    Answered,
-    Continue,
-    PendingBuild,
-    Start,
-)
+from scheduler_worker.build.pending_build import DUPLICATE, Admission, Answered, Continue, PendingBuild, Start
 from scheduler_worker.records.build_record import RecordedBuild, releases_of
 from scheduler_worker.requests.request_refusal import refused_build
+
+CONCURRENT = RetryWhenAvailable(
+    "request.concurrent", "the same request is being recorded by another scheduler, or message"
+)
 
 
 def admit(

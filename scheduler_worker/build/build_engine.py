@@ -51,7 +51,6 @@ from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
-
 START = Start()
 
 

@@ -1,4 +1,4 @@
-"""build_metrics: split from a larger module."""
+"""What is counted and timed of builds: requests, rounds, claims, decisions, ends."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from bus.contracts.placement import ClaimResult
 from bus.contracts.stages import StageTimes
 from bus.faults import Fault
 from bus.service.stages import STAGE_S as BUILD_STAGE_S
+from scheduler_worker.build.claim_answer import LOST
 from scheduler_worker.build.pending_build import Admission, Answered, Continue
-from scheduler_worker.build.placement_state import LOST
 from scheduler_worker.metrics import BUILDS, CANDIDATES, CLAIMS, DECISIONS, RETRIES, count_requests
 from scheduler_worker.records.build_record import RecordedBuild
 
@@ -27,11 +27,7 @@ def count_builds(admissions: Iterable[Admission]) -> None:
 
 # Codes come from drivers, too: distinct ones beyond this number are counted as OTHER.
 MAX_CODES = 200
-
-
 OTHER = "other"
-
-
 _codes: set[str] = set()
 
 

@@ -1,4 +1,4 @@
-"""claim_answer: split from a larger module."""
+"""The step of a placement after the answer to its claim: build, try the next host, search again, or end. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from bus.contracts.placement import ClaimOutcome, ClaimResult, GroupPolicy
 from bus.contracts.placement_queries import ConsumerRecord
 from bus.faults import Fault
 from scheduler_worker.build.placement_state import (
-    CONSUMER_CONFLICT,
-    LOST,
     ClaimUnlocatable,
     PlacementRefused,
     PlacementState,
@@ -22,17 +20,18 @@ from scheduler_worker.selection.choice import Choice, RankedHost
 from scheduler_worker.selection.explain import FailedClaim
 from scheduler_worker.selection.selector import Selector
 
+CONSUMER_CONFLICT = "claim.consumer_conflict"  # the allocation is another client's: the scheduler never releases it
+
+# Outcomes after which the request claims again.
+LOST = frozenset(
+    {ClaimOutcome.CONFLICT, ClaimOutcome.NO_CAPACITY, ClaimOutcome.POLICY_VIOLATED, ClaimOutcome.PROVIDER_REMOVED}
+)
+
 FOREIGN = "another client holds an allocation under this instance's uuid"
-
-
 DELETED = "what was claimed under this instance's uuid has been released"
-
 
 # How often a request without any other host looks again at hosts of which only some children were full.
 MAX_PARTLY_USED_UP_RETRIES = 3
-
-
-# --- the step after an answer
 
 
 def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector, *, now: float) -> PlacementStep:

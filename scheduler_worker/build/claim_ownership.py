@@ -1,4 +1,4 @@
-"""claim_ownership: split from a larger module."""
+"""What instances hold at placement already, and whether a build's own request has claimed it."""
 
 from __future__ import annotations
 

@@ -47,11 +47,7 @@ from scheduler_worker.selection.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.selection.selector import Selector
 
 NO_HOST = "no_valid_host"
-
-
 CONTENDED = "claims.contended"
-
-
 INCOMPLETE = "gang.incomplete"
 
 
@@ -156,7 +152,7 @@ def conclude(members: Sequence[PlacedBuild], actor: Actor) -> list[tuple[Pending
 
 def _retry_of(pending: PendingBuild, result: PlacementResult) -> Outcome | None:
     """How a placement is tried again: with its request, or after the last retry of that from its record, which stays
-    open (`unanswered`): what is held on a host that is not reported yet may run there. None: its result is final.
+    open (`silence_rules`): what is held on a host that is not reported yet may run there. None: its result is final.
     """
     delivery = pending.delivery
     match result:
@@ -278,11 +274,7 @@ def outbox_messages(
 # The parts of a flavor's extra specs that concern the node: traits of the whole host (traits of numbered groups are not
 # the node's own), and the capabilities that Ironic gets as the instance's.
 TRAIT = "trait:"
-
-
 CAPABILITY = "capabilities:"
-
-
 NO_FLAVOR = Flavor()
 
 

@@ -1,6 +1,5 @@
-"""One pass of host choices for a batch of requests, in parts that yield the event loop, and the step after each answer
-to a claim. Parts are bounded by what is done in them, not by time, so a simulated run repeats exactly. Pure but for the
-replica.
+"""One pass of host choices for a batch of requests, in parts that yield the event loop. Parts are bounded by what is
+done in them, not by time, so a simulated run repeats exactly. Pure but for the replica.
 """
 
 from __future__ import annotations
@@ -24,16 +23,10 @@ from scheduler_worker.selection.selector import Selector
 
 # The most hosts that are tried, one after another, for a gang all of whose members must be on one.
 MAX_SHARED_HOSTS = 64
-
-
 # The most that is done in one part of a pass, counted in choices: about 4 ms, 8 where 40,000 hosts are nested.
 PART_COST = 32
-
-
 # A ranking or an explanation counts as this many choices, and one more for each HOSTS_PER_CHOICE hosts.
 RANKING_COST = 2
-
-
 HOSTS_PER_CHOICE = 1500
 
 

@@ -33,14 +33,8 @@ from scheduler_worker.requests.request_delivery import RequestDelivery
 from scheduler_worker.requests.request_refusal import refused_build
 
 UNKNOWN = "instance.unknown"
-
-
 UNLOCATABLE_REASON = "the instance holds an allocation of an earlier request, on a host of no known cell"
-
-
 UNKNOWN_REASON = "there is no such instance in this project"
-
-
 UNKNOWN_FLAVOR = "unknown"
 
 

@@ -1,4 +1,4 @@
-"""dispatcher: split from a larger module."""
+"""From builds on record to their decisions, in passes of a bounded number."""
 
 from __future__ import annotations
 
@@ -40,10 +40,8 @@ from scheduler_worker.store.port import SchedulerStore, write_decided
 
 log = structlog.get_logger(__name__)
 
-
 # Requests that are recorded, prepared or concluded in one turn of the event loop, each a build or a gang.
 BUILDS_AT_ONCE = 64
-
 
 # The transaction of a record does not wait for the disk, and the database has crashed since: record and decide again.
 RECORD_LOST = RetryWhenAvailable("request.record_lost", "it is not on record any more")

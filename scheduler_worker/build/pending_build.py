@@ -1,4 +1,4 @@
-"""pending_build: split from a larger module."""
+"""A build request without an outcome, made of its message or its record, with its flavor and server group. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hashlib import blake2b
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.consuming.outcome import Done, Outcome, Received, RetryWhenAvailable
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, member_uuids
 from bus.contracts.stages import StageTimes
@@ -29,12 +29,6 @@ from scheduler_worker.requests.request_refusal import TOO_OLD
 from scheduler_worker.selection.selector import Selector
 
 DUPLICATE = "request.duplicate"
-
-
-CONCURRENT = RetryWhenAvailable(
-    "request.concurrent", "the same request is being recorded by another scheduler, or message"
-)
-
 
 # The most machines in one call of the engine: a larger batch is divided, and never within one request.
 MAX_MACHINES_PER_PASS = 512
@@ -83,14 +77,8 @@ def admit_expired(pending: PendingBuild, *, is_recorded: bool, has_claim: bool) 
 
 
 FLAVOR_UNKNOWN = "flavor.unknown"
-
-
 GROUP_UNKNOWN = "group.unknown"
-
-
 GROUP_INVALID = "group.invalid"
-
-
 MAX_NAME = 255  # of an instance
 
 

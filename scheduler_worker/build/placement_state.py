@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from bus.contracts.build import HostScore
 from bus.contracts.cell import Selection
-from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome
+from bus.contracts.placement import Claim, ClaimOption
 from bus.contracts.placement_queries import ConsumerRecord
 from bus.faults import Fault, RequestRefused
 from placement_worker.replica.replica import Replica
@@ -26,13 +26,8 @@ from scheduler_worker.selection.selector import Selector
 IGNORED = "host.ignored"  # as the request wants it
 
 
-CONSUMER_CONFLICT = "claim.consumer_conflict"  # the allocation is another client's: the scheduler never releases it
-
-
-# Outcomes after which the request claims again.
-LOST = frozenset(
-    {ClaimOutcome.CONFLICT, ClaimOutcome.NO_CAPACITY, ClaimOutcome.POLICY_VIOLATED, ClaimOutcome.PROVIDER_REMOVED}
-)
+# --- results. Of each that leads to a decision, lost: the claims that got nothing before it, in order; claims: how many
+# were sent for it.
 
 
 class HostClaimed(Struct, frozen=True, kw_only=True):
@@ -118,8 +113,6 @@ def unlocatable_after_fault(fault: Fault) -> ClaimUnlocatable | PlacementUnavail
 
 
 DecidedResult = HostClaimed | NoValidHost | PlacementRefused | ClaimsContended | ClaimUnlocatable | GangIncomplete
-
-
 PlacementResult = DecidedResult | PlacementUnavailable
 
 

@@ -1,7 +1,4 @@
-"""Decide, claim and write, for all requests of a batch together: choose hosts on the replica, claim, apply the answers
-until each placement has a result, and write the decisions in one transaction, guarded by the state of the record: of
-all schedulers one writes.
-"""
+"""Chooses hosts on the replica and claims them, for all requests of a batch together, until each has a result."""
 
 from __future__ import annotations
 
@@ -47,18 +44,10 @@ from scheduler_worker.selection.selector import Selector
 
 log = structlog.get_logger(__name__)
 
-
 CLAIM_DEADLINE_S = 20.0  # after this a delivery makes no further claim, and is retried
-
-
 NEWEST_WAIT_S = 0.25  # how long the newest changes of the replica are waited for
-
-
 FIRST_JITTER_S = 0.002  # the longest wait before the second round of claims; the mean is half of it
-
-
 ANSWERS_AT_ONCE = 64  # placement's answers that are carried out in one turn of the event loop
-
 
 CONTENDED = (ClaimOutcome.NO_CAPACITY, ClaimOutcome.CONFLICT)  # another scheduler was faster
 

@@ -1,4 +1,4 @@
-"""recovered_claim: split from a larger module."""
+"""A claim that an instance holds already, as the selection that its build takes. Pure."""
 
 from __future__ import annotations
 
@@ -26,9 +26,6 @@ from scheduler_worker.records.build_record import FIRST_ATTEMPT
 from scheduler_worker.selection.choice import Choice, RankedHost, Weights
 from scheduler_worker.selection.request_spec import find_matching_option
 from scheduler_worker.selection.selector import Selector
-
-# --- a claim that holds
-
 
 DIGITS = 3  # bound of a weight on record
 

@@ -1,4 +1,4 @@
-"""cell_event_batch: split from a larger module."""
+"""A batch of what cells report: each record as its events leave it, and what is published of it. Pure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.contracts.actions import (
+    MAX_SELECTIONS,
     OTHER_ATTEMPT,
     ActionEvent,
     ActionKind,
@@ -25,7 +26,7 @@ from bus.refused_requests import OFF_RECORD
 from scheduler_worker.records.action_record import (
     HostsOf,
     RecordedAction,
-    _next_of,
+    Transfer,
     about,
     apply_instance_event,
     given_up,
@@ -118,6 +119,24 @@ def transferred(
     if build.state is BuildState.DELETING:
         commands.append(delete_of(there, may_have_started=False))
     return action, there, commands
+
+
+def _next_of(transfer: Transfer, departure: CellTransfer, hosts_of: HostsOf) -> Transfer:
+    """The transfer when a cell has given the instance up: built in the other one; or at home again, on the host that it
+    had there, or on another one that fits by now.
+    """
+    build = transfer.build
+    if departure.cell == transfer.away:
+        had_host = departure.kind is not ActionKind.UNSHELVE
+        back = (departure.last,) if had_host else ()
+        return replace(transfer, command=replace(build, transfer=departure, sequence=departure.sequence), back=back)
+    failed = replace(departure, code=departure.code or "max_retries_exceeded")
+    hosts = {one.host_uuid: one for one in transfer.back}
+    for one in hosts_of((build.request_id, build.instance_uuid), transfer.home):
+        hosts.setdefault(one.host_uuid, one)
+    selections = tuple(hosts.values())[:MAX_SELECTIONS]
+    home = replace(build, spec=None, selections=selections, limits={}, to_cell=None)
+    return replace(transfer, command=replace(home, transfer=failed, sequence=departure.sequence))
 
 
 class AppliedEvent(Struct, frozen=True):

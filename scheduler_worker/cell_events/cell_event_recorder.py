@@ -32,16 +32,12 @@ from scheduler_worker.store.port import BuildUnit, SchedulerStore
 # Chooses hosts for a request at once.
 Choose: TypeAlias = Callable[[PendingAction, ActionContext], Sequence[Selection]]
 
-
 log = structlog.get_logger(__name__)
-
 
 # How often an event that waits for an earlier one is delivered; after that it is applied without the earlier
 # one. With the queue's delays that is half a minute: by then the scheduler that held the earlier one has recorded it,
 # or has ended.
 MAX_OUT_OF_ORDER = 4
-
-
 NOT_YET = Retry("cell_event.early", "the event that ended the request is not on record yet")
 
 

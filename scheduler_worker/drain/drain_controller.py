@@ -60,19 +60,10 @@ from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
-
 PASS_S = 0.25  # between two passes while moves begin, or as many are under way as may be
-
-
 IDLE_S = 2.0  # while a drain is paused: it may reach its deadline
-
-
 MAX_OPEN = 16  # drains that have not ended
-
-
 MAX_ENDED = 200  # ended drains that are kept; the oldest are deleted
-
-
 TOO_MANY = Refusal(code="drain.too_many", reason=f"{MAX_OPEN} drains are under way: wait for one, or stop it")
 
 

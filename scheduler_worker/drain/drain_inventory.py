@@ -1,4 +1,4 @@
-"""drain_inventory: split from a larger module."""
+"""What hosts hold, by placement and by the records; and which hosts the target of a drain has."""
 
 from __future__ import annotations
 
@@ -28,17 +28,9 @@ from scheduler_worker.selection.selector import Selector
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
 ANSWER_S = 10.0  # of placement
-
-
 TREES = 50  # hosts that placement is queried about at a time
-
-
 PAGES, PAGE_HOSTS = 4, 10  # that a pass looks at
-
-
 TURN_S = 1.0  # so long a pass looks at the same hosts
-
-
 PAGE = 1000  # requests under way, or instances, that are read at a time
 
 

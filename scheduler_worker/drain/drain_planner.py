@@ -1,6 +1,5 @@
-"""What hosts hold, and plans of drains: the destination of each instance, one after the other, chosen as for a move and
-counting the earlier choices. No instance goes to a host of the drain, so a plan that fits in this order fits at every
-step.
+"""Plans of drains: the destination of each instance, one after the other, chosen as for a move and counting the earlier
+choices. No instance goes to a host of the drain, so a plan that fits in this order fits at every step.
 """
 
 from __future__ import annotations
@@ -31,17 +30,11 @@ from scheduler_worker.requests.request_delivery import LAST
 from scheduler_worker.selection.selector import Selector
 
 SLICE = 100  # instances that are planned before other tasks run
-
-
 WITHIN_CELL = Refusal(
     code=ACROSS_CELLS,
     reason="its instances could go to other cells only, and the setting actions_across_cells is off",
 )
-
-
 NO_OTHER_CELL = Refusal(code=ACROSS_CELLS, reason="no other cell has a host here to which its instances could go")
-
-
 KINDS_ONLY = Refusal(code="request.invalid", reason="a drain moves instances live or cold: live-migrate or migrate")
 
 

@@ -29,61 +29,30 @@ from scheduler_worker.records.drain_record import BegunMoves, DrainedHost, Ended
 from scheduler_worker.records.fence_record import policy_of
 
 DRAIN_KINDS = frozenset({ActionKind.LIVE_MIGRATE, ActionKind.MIGRATE})
-
-
 NOT_RUNNING = "instance.not_running"  # a cell's refusal of a live migration: the next one is cold
-
-
 # Codes of instances that wait because a host holds something of them while they are not active there.
 BUILDING = "instance.building"  # a build on the host is in progress
-
-
 ARRIVING = "instance.arriving"  # a request that brings it to the host is under way
-
-
 RELEASING = "instance.releasing"  # it is being deleted
-
-
 UNRELEASED = "instance.unreleased"  # it is deleted, or has moved away, and its resources are not released yet
-
-
 UNCONFIRMED = "instance.unconfirmed"  # the host keeps the source of a move that awaits confirm or revert
-
-
 MISPLACED = "instance.misplaced"  # placement has it on the host, its record on another one, or none has it
-
-
 # These end by themselves. Any other reason is that of an instance that cannot move.
 PASSING = frozenset({BUILDING, ARRIVING, RELEASING, UNRELEASED, BUSY})
-
-
 # Conditions in which a cell refuses every move of an instance (`begin` and `end_resized` in its rules of moves).
 UNMOVABLE = {
     Condition.SHELVED: Refusal(code="instance.shelved", reason="it is shelved: unshelve or offload it first"),
     Condition.RESCUED: Refusal(code="instance.rescued", reason="it is rescued: unrescue it first"),
     Condition.RESIZED: Refusal(code="instance.resized", reason="a move of it awaits confirm or revert"),
 }
-
-
 # Refusals, after which an instance counts as one that cannot move. It is tried again all the same, unless these were
 # cold moves that began and failed: each has stopped it.
 STUCK = 3
-
-
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # between a refusal and the next try; doubled with each
-
-
 PATIENT, RARE_PAUSE_S = 30, 900.0  # after so many refusals an instance is tried so often: each leaves a record
-
-
 BURST_S = 1.0  # with a rate, no more begin at once than in this time, however long none could
-
-
 READ_ENDS = 48  # requests that have ended that are read of one instance
-
-
 _NAMESPACE = UUID("0f1f2b0e-7d0c-5c57-8f5e-0b8a1c2f9d63")
-
 
 DONE, DEADLINE, STOPPED = "drain.done", "drain.deadline", "drain.stopped"
 
@@ -317,14 +286,8 @@ def _is_late(record: DrainRecord, now: float) -> bool:
 # --- evacuations
 
 EVACUATION_USER = "evacuation"  # the user_id of these requests
-
-
 MAX_REFUSALS = 24  # of one instance under one fence; after that it waits for an operator
-
-
 LONGEST_EVACUATION_PAUSE_S = 600.0
-
-
 # The states of an instance that has a machine, or the claim of one, on its host. A move that has not been confirmed is
 # ended by its cell.
 _ON_HOST = frozenset({Condition.ACTIVE, Condition.STOPPED, Condition.SHELVED, Condition.RESCUED})

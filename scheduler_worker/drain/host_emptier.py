@@ -43,21 +43,11 @@ from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
-
 STAGGER_S = 0.25  # schedulers begin at different moments
-
-
 LOOK_S = 1.0  # between two passes while instances wait
-
-
 READ_ALL_S = 10.0  # ... that only the record of all builds has there, which is read as a whole
-
-
 REST_S = 60.0  # while no instance is to be evacuated: a policy may have been changed since
-
-
 TAKEN_IDS = 100  # ids that are passed over because other requests have them
-
 
 # The level as the locked row has it (None: no move begins any more), and the hosts that are still in it.
 LockedLevel: TypeAlias = Callable[[OperationUnit], Awaitable[Level | None]]

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from scheduler_worker.config import Aggregate
-from scheduler_worker.selection.flavor_query import KEY, tenants
+from scheduler_worker.selection.flavor_query import TENANT_KEY, tenants
 from scheduler_worker.selection.host_view import HostsView
 from scheduler_worker.selection.plugin import NONE_REJECTED, FilterResult, filter_result_of, filter_result_of_members
 from scheduler_worker.selection.request_spec import RequestSpec
@@ -39,4 +39,4 @@ class AggregateMultiTenancyIsolation:
         def names(aggregate: Aggregate) -> bool:
             return spec.project_id in tenants(aggregate.metadata)
 
-        return filter_result_of_members(view, view.membership.with_prefix(KEY), names, "tenant.not_allowed")
+        return filter_result_of_members(view, view.membership.with_prefix(TENANT_KEY), names, "tenant.not_allowed")

@@ -1,6 +1,4 @@
-"""Side tasks of each scheduler that make the outside follow the objects on record: connections to cells, members of
-provider aggregates, fences. Schedulers do so side by side.
-"""
+"""Makes the members of provider aggregates follow the objects on record. Schedulers do so side by side."""
 
 from __future__ import annotations
 
@@ -46,8 +44,6 @@ def members_due(selector: Selector, aggregate: Aggregate) -> AggregateMembers | 
 
 
 LOOK_S = 10.0  # how often placement's members are compared with the aggregates on record that name their hosts
-
-
 ANSWER_S = 10.0
 
 

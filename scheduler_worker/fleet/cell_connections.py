@@ -1,4 +1,4 @@
-"""cell_connections: split from a larger module."""
+"""Connects a scheduler to the cells in use, and disconnects it from those that are not any more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from scheduler_worker.objects.object_registry import ObjectRegistry, changed_wit
 from scheduler_worker.store.port import SchedulerStore
 
 log = structlog.get_logger(__name__)
-
 
 CHECK_S = 5.0  # between two looks while a cell is removed
 

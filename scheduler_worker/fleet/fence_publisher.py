@@ -1,4 +1,4 @@
-"""fence_publisher: split from a larger module."""
+"""Publishes fences to the cells of their hosts: soon again until the cell has acknowledged one, then now and then."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from scheduler_worker.selection.selector import Selector
 
 log = structlog.get_logger(__name__)
 
-
 REPUBLISH_S = 5.0  # to a cell that has not recorded a fence, or is to lift one, it is published again after this
-
-
 REPEAT_S = 300.0  # the pause is doubled up to this, and is that of any other fence: its cell may have been restored
 
 
@@ -81,11 +78,7 @@ class FencePublisher:
 
 
 CELL_ANSWER_S = 2.0  # of placement; a person waits for the decision
-
-
 MAX_SERVICES = 20  # dead ones that placement is queried about
-
-
 LOGGED = 10
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's metrics."""
+"""Metrics of the fleet as a scheduler sees it: hosts and services by cell, zone and state."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ from scheduler_worker.selection.host_view import HostsView
 from scheduler_worker.selection.selector import Selector
 
 UP, DISABLED, SILENT, NOT_REPORTED = "up", "disabled", "silent", "not_reported"
-
-
 STATES = (UP, DISABLED, SILENT, NOT_REPORTED)
-
 
 # The most resource classes that are added up; of more, the first by name. Every Ironic node may have a resource class
 # of its own.
 MAX_CLASSES = 200
-
 
 Figure: TypeAlias = tuple[tuple[str, ...], int]  # the labels of one metric, and its value
 
@@ -82,16 +78,9 @@ def zones_of(view: HostsView, default_zone: str) -> tuple[Sequence[str], Rows]:
 
 HELD_S = 2.0  # a summary is reused for this long: several scrapers, one computation
 
-
 FLEET_HOSTS = ("berth_fleet_hosts", "Hosts by state: up, disabled, silent, not_reported.", ("cell", "zone", "state"))
-
-
 CAPACITY = ("berth_fleet_capacity", "Capacity of a resource class.", ("resource_class", "cell", "zone"))
-
-
 USABLE = ("berth_fleet_usable", "Capacity on hosts that take builds.", ("resource_class", "cell", "zone"))
-
-
 USED = ("berth_fleet_used", "Allocated, claims in flight included.", ("resource_class", "cell", "zone"))
 
 
@@ -140,6 +129,4 @@ class FleetCollector(Collector):
 
 
 FLEET = FleetCollector()
-
-
 REGISTRY.register(FLEET)

@@ -1,4 +1,4 @@
-"""What a scheduler is told about hosts: their reports and numbers, taken into its tables."""
+"""Reports of hosts and digests of their services, taken into the scheduler's host table."""
 
 from __future__ import annotations
 
@@ -27,13 +27,9 @@ from scheduler_worker.placement_client import PlacementUnavailable, answer_or_ra
 from scheduler_worker.selection.selector import Selector
 
 RECONNECT_CHECK_S = 0.5  # how soon after a reconnect reports are requested
-
-
 # Reported hosts that are taken in one turn of the event loop: 1.5 to 2.5 ms for a thousand. A cell's services may
 # answer a request for reports all at once.
 HOSTS_AT_ONCE = 2_000
-
-
 RECONNECT_GRACE_S = 15.0  # between two requests while more services count as up here than in the cell's digest
 
 
@@ -118,8 +114,6 @@ class HostsListener:
 
 
 MAX_SERVICE_HOSTS = MAX_DRAINED + 1  # of one service, that placement is queried about
-
-
 SERVICES_AT_ONCE = 50
 
 

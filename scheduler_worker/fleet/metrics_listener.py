@@ -1,4 +1,4 @@
-"""metrics_listener: split from a larger module."""
+"""Numbers about hosts, taken from a bus into the table of host metrics, aged there, and read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from scheduler_worker.hosts.host_metrics import HostMetricsTable
 from scheduler_worker.selection.selector import Selector
 
 QUEUE = "scheduler.metrics.{process}"
-
-
 AGE_STEP_S = 1.0  # numbers age in steps of this
 
 

@@ -28,8 +28,6 @@ from scheduler_worker.selection.selector import Selector
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 FENCE_OPEN = "host.fence_open"
-
-
 DRAINING = "host.draining"
 
 
@@ -87,28 +85,13 @@ def with_entry(changed: tuple[ChangedObject, ...], uuid: str, host: str) -> tupl
 
 log = structlog.get_logger(__name__)
 
-
 ANSWER_S = 10.0  # of placement, and of a cell
-
-
 MAX_NAMED = 5  # instances, or hosts, that a refusal names
-
-
 HAS_INSTANCES = "host.has_instances"
-
-
 UNKNOWN = "service.unknown"
-
-
 AMBIGUOUS = "service.ambiguous"
-
-
 UP = "service.up"
-
-
 HAS_HOSTS = "service.has_hosts"
-
-
 NO_CELL = "cell.unknown"
 
 

@@ -1,5 +1,4 @@
-"""What is reported besides hosts, and kept in memory: numbers about hosts as columns, with until when each counts;
-builds that wait for the managers of their hosts; workers. Publishers' wall-clock times become ages on arrival, so
+"""Numbers about hosts as columns, with until when each counts. Publishers' wall-clock times become ages on arrival, so
 setting a clock here makes nothing fresh or stale. Pure: times come in.
 """
 
@@ -16,22 +15,12 @@ from bus.contracts.host_metrics import HostMetric, HostMetrics
 from scheduler_worker.hosts.host_table import Floats, HostTable, Rows
 
 MAX_METRICS = 64  # names kept in all; the settings' own always have a place
-
-
 MAX_SOURCES = 1000
-
-
 GROWTH = 2  # a column grows by at least one part in so many
-
-
 MAX_AHEAD_S = 30.0  # a publisher's clock may be ahead by this much; a number that is later is dropped
 
-
 TAKEN, STALE, AHEAD, OLDER = "taken", "stale", "ahead", "older"
-
-
 UNKNOWN_HOST, FOREIGN, TOO_MANY = "unknown_host", "foreign", "too_many"
-
 
 NO_NUMBERS: Floats = np.empty(0)
 

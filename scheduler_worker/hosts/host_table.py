@@ -18,76 +18,33 @@ from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceRem
 from bus.contracts.operations import AdminState, HostAdminState
 
 Rows = npt.NDArray[np.intp]
-
-
 Mask = npt.NDArray[np.bool_]
-
-
 Floats = npt.NDArray[np.float64]
 
-
 NO_RING = (0, 0)
-
-
 NO_SERVICE = -1  # no service manages this host any more
-
-
 PROJECT = "project_id"  # the attribute of a host that takes builds of one project only
-
-
 HEALTH = "health"  # the attribute of a host that reports a problem: `warning`
-
-
 OPEN, CLOSED = -1, -2  # no project: a host takes builds of all, or of none
-
-
 MAX_PROJECTS = 1_000_000
-
-
 MAX_HOSTS = 4_000_000  # reported hosts kept; a cell that reports more is broken
-
-
 MAX_SERVICES = 100_000  # compute services kept; reports of further names are ignored
-
-
 INITIAL_CAPACITY = 1024
-
-
 # A host stays with its cell this long after its service was last up: another cell cannot take its builds over.
 CELL_HOLD_S = 60.0
-
-
 # The hosts of a service that is down for this long have no service, until they are reported again. Conductors purge
 # such a service much later, and do not list it then.
 DOWN_HOLD_S = 3600.0
-
-
 # A service that is up leaves at most this many requests in a row (`HostTable.count_request`) unanswered.
 MAX_UNANSWERED = 3
-
-
 STOPPED = "service.stopped"
-
-
 UNRESPONSIVE = "service.unresponsive"
-
-
 SERVICE_DELETED = "service.deleted"
-
-
 CELL_UNKNOWN = "host.cell_unknown"  # nothing shows in which cell a host is
-
-
 SERVICE_UP = "host.service_up"
-
-
 CELL_SILENT = "host.cell_silent"
-
-
 # The columns of the table, with a row a host.
 COLUMNS = ("service", "last_service", "cell", "listed", "enabled", "failed_builds", "admin", "project", "warning")
-
-
 ADMIN_STATES = tuple(AdminState)  # a column holds the index of a state in this tuple; 0 is enabled
 
 

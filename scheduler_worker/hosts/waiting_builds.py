@@ -1,4 +1,4 @@
-"""waiting_builds: split from a larger module."""
+"""Builds that wait for what manages their hosts, as compute services report them. Pure: times come in."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from bus.contracts.build import BuildRecord, BuildState, TimelineEntry
 from bus.contracts.waiting_builds import BuildsWaiting, WaitingBuild
 
 MAX_SERVICES = 10_000  # services with waiting builds; a bus that invents more is ignored
-
-
 WAITING = "waiting"  # in a timeline
 
 

@@ -1,4 +1,4 @@
-"""worker_table: split from a larger module."""
+"""The workers that send heartbeats, and which of them are silent. Pure: times come in."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from msgspec.structs import replace
 from bus.contracts.workers import STOPPED, WorkerHeartbeat, WorkerRecord, WorkersPage, WorkersQuery
 
 MAX_WORKERS = 100_000  # workers kept; a bus that invents more is ignored
-
-
 SILENT_AFTER = 3  # heartbeats missed
-
-
 RETENTION_S = 3600.0  # a worker that was silent for so long is dropped
 
 

@@ -1,6 +1,5 @@
-"""What a change of objects leads to: the cells that workers connect to, hosts' availability zones, and fences with the
-cell that has to acknowledge each. A host whose cell is not known gets no fence, even by force: a cell that does not
-have the host acknowledges too, and its own cell would build on it. Pure.
+"""The cells that workers connect to, by the settings and the objects of kind `cell`, and those that are being removed.
+Pure.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from bus.contracts.objects import (
 from scheduler_worker.records.object_records import UNKNOWN, Objects, cell_decision
 
 IN_USE = "cell.in_use"
-
 
 Decisions = Mapping[str, StoredObject]  # the objects of kind `cell`, by name
 

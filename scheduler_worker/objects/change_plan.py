@@ -1,8 +1,8 @@
-"""Objects that operators define: parsing, the effect of a change, and the configuration that they form. Pure."""
+"""The effect of a change of objects: what it writes and deletes, or why it is refused. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bus.contracts.base import MAX_REASON, Refusal
@@ -10,19 +10,30 @@ from bus.contracts.objects import ChangedObject, ObjectKind, ObjectsChange
 from scheduler_worker.objects.consistency import broken_rule
 from scheduler_worker.objects.effective_config import configuration_bodies
 from scheduler_worker.records.object_records import (
-    CONFLICT,
-    DERIVED,
     INVALID,
-    MAX_OF_KIND,
-    TOO_MANY,
     UNKNOWN,
     ChangePlan,
     Key,
     Objects,
-    _as_stored,
-    _is_fence,
+    as_stored,
     body_of,
+    is_fence,
 )
+
+CONFLICT = "object.conflict"
+
+TOO_MANY = "object.too_many"
+
+# Objects of one kind. Every scheduler keeps all of them.
+MAX_OF_KIND = 10_000
+
+# The reasons why a change of objects refuses certain kinds.
+DERIVED: Mapping[ObjectKind, str] = {
+    ObjectKind.FENCE: "follows from a decision about its host, and is not changed",
+    ObjectKind.DRAIN: "has commands of its own (drain.command.v1), and is not changed",
+    ObjectKind.REPAIR: "is an entry of the log, and no object",
+    ObjectKind.SERVICE: "is an entry of the log, and no object",
+}
 
 
 def plan(requested: ObjectsChange, present: Objects, *, restates_fences: bool = False) -> ChangePlan | Refusal:
@@ -47,7 +58,7 @@ def plan(requested: ObjectsChange, present: Objects, *, restates_fences: bool = 
             after[key] = None
             continue
         try:
-            after[key] = _as_stored(body_of(change.kind, change.name, change.body))
+            after[key] = as_stored(body_of(change.kind, change.name, change.body))
         except ValueError as error:
             return Refusal(code=INVALID, reason=str(error)[:MAX_REASON])
         if "drain" in change.body:
@@ -59,7 +70,7 @@ def plan(requested: ObjectsChange, present: Objects, *, restates_fences: bool = 
         ChangedObject(kind=kind, name=name, before=before, after=body)
         for (kind, name), body in sorted(after.items())
         if (before := present[kind, name].body if (kind, name) in present else None) != body
-        or (restates_fences and kind is ObjectKind.HOST and _is_fence(body))
+        or (restates_fences and kind is ObjectKind.HOST and is_fence(body))
     )
     if (refusal := _too_many(changed, present)) is not None:
         return refusal

@@ -1,4 +1,4 @@
-"""configured: split from a larger module."""
+"""A configuration in use: its flavors parsed, its filters and weighers loaded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from bus.contracts.objects import ObjectsChange
 from bus.service.settings import SettingsError
 from scheduler_worker import plugins
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.objects import cell_consequences as object_changes
-from scheduler_worker.objects import zone_consequences
+from scheduler_worker.objects import cell_consequences, zone_consequences
 from scheduler_worker.objects.change_plan import plan
 from scheduler_worker.objects.consistency import broken_rule
 from scheduler_worker.objects.effective_config import configuration_bodies, effective_config, seeds, unknown_class
@@ -64,7 +63,7 @@ def check_objects(
         planned = ChangePlan(()) if changes is None else plan(changes, first)
         if isinstance(planned, Refusal):
             raise SettingsError(planned.code, planned.reason)
-        if cells and (refused := object_changes.unknown_cell(cells, planned.cells_decided)) is not None:
+        if cells and (refused := cell_consequences.unknown_cell(cells, planned.cells_decided)) is not None:
             raise SettingsError(refused.code, refused.reason)
         if cells and (problem := unknown_class((*seeded, *planned.changed))) is not None:
             raise SettingsError(UNKNOWN, problem)

@@ -15,8 +15,6 @@ from bus.contracts.base import CellName, Label, Word
 from bus.contracts.objects import DEFAULT_QUOTA, ChangedObject, ObjectKind
 
 MAX_COUNTED = 1000  # instances in the way of a change
-
-
 MAX_SHOWN = 64  # characters of a name that is too long
 
 

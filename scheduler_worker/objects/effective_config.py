@@ -1,11 +1,13 @@
-"""effective_config: split from a larger module."""
+"""The configuration that settings and objects make together, and why a change of it is refused. Pure."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import os_resource_classes
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -21,17 +23,25 @@ from bus.contracts.objects import (
 )
 from bus.contracts.placement import INSTANCES
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.records.object_records import (
-    CUSTOM,
-    NAMED,
-    NOT_CONFIGURATION,
-    RESOURCES,
-    STANDARD_CLASSES,
-    Key,
-    Objects,
-    _as_stored,
-    body_of,
+from scheduler_worker.records.object_records import Key, Objects, as_stored, body_of
+
+STANDARD_CLASSES = tuple(os_resource_classes.STANDARDS)
+CUSTOM = "CUSTOM_"
+RESOURCES = re.compile(r"resources[^:]*:(.+)")
+
+# Kinds that are about existing hosts, and not part of a configuration.
+NOT_CONFIGURATION = frozenset(
+    {
+        ObjectKind.HOST,
+        ObjectKind.FENCE,
+        ObjectKind.CELL,
+        ObjectKind.DRAIN,
+        ObjectKind.REPAIR,
+        ObjectKind.SERVICE,
+    }
 )
+
+NAMED = 5  # hosts that a reason names
 
 
 def configuration_bodies(present: Objects, changed: Iterable[ChangedObject] = ()) -> dict[Key, dict[str, Any]]:
@@ -94,7 +104,7 @@ def seeds(settings: SchedulerConfig) -> tuple[ChangedObject, ...]:
     bodies |= {(ObjectKind.QUOTA, name): ProjectQuota(limits=limits) for name, limits in quotas.items()}
     bodies |= {(ObjectKind.GROUP, name): group for name, group in settings.groups.items()}
     return tuple(
-        ChangedObject(kind=kind, name=name, after=_as_stored(body)) for (kind, name), body in sorted(bodies.items())
+        ChangedObject(kind=kind, name=name, after=as_stored(body)) for (kind, name), body in sorted(bodies.items())
     )
 
 

@@ -1,5 +1,6 @@
-"""A fence as the scheduler records it: an object of kind `fence`, made by a decision about a host; and the policy for
-the instances of a fenced host. Pure.
+"""A fence as the scheduler records it: an object of kind `fence`, made by a decision about a host. A host whose cell is
+not known gets no fence, even by force: a cell that does not have the host acknowledges too, and its own cell would
+build on it. Pure.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ from bus.retrying import OBJECTS, Retrying, is_transient
 from bus.service.settings import SettingsError
 from scheduler_worker import metrics as metrics_module
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.objects import cell_consequences as object_changes
-from scheduler_worker.objects import fence_rules, zone_consequences
+from scheduler_worker.objects import cell_consequences, fence_rules, zone_consequences
 from scheduler_worker.objects import fence_rules as fences
 from scheduler_worker.objects.change_plan import plan
 from scheduler_worker.objects.configured import SEEDED_BY, Configured, check_objects, configured
@@ -79,26 +78,15 @@ async def changed_within(changed: asyncio.Event, seconds: float | None) -> bool:
 
 log = structlog.get_logger(__name__)
 
-
 RELOAD_S = 10.0
-
-
 RELOAD_CHECK_S = 0.5  # how soon after a reconnect the revision is read again
-
-
 NOT_LOADED = -1
-
-
 HANDLER = "scheduler.changes"
-
 
 TOO_LATE = "request.too_late"  # its requester waits no longer
 
-
 # The effect of a change on the objects that it holds, who made it and why; or why it is refused.
 Made = tuple[Sequence[ChangedObject], ChangeActor]
-
-
 MakeChange = Callable[[OperationUnit, RecordedObjects], Awaitable[Made | Refusal]]
 
 
@@ -148,7 +136,7 @@ class ObjectRegistry:
         self.fences_changed = asyncio.Event()  # set when they change; `EvacuationController` clears it
         self.drains: Mapping[str, DrainRecord] = {}  # by id
         self.drains_changed = asyncio.Event()  # set when they change; `DrainController` clears it
-        self.cells: object_changes.Decisions = {}  # by name
+        self.cells: cell_consequences.Decisions = {}  # by name
         self.cells_changed = asyncio.Event()  # set when they change; `CellConnections` clears it
         self.aggregates_changed = asyncio.Event()  # set when they change; `AggregateSync` clears it
         self.revision = NOT_LOADED  # of the objects in force here
@@ -257,7 +245,7 @@ class ObjectRegistry:
         planned = plan(change, present.objects, restates_fences=restates_fences)
         if isinstance(planned, Refusal):
             return planned
-        made = object_changes.unknown_cell(self.served, planned.cells_decided) or self._checked(present, planned)
+        made = cell_consequences.unknown_cell(self.served, planned.cells_decided) or self._checked(present, planned)
         if isinstance(made, Refusal):
             return made
         if (problem := self._zone_conflict(planned, made.config)) is not None:
@@ -334,7 +322,7 @@ class ObjectRegistry:
 
     def cells_in_use(self) -> Collection[str]:
         """The cells that workers connect to."""
-        return object_changes.cells_in_use(self.served, self.cells)
+        return cell_consequences.cells_in_use(self.served, self.cells)
 
     def decision_of(self, host_uuid: str) -> HostAdminState | None:
         """The decision in force about a host."""
@@ -385,7 +373,7 @@ class ObjectRegistry:
             self._in_force = configuration_bodies(found.objects), made
         self._selector.table.apply_decisions(decisions)
         # The hosts of a cell that is no longer in use stay in the table.
-        there = object_changes.known_cells(self.served, cells)
+        there = cell_consequences.known_cells(self.served, cells)
         gone = set(self._selector.table.cells).difference(there) if self.served else set()
         self._selector.table.disabled_cells = disabled | gone
         if cells != self.cells:
@@ -427,15 +415,15 @@ class ObjectRegistry:
         if not planned.cells_decided:
             return None
         after = applied(present, planned.changed, ChangeActor("", "", 0.0)).objects
-        left = set(object_changes.known_cells(self.served, cells_of(after))) - disabled_cells(after)
+        left = set(cell_consequences.known_cells(self.served, cells_of(after))) - disabled_cells(after)
         reason = "no cell would be left that takes builds: enable another first, or force the change"
         return None if left else Refusal(code=IN_USE, reason=reason)
 
     async def _occupied_cells(self, planned: ChangePlan) -> Refusal | None:
         """The machines of a cell that workers no longer connect to would be out of reach."""
-        for name in object_changes.cells_after_removal(self.served, planned.cells_decided):
+        for name in cell_consequences.cells_after_removal(self.served, planned.cells_decided):
             advice = ", which would be out of reach: delete them first, or force the change"
-            if refusal := await self._used(f"cell {name!r}", "instance", advice, object_changes.IN_USE, cell=name):
+            if refusal := await self._used(f"cell {name!r}", "instance", advice, cell_consequences.IN_USE, cell=name):
                 return refusal
         return None
 

@@ -1,4 +1,4 @@
-"""zone_consequences: split from a larger module."""
+"""The availability zones of hosts by their aggregates, and why a change of them is refused. Pure."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""queries."""
+"""Answers to queries of clients: from the records, and from this scheduler's memory."""

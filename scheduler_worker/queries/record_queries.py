@@ -1,6 +1,4 @@
-"""Answers queries: on queue `scheduler.records` from the database (builds with their timeline, moves, drains, objects),
-on `scheduler.status` from this scheduler's memory (hosts, host metrics, compute services, workers).
-"""
+"""Answers queries on queue `scheduler.records` from the database: builds, moves, drains, objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""status_queries: split from a larger module."""
+"""Answers queries from this scheduler's memory: hosts, host metrics, compute services, workers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ from scheduler_worker.selection.selector import Selector
 
 # In one turn of the event loop: hosts that are listed, 1 to 2 ms, and those whose records are made, 2 to 5.
 HOSTS_AT_ONCE = 1_000
-
-
 RECORDS_AT_ONCE = 250
-
-
 # Lists of `HOSTS_AT_ONCE` that are freed in one turn: 1 to 3 ms.
 LISTS_FREED_AT_ONCE = 10
 

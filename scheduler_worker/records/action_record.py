@@ -1,6 +1,4 @@
-"""The records of requests about instances, and the changes to them by the decision; and those of a batch of
-events, to builds as well. Pure.
-"""
+"""The records of requests about instances, and the changes to them by the decision. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +9,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.actions import (
-    MAX_SELECTIONS,
     ActionEvent,
     ActionKind,
     ActionRequest,
     ActionState,
     CellAction,
-    CellTransfer,
     CellTransferOut,
     Condition,
 )
@@ -203,24 +199,6 @@ def begin_transfer(
     )
     there = replace(command, to_cell=build.cell)
     return replace(action, transfer=Transfer(home=build.cell, away=cell, build=there, command=leaving)), leaving
-
-
-def _next_of(transfer: Transfer, departure: CellTransfer, hosts_of: HostsOf) -> Transfer:
-    """The transfer when a cell has given the instance up: built in the other one; or at home again, on the host that it
-    had there, or on another one that fits by now.
-    """
-    build = transfer.build
-    if departure.cell == transfer.away:
-        had_host = departure.kind is not ActionKind.UNSHELVE
-        back = (departure.last,) if had_host else ()
-        return replace(transfer, command=replace(build, transfer=departure, sequence=departure.sequence), back=back)
-    failed = replace(departure, code=departure.code or "max_retries_exceeded")
-    hosts = {one.host_uuid: one for one in transfer.back}
-    for one in hosts_of((build.request_id, build.instance_uuid), transfer.home):
-        hosts.setdefault(one.host_uuid, one)
-    selections = tuple(hosts.values())[:MAX_SELECTIONS]
-    home = replace(build, spec=None, selections=selections, limits={}, to_cell=None)
-    return replace(transfer, command=replace(home, transfer=failed, sequence=departure.sequence))
 
 
 def is_transferred_in(action: RecordedAction) -> bool:

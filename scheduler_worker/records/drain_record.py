@@ -1,4 +1,4 @@
-"""drain_record: split from a larger module."""
+"""Drains as they are recorded, and the requests of a level that move instances away. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from bus.contracts.objects import StoredObject
 from scheduler_worker.records.action_record import ActionContext
 
 HOST_FENCED, SERVICE_DOWN = "host.fenced", "service.down"  # why nothing can be moved away from a host
-
-
 _WHY = {
     HOST_FENCED: "{} is fenced: its instances are evacuated, not moved",
     SERVICE_DOWN: "the compute service of {} is down: fence the host and evacuate, or wait for it",

@@ -1,4 +1,4 @@
-"""fence_record: split from a larger module."""
+"""The fence of a host as it is recorded, and its policy for the host's instances. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from bus.contracts.objects import FenceRecord, Flavor, ObjectKind, StoredObject
 from bus.contracts.operations import AdminState, EvacuationPolicy, HostAdminState
-from scheduler_worker.selection.flavor import SPEC
+from scheduler_worker.selection.flavor import POLICY_SPEC
 
 Key = tuple[ObjectKind, str]
 
@@ -44,7 +44,7 @@ def policy_of(requested: EvacuationPolicy | None, flavor: Flavor | None, default
     """The policy in force. flavor: the one that the instance has (None: it is not configured any more)."""
     if requested is not None:
         return requested
-    spec = None if flavor is None else flavor.extra_specs.get(SPEC)
+    spec = None if flavor is None else flavor.extra_specs.get(POLICY_SPEC)
     return default if spec is None else EvacuationPolicy(spec)
 
 

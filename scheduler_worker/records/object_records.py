@@ -1,14 +1,12 @@
-"""object_records: split from a larger module."""
+"""The objects that operators define, as they are recorded: bodies, changes, and what each kind holds. Pure."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 from uuid import UUID
 
 import msgspec
-import os_resource_classes
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -39,41 +37,13 @@ from scheduler_worker.records import fence_record
 from scheduler_worker.records.drain_record import drain_of
 
 INVALID = "object.invalid"
-
-
 MAX_ENTRY = 200  # characters of an entry that a refusal names
-
-
 UNKNOWN = "object.unknown"
 
-
-CONFLICT = "object.conflict"
-
-
 IN_USE = "object.in_use"
-
-
 ZONE_CONFLICT = "aggregate.zone_conflict"
 
-
-TOO_MANY = "object.too_many"
-
-
-# Objects of one kind. Every scheduler keeps all of them.
-MAX_OF_KIND = 10_000
-
-
 MAX_BODY_BYTES = 64 * 1024
-
-
-STANDARD_CLASSES = tuple(os_resource_classes.STANDARDS)
-
-
-CUSTOM = "CUSTOM_"
-
-
-RESOURCES = re.compile(r"resources[^:]*:(.+)")
-
 
 BODIES: Mapping[ObjectKind, type[Struct]] = {
     ObjectKind.FLAVOR: Flavor,
@@ -89,32 +59,7 @@ BODIES: Mapping[ObjectKind, type[Struct]] = {
     ObjectKind.SERVICE: DeletedService,
 }
 
-
-# The reasons why a change of objects refuses certain kinds.
-DERIVED: Mapping[ObjectKind, str] = {
-    ObjectKind.FENCE: "follows from a decision about its host, and is not changed",
-    ObjectKind.DRAIN: "has commands of its own (drain.command.v1), and is not changed",
-    ObjectKind.REPAIR: "is an entry of the log, and no object",
-    ObjectKind.SERVICE: "is an entry of the log, and no object",
-}
-
-
-# Kinds that are about existing hosts, and not part of a configuration.
-NOT_CONFIGURATION = frozenset(
-    {
-        ObjectKind.HOST,
-        ObjectKind.FENCE,
-        ObjectKind.CELL,
-        ObjectKind.DRAIN,
-        ObjectKind.REPAIR,
-        ObjectKind.SERVICE,
-    }
-)
-
-
 Key = tuple[ObjectKind, str]
-
-
 Objects = Mapping[Key, StoredObject]
 
 
@@ -196,7 +141,7 @@ class ChangePlan(Struct, frozen=True):
         return tuple(
             one.name
             for one in self.changed
-            if one.kind is ObjectKind.HOST and _is_fence(one.after) and not _is_fence(one.before)
+            if one.kind is ObjectKind.HOST and is_fence(one.after) and not is_fence(one.before)
         )
 
 
@@ -208,7 +153,8 @@ def _group(name: str, body: Mapping[str, Any]) -> ServerGroup:
     return group_named(name, msgspec.convert(body, GroupDefinition))
 
 
-def _is_fence(decision: Mapping[str, Any] | None) -> bool:
+def is_fence(decision: Mapping[str, Any] | None) -> bool:
+    """Whether the body of a decision about a host fences it."""
     return decision is not None and decision["state"] == AdminState.FENCED
 
 
@@ -298,7 +244,7 @@ def applied(present: RecordedObjects, changed: Iterable[ChangedObject], actor: C
     return RecordedObjects(revision, objects)
 
 
-def _as_stored(body: Struct) -> dict[str, Any]:
+def as_stored(body: Struct) -> dict[str, Any]:
     """The body as it is read from the database, without tuples: equal ones compare equal on every scheduler."""
     stored: dict[str, Any] = msgspec.json.decode(_encode(body))
     return stored
@@ -363,6 +309,3 @@ def host_decision(stored: StoredObject) -> HostAdminState:
         version=stored.version,
         drain=body.drain,
     )
-
-
-NAMED = 5  # hosts that a reason names

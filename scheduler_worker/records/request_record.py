@@ -1,4 +1,4 @@
-"""request_record: split from a larger module."""
+"""What is on record of every request: its digest, its numbers, its timeline. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from bus.contracts.actions import ActionEvent, ActionRequest
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildRequest, TimelineEntry
 
 DIGEST_BYTES = 16
-
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 

@@ -1,6 +1,5 @@
-"""What builds, deletes and moves have in common as requests: their record, how one came (by which delivery, whether
-another may follow), and the rules, each once. What a delivery has done is on record; a claim for a lost record is not,
-and has the claim owner of the message. Pure.
+"""How a request of a build, a delete or a move came: by which delivery, and whether another may follow. What a delivery
+has done is on record; a claim for a lost record is not, and has the claim owner of the message. Pure.
 """
 
 from __future__ import annotations
@@ -24,15 +23,9 @@ from bus.contracts.queues import BY_QUEUE
 from bus.faults import Transient
 
 DEAD_LETTERS = "scheduler.dead_letters"
-
-
 RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)  # of `scheduler.changes` as well
-
-
 # A request may overtake the one that it refers to, on the way to another scheduler: that is looked for this often.
 OVERTAKES = 2
-
-
 HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been reported yet")
 
 

@@ -1,4 +1,4 @@
-"""request_refusal: split from a larger module."""
+"""The terminal events of requests that are refused and change no record. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ TOO_OLD = Refusal(
     code="request.too_old",
     reason="it was sent so long ago that it may have been carried out, and its record purged",
 )
-
-
-# --- its end off record
 
 
 def refused_build(uuid: str, project: str, refusal: Refusal, at: float, sequence: int = OFF_RECORD) -> OutboxMessage:

@@ -1,4 +1,4 @@
-"""assumed_usage: split from a larger module."""
+"""Choices that count as used in the replica before the feed tells of their claims."""
 
 from __future__ import annotations
 

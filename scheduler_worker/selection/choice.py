@@ -1,22 +1,15 @@
-"""choice: split from a larger module."""
+"""A chosen host with its alternates; and how picks are spread over near-best hosts and batched by cells."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from itertools import pairwise
 
-import numpy as np
 from msgspec import Struct
 
 from bus.contracts.placement import ClaimOption
-from scheduler_worker.hosts.host_table import Rows
 
 MEMORY = 0.8  # the weight of the past after a round of claims: a burst of conflicts fades within some ten rounds
-
-
 MAX_SUBSET = 64  # hosts: contention widens a choice up to so many
-
-
 MAX_OPTIONS = 4  # candidate allocations of one host that one claim tries in turn
 
 
@@ -92,6 +85,7 @@ class RankedHost(Struct, frozen=True):
 
 
 Weights = Mapping[str, float]
+"""{weigher: what a host weighs by it}, without those that are equal for all hosts."""
 
 
 class Choice(Struct, frozen=True):
@@ -107,10 +101,3 @@ class Choice(Struct, frozen=True):
     def weights_of_hosts(self) -> dict[str, Weights]:
         """The weights, by host."""
         return dict(zip((host.uuid for host in (self.selected, *self.alternates)), self.weights, strict=False))
-
-
-def _batches(order: Rows, column: Rows) -> list[Rows]:
-    """A sorted order in pieces of one value each."""
-    values = column[order]
-    cuts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(order)]
-    return [order[start:end] for start, end in pairwise(cuts) if end > start]

@@ -21,8 +21,6 @@ class FailedClaim(Struct, frozen=True):
 
 
 NEAREST = 3  # misses that an explanation names
-
-
 # The meaning of the funnel's stable codes, in words. A code that is not here is shown as it is.
 PHRASES = {
     "host.disabled": "are disabled",
@@ -52,7 +50,6 @@ PHRASES = {
     "too many combinations to try": "have too many combinations of providers to try them all",
 }
 
-
 # The search's phrases for an amount of a resource class.
 AMOUNTS = {
     "none here": "have no {}",
@@ -64,7 +61,6 @@ AMOUNTS = {
     ),
     "not in the requested tree": "have {} only outside the tree that was requested",
 }
-
 
 # ... and for a numbered group, which one provider of the host has to satisfy whole.
 GROUPS = {
@@ -79,7 +75,6 @@ GROUPS = {
     ),
     "not in the requested tree": "are not in the tree that {} requests",
 }
-
 
 # ... and for traits and aggregates: the step, how the reason begins, and its meaning.
 CONDITIONS = (

@@ -1,5 +1,5 @@
-"""Flavors: Nova's extra specs for resources and traits and berth's own beyond them, parsed; and the pre-filters that
-shape the query of a request for one. A flavor that can never be requested is refused when the process starts.
+"""Flavors: Nova's extra specs for resources and traits and berth's own beyond them, parsed. A flavor that can never be
+requested is refused when the process starts.
 """
 
 from __future__ import annotations
@@ -15,39 +15,21 @@ from bus.contracts.operations import EvacuationPolicy
 from placement_worker.replica.request import UNNUMBERED, Group, Query
 from scheduler_worker.config import Flavor
 
-SPEC = "berth:on_host_failure"  # the extra spec of a flavor
-
+POLICY_SPEC = "berth:on_host_failure"  # the extra spec of a flavor
 
 __all__ = ["FlavorInvalid", "ParsedFlavor", "parse"]
 
-
 DISABLED_TRAIT = "COMPUTE_STATUS_DISABLED"
 
-
 MAX_GROUPS = 64
-
-
 MAX_REQUIRED = 60  # traits of one group
 
-
 _SUFFIX = r"(|[1-9][0-9]{0,3}|_[A-Za-z0-9_-]{1,63})"
-
-
 _GROUPED = re.compile(rf"^(resources|trait){_SUFFIX}:(.*)$")
-
-
 _IN_TREE = re.compile(rf"^in_tree{_SUFFIX}$")
-
-
 _ALMOST_GROUPED = re.compile(r"^(resources|trait)[0-9_][^:]*:")
-
-
 _NAME = re.compile(r"^[A-Z0-9_]{1,255}$")
-
-
 _UUID = re.compile(r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
-
-
 _ANY_OF = "in:"
 
 
@@ -231,8 +213,6 @@ _NUMBERS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
 }
-
-
 _STRINGS: dict[str, Callable[[str, str], bool]] = {
     "s==": operator.eq,
     "s!=": operator.ne,
@@ -283,6 +263,3 @@ def scoped_specs(extra_specs: Mapping[str, str], scope: str) -> dict[str, str]:
 def unscoped_specs(extra_specs: Mapping[str, str]) -> dict[str, str]:
     """The extra specs without a scope."""
     return {key: value for key, value in extra_specs.items() if ":" not in key}
-
-
-POLICY_SPEC = SPEC

@@ -1,4 +1,4 @@
-"""flavor_query: split from a larger module."""
+"""The candidate query of a request: its flavor, the traits of its image, and the pre-filters. Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,8 @@ from scheduler_worker.selection.host_view import Membership
 from scheduler_worker.selection.request_spec import RequestSpec, Unsatisfiable
 
 TRAIT_KEY = "trait:"
-
-
 IMAGE_TRAITS = "image.traits"
-
-
 HOST_UNKNOWN = "host.unknown"
-
-
 NOT_FORCED = "host.not_forced"
 
 
@@ -153,13 +147,10 @@ def _any_of(query: Query, aggregates: list[Aggregate]) -> Query:
     return replace(query, root_member_of=(*query.root_member_of, uuids))
 
 
-KEY = "filter_tenant_id"
+TENANT_KEY = "filter_tenant_id"
 
 
 def tenants(metadata: dict[str, str]) -> set[str]:
     """The projects that an aggregate's `filter_tenant_id*` keys name (comma lists)."""
-    named = (value.split(",") for key, value in metadata.items() if key.startswith(KEY))
+    named = (value.split(",") for key, value in metadata.items() if key.startswith(TENANT_KEY))
     return {word.strip() for words in named for word in words if word.strip()}
-
-
-TENANT_KEY = KEY

@@ -1,4 +1,4 @@
-"""host_heap: split from a larger module."""
+"""The hosts of one cell, best first, drawn lazily; alternates from different compute services first."""
 
 from __future__ import annotations
 
@@ -10,17 +10,7 @@ import numpy as np
 
 from scheduler_worker.hosts.host_table import Floats, Rows
 
-CHUNK = 128  # hosts sorted at a time, over all cells; when a cell's are used up, the next ones are sorted
-
-
 LEAST_CHUNK = 16  # ... of one cell
-
-
-RADIX_KEYS = 2**16  # up to this many places (cell and service) are sorted in linear time, as numpy does for 16 bits
-
-
-OTHER_SERVICE_WALK = 4  # hosts looked at for an alternate of another compute service; fewer alternates may result
-
 
 # (minus the score, a tie-breaker, position in the view): the smallest is the best.
 Entry = tuple[float, float, int]

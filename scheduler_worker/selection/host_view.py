@@ -1,7 +1,4 @@
-"""The hosts as filters and weighers see them (columns of the replica and the host table, side by side), and one request
-as the decision sees it. What is known of other instances may be outdated by the claim, which enforces the hard
-policies; for hints and soft ones that does not matter. Pure.
-"""
+"""The hosts as filters and weighers see them: columns of the replica and the host table, side by side. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The interfaces of filters and weighers, which work on columns of hosts; and how weighers combine, as in Nova's
-`weights.py`: clamp, scale to 0..1, multiply, add up. A result carries its reasons.
-"""
+"""The interfaces of filters and weighers, which work on columns of hosts. A result carries its reasons."""
 
 from __future__ import annotations
 

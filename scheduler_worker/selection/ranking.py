@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
+from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -15,30 +16,17 @@ import numpy as np
 from bus.contracts.build import FunnelStep
 from placement_worker.replica.replica import Replica
 from scheduler_worker.hosts.host_table import Rows
-from scheduler_worker.selection.choice import (
-    MAX_OPTIONS,
-    NONE_FULL,
-    CellBatching,
-    Choice,
-    RankedHost,
-    Weights,
-    _batches,
-)
-from scheduler_worker.selection.host_heap import (
-    CHUNK,
-    LEAST_CHUNK,
-    OTHER_SERVICE_WALK,
-    RADIX_KEYS,
-    Entry,
-    HostHeap,
-    ServiceRotation,
-)
+from scheduler_worker.selection.choice import MAX_OPTIONS, NONE_FULL, CellBatching, Choice, RankedHost, Weights
+from scheduler_worker.selection.host_heap import LEAST_CHUNK, Entry, HostHeap, ServiceRotation
 from scheduler_worker.selection.host_view import HostsView
 from scheduler_worker.selection.plugin import Weighing
 from scheduler_worker.selection.request_spec import RequestSpec, options_on
 from scheduler_worker.selection.weighing import KEPT_HOSTS, reweigh, score
 
-"""{weigher: what a host weighs by it}, without those that are equal for all hosts."""
+CHUNK = 128  # hosts sorted at a time, over all cells; when a cell's are used up, the next ones are sorted
+
+RADIX_KEYS = 2**16  # up to this many places (cell and service) are sorted in linear time, as numpy does for 16 bits
+OTHER_SERVICE_WALK = 4  # hosts looked at for an alternate of another compute service; fewer alternates may result
 
 
 class GroupExclusions:
@@ -258,3 +246,10 @@ class Ranking:
                 np.concatenate(parts), self._scores, max(LEAST_CHUNK, CHUNK // len(by_cell)), shuffle_rng
             )
         return heaps
+
+
+def _batches(order: Rows, column: Rows) -> list[Rows]:
+    """A sorted order in pieces of one value each."""
+    values = column[order]
+    cuts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(order)]
+    return [order[start:end] for start, end in pairwise(cuts) if end > start]

@@ -1,4 +1,4 @@
-"""request_spec: split from a larger module."""
+"""What the selection reads of a request, and its searches in the replica: hosts, and the options on one."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from scheduler_worker.selection.host_view import HostsView
 
 class RelatedInstances(Struct, frozen=True, kw_only=True):
     """The instances that a request is placed relative to, and the hosts (uuids) that they are on."""
+
+    # It may be outdated by the claim, which enforces the hard policies; for hints and soft ones that does not matter.
 
     server_group: ServerGroup | None = None  # the group of the request
     members: Mapping[str, int] = {}  # {host: other members of the group there}

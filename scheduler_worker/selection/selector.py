@@ -37,14 +37,8 @@ from scheduler_worker.selection.ranking import Ranking
 from scheduler_worker.selection.request_spec import RequestSpec, Unsatisfiable, search_hosts
 
 NOT_REPORTED = "host.not_reported"
-
-
 CELL_DISABLED = "cell.disabled"
-
-
 MAX_SPECS = 1_000  # of kinds of requests that are kept
-
-
 ANTI_AFFINITY_FILTER = "ServerGroupAntiAffinityFilter"
 
 

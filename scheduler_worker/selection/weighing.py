@@ -1,4 +1,4 @@
-"""weighing: split from a larger module."""
+"""Weighers combined as in Nova: clamp, scale to 0..1, multiply, add up."""
 
 from __future__ import annotations
 

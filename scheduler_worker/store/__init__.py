@@ -1,1 +1,1 @@
-"""Build requests and the instance-to-cell map in PostgreSQL."""
+"""The scheduler's store: the port, and its adapters for PostgreSQL and for memory."""

@@ -44,45 +44,29 @@ from scheduler_worker.store.tables import build_requests, clean, instance_action
 # Entries of the log of changes that are kept; the oldest go.
 MAX_LOG_ENTRIES = 100_000
 
-
 KINDS = frozenset(kind.value for kind in ObjectKind)
 
-
 _encode = msgspec.json.Encoder(order="deterministic").encode
-
-
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 REVISION = "SELECT revision, token FROM objects_revision"
-
-
 NEXT_REVISION = """
 UPDATE objects_revision SET revision = revision + 1, token = gen_random_uuid() RETURNING revision, token
 """
-
-
 OBJECTS = "SELECT kind, name, body, version, changed_at, changed_by FROM objects"
-
-
 UPSERT = """
 INSERT INTO objects (kind, name, body, version, changed_at, changed_by)
 SELECT n.kind, n.name, n.body, $4, $5, $6 FROM unnest($1::text[], $2::text[], $3::text[]) n(kind, name, body)
 ON CONFLICT (kind, name) DO UPDATE
 SET body = excluded.body, version = excluded.version, changed_at = excluded.changed_at, changed_by = excluded.changed_by
 """
-
-
 DELETE = "DELETE FROM objects USING unnest($1::text[], $2::text[]) n(k, v) WHERE kind = n.k AND name = n.v"
-
-
 LOG = """
 INSERT INTO object_log (revision, kind, name, before, after, at, actor, reason, forced)
 SELECT $5, n.kind, n.name, n.before, n.after, $6, $7, $8, $9
 FROM unnest($1::text[], $2::text[], $3::text[], $4::text[]) n(kind, name, before, after)
 """
-
-
 TRIM = """
 DELETE FROM object_log WHERE (revision, kind, name) IN (
     SELECT revision, kind, name FROM object_log ORDER BY revision DESC, kind, name OFFSET $1)
@@ -178,31 +162,21 @@ def _follows(entry: ObjectLogEntry, query: ObjectLogQuery) -> bool:
 
 
 LOCK = "SELECT body FROM objects WHERE kind = $1 AND name = $2 FOR UPDATE"
-
-
 BEGUN = """
 SELECT (SELECT count(*) FROM instance_actions WHERE drain = $1 AND NOT terminal), coalesce(max(m.created_at), 0)
 FROM (VALUES (true), (false)) t(ended) CROSS JOIN LATERAL (
     SELECT created_at FROM instance_actions WHERE drain = $1 AND terminal = t.ended ORDER BY created_at DESC LIMIT 1) m
 """
-
-
 EVACUATING = "SELECT count(*) FROM instance_actions WHERE NOT terminal AND kind = 'evacuate' AND drain IS NOT NULL"
-
-
 ENDED = f"""
 SELECT m.* FROM unnest($1::uuid[]) u(uuid) CROSS JOIN LATERAL (
     SELECT {", ".join(EndedRequest.__struct_fields__)} FROM instance_actions
     WHERE instance_uuid = u.uuid AND terminal ORDER BY created_at DESC, request_id DESC LIMIT $2) m
 """
-
-
 NEWEST = f"""
 SELECT DISTINCT ON (instance_uuid) {tables.ACTION} FROM instance_actions WHERE drain = $1
 ORDER BY instance_uuid, created_at DESC, request_id DESC LIMIT $2
 """
-
-
 MOVED_COUNTS = """
 SELECT drain, terminal, count(DISTINCT instance_uuid) FROM instance_actions
 WHERE drain = ANY($1::uuid[]) AND (state = 'done' OR NOT terminal) GROUP BY drain, terminal

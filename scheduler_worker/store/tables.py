@@ -209,7 +209,7 @@ ARE_NEW = "NOT EXISTS (SELECT FROM build_requests WHERE instance_uuid = ANY({}::
 # The builds that a search examines, the newest first, for a column without an index.
 MAX_SEARCHED = 100_000
 
-# As `builds.present_flavor` and `builds.flavors_in_use`.
+# As `build_record.present_flavor` and `build_record.flavors_in_use`.
 FLAVOR = "coalesce(nullif(instance::json ->> 'flavor', ''), flavor)"
 FLAVORS = f"ARRAY[{FLAVOR}, instance::json ->> 'new_flavor', instance::json ->> 'old_flavor']"
 RECORD = """instance_uuid, project_id, flavor, name, state, cell, host, code, reason, funnel, history, timeline,
@@ -279,6 +279,7 @@ SELECT n.*, t.now, t.now FROM unnest({_arrays(_INSERTED)}) n, (SELECT {{}}::floa
 WHERE {{met}} ON CONFLICT (instance_uuid) DO NOTHING
 RETURNING instance_uuid
 """
+
 # If the statement is planned by key, as in an optimistic unit, the values are looked up one by one: rows are locked in
 # the order of the values (tests/integration/scheduler_worker/test_app.py). A locking unit locks them before.
 DECIDE = (

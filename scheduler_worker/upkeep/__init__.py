@@ -1,1 +1,1 @@
-"""upkeep."""
+"""Upkeep of the records: requests without news, purging, and answers to a cell that recovers."""

@@ -1,4 +1,4 @@
-"""purge: split from a larger module."""
+"""Purges records of builds that ended long ago."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.store.port import SchedulerStore
 
 log = structlog.get_logger(__name__)
-
 
 # A request is refused as too old this long before its record may be purged: clients' clocks may be off.
 CLOCK_SLACK_S = 3600.0

@@ -29,13 +29,8 @@ from scheduler_worker.upkeep.recovery_rules import InstanceSources, KnownPage, U
 
 log = structlog.get_logger(__name__)
 
-
 ANSWER_S = 10.0  # of placement
-
-
 AT_ONCE = 100  # instances whose records are read at a time: a request has up to some ten thousand bytes
-
-
 ACTIONS = 8  # of one instance, the newest: one is under way at the most, and one may hold its source
 
 

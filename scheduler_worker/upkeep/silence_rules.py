@@ -21,23 +21,11 @@ from scheduler_worker.records.build_record import DELETE_REQUESTED, OPEN, Record
 
 # After this many queries without an answer the record of the request states that its cell is silent.
 SILENT_AFTER = 2
-
-
 MAX_PAUSE_S = 600.0  # between two queries about one request
-
-
 MAX_QUERIES = 500  # of one pass, which is one transaction; the rest is queried with the next
-
-
 MAX_WATCHED = 20_000  # requests whose silence one process keeps track of; the rest comes to its turn later
-
-
 CELL_SILENT = "cell.silent"
-
-
 CELL_UNKNOWN = "cell.unknown"
-
-
 BUILD, DELETE = "build", "delete"
 
 

@@ -1,5 +1,5 @@
-"""Asks cells about builds, deletes and moves that have had no event for long, and resends what was lost; and purges
-records of builds that ended long ago. Any number of schedulers do so side by side.
+"""Asks cells about builds, deletes and moves that have had no event for long, and resends what was lost. Any number of
+schedulers do so side by side.
 """
 
 from __future__ import annotations
@@ -34,19 +34,10 @@ from scheduler_worker.upkeep.silence_rules import (
 
 log = structlog.get_logger(__name__)
 
-
 LOOKS = 4  # passes in the time after which a cell is queried
-
-
 PAGE = 500  # requests read at a time
-
-
 MAX_READ = 10_000  # moves of one pass
-
-
 MAX_EXAMINED = 5_000  # builds of one pass, in whatever state
-
-
 FROM_THE_FIRST = (0.0, FIRST_UUID)
 
 

@@ -1,127 +1,112 @@
-"""The graph of imports as it will be when each symbol is where `scripts/rename/layout.tsv` puts it."""
+"""The graph of imports between modules and folders, and what each package may import of the others."""
 
 from __future__ import annotations
 
-import ast
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from tests.kit.sources import OURS, ROOT, nodes, sources
-from tests.kit.struct_types import definitions, imported_names, module_of
+from tests.kit.sources import OURS, imports, sources
+from tests.kit.struct_types import module_of
 
 PRODUCT = (*OURS, "lab")
-# What a package may import besides itself. The laboratory may import all.
-MAY_IMPORT: Mapping[str, frozenset[str]] = {
-    "bus": frozenset(),
-    "placement_worker": frozenset({"bus"}),
-    "scheduler_worker": frozenset({"bus", "placement_worker"}),
-    "nova_scheduler": frozenset({"bus", "placement_worker", "scheduler_worker"}),
-    "cell_conductor": frozenset({"bus"}),
-    "compute_agent": frozenset({"bus"}),
-    "compute_sim": frozenset({"bus", "compute_agent"}),
-    "ironic_sync": frozenset({"bus"}),
-    "gateway": frozenset({"bus"}),
-    "berth": frozenset(
-        {"bus", "placement_worker", "scheduler_worker", "nova_scheduler", "cell_conductor", "compute_agent"}
-        | {"compute_sim", "ironic_sync", "gateway"}
+# What a package may import besides itself, as prefixes of names. The laboratory may import all.
+MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
+    "bus": (),
+    "placement_worker": ("bus",),
+    "scheduler_worker": ("bus", "placement_worker.replica"),
+    "nova_scheduler": (
+        "bus",
+        "placement_worker.replica",
+        "scheduler_worker.build.claim_ownership",
+        "scheduler_worker.build.decision",
+        "scheduler_worker.build.placement_state",
+        "scheduler_worker.build.placer",
+        "scheduler_worker.config",
+        "scheduler_worker.filters.image",
+        "scheduler_worker.hosts.host_table",
+        "scheduler_worker.placement_client",
+        "scheduler_worker.plugins",
+        "scheduler_worker.records.build_record",
+        "scheduler_worker.selection",
     ),
+    "cell_conductor": ("bus",),
+    "compute_agent": ("bus",),
+    "compute_sim": ("bus", "compute_agent.driver", "compute_agent.driver_plugin", "compute_agent.records"),
+    "ironic_sync": ("bus",),
+    "gateway": ("bus",),
+    "berth": (
+        "bus",
+        *(f"placement_worker.{name}" for name in ("app", "config", "domain", "operations", "rest", "service", "store")),
+        *(f"scheduler_worker.{name}" for name in ("app", "config", "objects", "records", "selection")),
+        "scheduler_worker.store.object_rows",
+        "scheduler_worker.upkeep.purge",
+        *(f"nova_scheduler.{name}" for name in ("app", "cloud", "config", "decide", "request", "wire")),
+        *(f"cell_conductor.{name}" for name in ("app", "config", "rules.blocked_rules", "state", "store")),
+        *(
+            f"compute_agent.{name}"
+            for name in ("app", "config", "driver", "driver_plugin", "drivers.ironic", "records")
+        ),
+        "compute_sim",
+        *(f"ironic_sync.{name}" for name in ("app", "config", "domain")),
+        "gateway",
+    ),
+}
+# The folders and modules of a package in layers: each imports of its own layer and of those before it.
+LAYERS: Mapping[str, str] = {
+    "scheduler_worker": """
+        config hosts metrics placement_client | selection | filters weighers records | plugins requests store
+        | build objects | action cell_events fleet upkeep | drain request_handler | operator_handler queries
+        | cell_link | app
+    """,
+    "nova_scheduler": "metrics wire | cloud | config | request | decide | stock | rpc | app",
+    "cell_conductor": """
+        config metrics state | rules store | table placement_question reports
+        | transition placement_client machine_search | engine | hosts periodic | recovery request_handlers
+        | host_handlers | app
+    """,
+    "compute_agent": """
+        driver metrics | driver_guard records | hosts | driver_plugin | attempts drivers | config handlers
+        | wiring | app
+    """,
+    "compute_sim": "config faults | host_plan | fleet | driver crash_plan faulty_results | plugin ironic_stand_in",
+    "berth": """
+        client config nova_objects asyncapi version
+        | audit backup fencing dead_letters permissions database_rights project_vhost up | text | web | cli | __main__
+    """,
 }
 
 Graph = Mapping[str, frozenset[str]]
 
 
 class Arrow(NamedTuple):
-    """A symbol of one module that uses a symbol of another, at their places of today and of the layout."""
+    """A module that imports another, or a name of it."""
 
     user: str
     used: str
-    user_place: str
-    used_place: str
-
-
-def places() -> dict[tuple[str, str], str]:
-    """By (module, symbol): the place of a symbol, of the code at a module's top level (""), of all else of it ("*")."""
-    rows = (ROOT / "scripts" / "rename" / "layout.tsv").read_text().splitlines()[1:]
-    return {(module, symbol): place for module, symbol, place in (row.split("\t") for row in rows)}
+    name: str  # as it is imported
 
 
 def arrows() -> list[Arrow]:
-    """Every use of another module's symbol in the product."""
-    known = places()
-
-    def place(module: str, symbol: str) -> str:
-        return known.get((module, symbol)) or known.get((module, "*")) or module
-
+    """Every import of one module of the product by another, those in functions and for types alone included."""
+    modules = {module_of(path): path for path in sources(*PRODUCT)}
     found = []
-    for path in sources(*PRODUCT):
-        module = module_of(path)
-        names = imported_names(module)
-        own = definitions(module)
-        for statement in nodes(path)[0].body:  # type: ignore[attr-defined]
-            if isinstance(statement, ast.Import | ast.ImportFrom):
-                continue
-            for symbol in _defined_by(statement) or [""]:
-                for name, attribute in _uses(statement, frozenset()):
-                    used = names.get(name)
-                    if name in own:
-                        used = (module, name)
-                    if used is None:
-                        continue
-                    target = used if used[1] else (used[0], attribute)
-                    if target[0].partition(".")[0] in PRODUCT and target != (module, symbol):
-                        if target[1] not in definitions(target[0]):
-                            target = (target[0], "")
-                        arrow = Arrow(f"{module}.{symbol}", ".".join(target), place(module, symbol), place(*target))
-                        if arrow.user_place != arrow.used_place:
-                            found.append(arrow)
+    for user, path in modules.items():
+        for name, _ in imports(path):
+            used = name if name in modules else name.rpartition(".")[0]
+            if used in modules and used != user:
+                found.append(Arrow(user, used, name))
     return found
 
 
-def _defined_by(statement: ast.stmt) -> list[str]:
-    match statement:
-        case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-            return [name]
-        case ast.Assign(targets=targets):
-            return [node.id for one in targets for node in ast.walk(one) if isinstance(node, ast.Name)]
-        case ast.AnnAssign(target=ast.Name(id=name)):
-            return [name]
-    return []
-
-
-def _uses(node: ast.AST, hidden: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """The names that are read, each with the attribute that is read of it; none of a local variable."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-        one = node.args
-        arguments = [*one.posonlyargs, *one.args, *one.kwonlyargs, *filter(None, (one.vararg, one.kwarg))]
-        hidden |= {argument.arg for argument in arguments}
-        if not isinstance(node, ast.Lambda):
-            hidden |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-    elif isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
-        hidden |= {x.id for one in node.generators for x in ast.walk(one.target) if isinstance(x, ast.Name)}
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        if node.value.id not in hidden:
-            yield node.value.id, node.attr
-        return
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in hidden:
-        yield node.id, ""
-    for child in ast.iter_child_nodes(node):
-        yield from _uses(child, hidden)
-
-
 def graph(found: Iterable[Arrow], depth: int = 9) -> Graph:
-    """Places that use places, each cut to so many parts: at depth 2 a file in a folder stands for the folder."""
+    """Modules that import modules, each name cut to so many parts: at depth 2 a file stands for its folder."""
     result: dict[str, set[str]] = defaultdict(set)
     for arrow in found:
-        user, used = (_cut(place, depth) for place in (arrow.user_place, arrow.used_place))
+        user, used = (".".join(module.split(".")[:depth]) for module in arrow[:2])
         if user != used:
             result[user].add(used)
     return {user: frozenset(used) for user, used in result.items()}
-
-
-def _cut(place: str, depth: int) -> str:
-    parts = place.split(".")
-    return ".".join(parts[:depth]) if len(parts) > depth else place
 
 
 def circles(known: Graph) -> list[frozenset[str]]:

@@ -18,14 +18,18 @@ from bus.contracts.queues import QUEUES
 # --- the sources of the repository as the house rules read them: each file once, as text and as a syntax tree
 
 ROOT = Path(__file__).parents[2]
-WORKERS = ("placement_worker", "scheduler_worker", "cell_conductor", "compute_sim", "ironic_sync", "gateway")
-OURS = ("bus", *WORKERS, "berth")
+WORKERS = (
+    *("placement_worker", "scheduler_worker", "nova_scheduler", "cell_conductor", "compute_agent", "ironic_sync"),
+    "gateway",
+)
+OURS = ("bus", *WORKERS, "compute_sim", "berth")
 TESTING = ("tests", "lab")
 
 
 @cache
 def sources(*packages: str) -> tuple[Path, ...]:
-    return tuple(path for package in packages for path in sorted((ROOT / package).rglob("*.py")))
+    """Those of packages, or of folders (`bus/contracts`)."""
+    return tuple(path for name in packages for path in sorted((ROOT / name.replace(".", "/")).rglob("*.py")))
 
 
 @cache
@@ -286,7 +290,7 @@ def codes_of(path: Path) -> Iterator[tuple[str, int]]:
         text = _text(node, parents)
         if text is None or not (FORM.fullmatch(text) or (WORD.fullmatch(text) and _is_code(node, parents))):
             continue
-        if text in NO_CODES or text in _routing() or FILES.search(text) or _is_other(node, parents):
+        if text in NO_CODES or text in _routing() or FILES.search(text) or _is_other(node, parents) or _is_module(text):
             continue
         yield from ((code, node.lineno) for code in FORMED.get(text, (text,)))
 
@@ -378,6 +382,12 @@ def _is_code(node: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> bool:
         case ast.Call(func=ast.Name(id="Stop" | "Problem"), args=[_, second, *_]):
             return second is node
     return False
+
+
+def _is_module(text: str) -> bool:
+    """Whether it is the name of a module of ours."""
+    path = ROOT / text.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def _is_other(node: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> bool:

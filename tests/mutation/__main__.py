@@ -26,34 +26,38 @@ TESTS_OF = {
     "berth": ("tests/unit/berth", "tests/integration/berth"),
     "bus": ("tests/unit/bus", "tests/unit/service", "tests/contract"),
     "cell_conductor": ("tests/unit/cell_conductor", "tests/contract"),
+    "compute_agent": ("tests/unit/compute_agent", "tests/integration/compute_agent"),
     "compute_sim": ("tests/unit/compute_agent", "tests/integration/compute_agent"),
     "gateway": ("tests/unit/gateway",),
     "ironic_sync": ("tests/unit/ironic_sync", "tests/integration/ironic_sync"),
+    "nova_scheduler": ("tests/unit/nova_scheduler",),
     "placement_worker": (
-        "tests/unit/placement_worker", "tests/unit/replica", "tests/unit/placement_rest", "tests/integration/placement_rest",
-        "tests/integration/replica", "tests/contract",
+        "tests/unit/placement_worker", "tests/unit/replica", "tests/unit/placement_rest",
+        "tests/integration/placement_rest", "tests/integration/replica", "tests/contract",
     ),
     "scheduler_worker": ("tests/unit/scheduler_worker", "tests/unit/nova_scheduler", "tests/contract"),
 }  # fmt: skip
 # Beside these, with servers.
 WITH_SERVERS = {
     "bus": ("tests/integration/bus",), "cell_conductor": ("tests/integration/cell_conductor",),
-    "gateway": ("tests/integration/gateway",), "placement_worker": ("tests/integration/placement_worker",),
+    "gateway": ("tests/integration/gateway",), "nova_scheduler": ("tests/integration/nova_scheduler",),
+    "placement_worker": ("tests/integration/placement_worker",),
     "scheduler_worker": ("tests/integration/scheduler_worker", "tests/integration/nova_scheduler"),
 }  # fmt: skip
 # What tries and measures berth is no product.
-OF_NO_PRODUCT = ("berth/load", "berth/reference", "berth/trial", "*/migrations", "bus/persistence/alembic")
+OF_NO_PRODUCT = ("berth/up", "*/migrations", "bus/persistence/alembic")
 # What talks to a server is reached by tests with that server alone; commands, and what makes a worker, by whole ones.
 # Of these a mutant counts so where no test without servers runs its function.
 ONLY_WITH_SERVERS = (
     "*/app.py", "*/store/postgres*.py", "*/store/tables.py", "*/__main__.py", "berth/audit/*", "berth/backup/*",
-    "berth/commands/*", "berth/config/schemas.py", "berth/config/site.py", "berth/web/server.py", "bus/persistence/address.py",
-    "bus/persistence/database.py", "bus/persistence/database_faults.py", "bus/persistence/guarded_statement.py",
-    "bus/persistence/migrations.py", "bus/persistence/revision.py", "bus/persistence/rights.py",
-    "bus/persistence/tables.py", "bus/rabbitmq/*", "placement_worker/operations/*", "placement_worker/rest/*",
+    "berth/cli/*", "berth/config/schemas.py", "berth/config/site.py", "berth/web/server.py",
+    "bus/persistence/address.py", "bus/persistence/database.py", "bus/persistence/database_faults.py",
+    "bus/persistence/guarded_statement.py", "bus/persistence/migrations.py", "bus/persistence/revision.py",
+    "bus/persistence/rights.py", "bus/persistence/tables.py", "bus/rabbitmq/*",
+    "nova_scheduler/rpc/intake.py", "nova_scheduler/rpc/server.py", "nova_scheduler/stock/forwarder.py",
+    "placement_worker/operations/*", "placement_worker/rest/*",
     "placement_worker/store/feed.py", "placement_worker/store/trees.py",
-    "scheduler_worker/drain/drain_controller.py", "nova_scheduler/rpc/intake.py", "nova_scheduler/stock/forwarder.py",
-    "nova_scheduler/rpc/server.py",
+    "scheduler_worker/drain/drain_controller.py",
     "scheduler_worker/objects/object_registry.py", "scheduler_worker/store/object_rows.py",
 )  # fmt: skip
 

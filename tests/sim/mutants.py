@@ -31,7 +31,7 @@ from placement_worker.domain import claims
 from placement_worker.domain.report_group import ReportGroup
 from placement_worker.replica.follower import Follower
 from placement_worker.replica.replica import Replica
-from scheduler_worker.records import action_record as recorded_moves
+from scheduler_worker.cell_events import cell_event_batch
 from tests.sim.mutants_of_cases import refused_while_another_bus_is_away, release_under_the_reverts_number
 from tests.sim.mutants_of_disks import MUTANTS_OF_DISKS, UNPROVEN_OF_DISKS
 from tests.sim.mutants_of_hosts import MUTANTS_OF_HOSTS
@@ -139,12 +139,12 @@ def alternates_claimed_twice() -> AbstractContextManager[Any]:
 
 def duplicate_event_applied() -> AbstractContextManager[Any]:
     """An announcement is folded in as often as it comes."""
-    applied = recorded_moves.apply_build_event
+    applied = cell_event_batch.apply_build_event
 
     def apply(build: Any, event: Any) -> Any:
         return applied(replace(build, sequence=0, terminal=False), replace(event, sequence=build.sequence + 1))
 
-    return patch.object(recorded_moves, "apply_build_event", apply)
+    return patch.object(cell_event_batch, "apply_build_event", apply)
 
 
 def replica_gap_ignored() -> AbstractContextManager[Any]:
@@ -330,7 +330,7 @@ def _widened(state: State) -> AbstractContextManager[Any]:
         return cell and table.Rule(cell.apply, (*cell.to, state))
 
     wide = {before: {event: widened(cell) for event, cell in row.items()} for before, row in table.TABLE.items()}
-    return patch.object(table, "TABLE", wide)
+    return patch.object(transition, "TABLE", wide)
 
 
 MUTANTS: dict[str, Mutant] = {

@@ -13,7 +13,7 @@ from bus.contracts.operations import CellFence
 from bus.persistence.outbox import by_bus
 from bus.persistence.relay import Relay
 from bus.transport import BusUnavailable
-from cell_conductor import table
+from cell_conductor import table, transition
 from cell_conductor.hosts.fence_controller import FenceController
 from cell_conductor.reports import report_guard as guard
 from cell_conductor.rules import build_rules as rules
@@ -99,7 +99,7 @@ def failed_machine_left_running() -> AbstractContextManager[Any]:
     """A failed instance whose machine runs is left alone."""
     rows = {state: dict(row) for state, row in table.TABLE.items()}
     rows[State.FAILED][events.MachineRunning] = rows[State.FAILED][events.Spawned] = table.IGNORE
-    return patch.object(table, "TABLE", rows)
+    return patch.object(transition, "TABLE", rows)
 
 
 def survived_machine_kept() -> AbstractContextManager[Any]:

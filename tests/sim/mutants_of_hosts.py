@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 import cell_conductor.app
-import cell_conductor.request_handlers
+import cell_conductor.host_handlers
 import placement_worker.store.memory_rows as book_store
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Refuse
@@ -203,13 +203,13 @@ def patience_by_two_clocks() -> AbstractContextManager[Any]:
 
 def report_by_our_clock() -> AbstractContextManager[Any]:
     """A host's report is as old as it looks by the conductor's clock: when it came."""
-    real = cell_conductor.request_handlers.differences
+    real = cell_conductor.host_handlers.differences
 
     def differences(report: Any, recorded: Any, *, now: float, **fields: Any) -> Any:
         rescans = tuple(rescan_id(one) for one in recorded if now > one.since)
         return real(replace(report, rescans=rescans), recorded, now=now, **fields)
 
-    return patch.object(cell_conductor.request_handlers, "differences", differences)
+    return patch.object(cell_conductor.host_handlers, "differences", differences)
 
 
 MUTANTS_OF_HOSTS = (

@@ -33,7 +33,7 @@ from scheduler_worker.build.delete_rules import DeletePlan, PendingDelete, plan_
 from scheduler_worker.build.placement_state import ClaimUnlocatable, PlacementRefused, PlacementState
 from scheduler_worker.build.placer import Placer
 from scheduler_worker.cell_events import cell_event_batch
-from scheduler_worker.fleet import aggregate_sync as scheduler_cells
+from scheduler_worker.fleet import cell_connections
 from scheduler_worker.records.build_record import (
     FIRST_ATTEMPT,
     Actor,
@@ -71,7 +71,7 @@ def added_cell_is_not_taken_into_use() -> AbstractContextManager[Any]:
     def in_use(settings: Any, _decisions: Any, _occupied: Any = ()) -> dict[str, CellBus | None]:
         return dict.fromkeys(settings)
 
-    return patch.object(scheduler_cells, "cells_in_use", in_use)
+    return patch.object(cell_connections, "cells_in_use", in_use)
 
 
 MUTANTS_OF_CELLS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (

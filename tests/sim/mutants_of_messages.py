@@ -26,7 +26,7 @@ from cell_conductor.engine import Engine
 from cell_conductor.reports.listings import NewestReports
 from compute_agent.attempts.agent import Agent
 from placement_worker.domain import claims
-from scheduler_worker.build import admission, claim_answer, recovered_claim
+from scheduler_worker.build import admission, claim_answer, dispatcher, recovered_claim
 from scheduler_worker.build import placer as placing
 from scheduler_worker.fleet.host_listener import HostsListener
 from scheduler_worker.records import build_record as builds
@@ -90,7 +90,7 @@ def releases(change: Callable[[RecordedBuild, list[OutboxMessage]], list[OutboxM
     with (
         patch.object(builds, "releases_of", changed),
         patch.object(admission, "releases_of", changed),
-        patch.object(placing, "releases_of", changed),
+        patch.object(dispatcher, "releases_of", changed),
     ):
         yield
 

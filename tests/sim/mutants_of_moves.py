@@ -52,7 +52,7 @@ def _rule(
 def _shared(name: str, apply: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Another function in place of one that the rules of moves share."""
     stack = ExitStack()
-    for module in (move_rules, way_back, delete_rules):
+    for module in (move_rules, resize_rules, way_back, delete_rules):
         if hasattr(module, name):
             stack.enter_context(patch.object(module, name, apply))
     return stack
@@ -61,7 +61,7 @@ def _shared(name: str, apply: Callable[..., Any]) -> AbstractContextManager[Any]
 def _requested(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]:
     """Another question to placement."""
     wanted, stack = placement_question.awaited_request_of, ExitStack()
-    for module in (table, placement_requests, engine):
+    for module in (placement_question, placement_requests, engine):
         stack.enter_context(
             patch.object(module, "awaited_request_of", lambda instance: change(instance, wanted(instance)))
         )
@@ -325,9 +325,7 @@ def evacuated_while_its_service_is_up() -> AbstractContextManager[Any]:
         found = why(instance, context, fenced=fenced, force=force)
         return None if found is not None and found.code == "evacuate.service_up" else found
 
-    return _Both(
-        _shared("evacuation_blocker", unproved), patch.object(evacuation_proof, "evacuation_blocker", unproved)
-    )
+    return _Both(_shared("evacuation_blocker", unproved), patch.object(move_steps, "evacuation_blocker", unproved))
 
 
 def late_answers_accepted() -> AbstractContextManager[Any]:

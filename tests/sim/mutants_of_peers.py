@@ -14,7 +14,7 @@ from bus.persistence.memory_database import MemoryDatabaseTransaction
 from cell_conductor import placement_question
 from placement_worker.domain import claims
 from placement_worker.store.memory_table import MemoryPlacementTable
-from scheduler_worker.build import decision_round
+from scheduler_worker.build import claim_answer
 from scheduler_worker.build import placer as placing
 from scheduler_worker.build.placement_state import PlacementRefused
 
@@ -125,7 +125,7 @@ def quota_reported_as_no_host() -> AbstractContextManager[Any]:
     def refused(_code: str, reason: str, **named: bool) -> PlacementRefused:
         return PlacementRefused("no_valid_host", reason, **named)
 
-    return patch.object(decision_round, "PlacementRefused", refused)
+    return patch.object(claim_answer, "PlacementRefused", refused)
 
 
 def _without_locks(kind: str) -> AbstractContextManager[Any]:

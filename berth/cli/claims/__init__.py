@@ -1,1 +1,1 @@
-"""claims."""
+"""Commands about claims: check, audit, placement, quarantine, recovery."""

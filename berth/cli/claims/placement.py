@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import placement_worker.app
-from berth.cli.claims import placement_audit as book
+from berth.cli.claims import placement_audit
 from berth.cli.common import Stop, explain, make_directory, print_json, print_stop, settings_of
 from berth.cli.options import CommandGroup
 from berth.config.ports import ServerFailed
@@ -27,19 +27,10 @@ from placement_worker.store.memory_rows import MemoryPlacementRows
 from placement_worker.store.memory_table import MemoryPlacementTable
 
 placement = CommandGroup(no_args_is_help=True, help="Placement: serve, audit, export, import.")
-
-
-placement.command("audit")(book.audit)
-
-
-placement.command("export")(book.export)
-
-
-placement.command("import")(book.import_)
-
-
-placement.command("move-host")(book.move_host)
-
+placement.command("audit")(placement_audit.audit)
+placement.command("export")(placement_audit.export)
+placement.command("import")(placement_audit.import_)
+placement.command("move-host")(placement_audit.move_host)
 
 DEFAULT_API = f"{LOOPBACK}:{DEFAULT_PORT}"
 

@@ -50,16 +50,10 @@ from placement_worker.store.postgres_rows import PostgresPlacementRows
 
 Giving = Release | Swap  # what releases a consumer's allocations
 
-
 # A claim younger than this may still be on its way to being an instance.
 GRACE_S = 900.0
-
-
 RELEASES_AT_ONCE = 200
-
-
 MAX_PASSES = 50
-
 
 # Consumers that have an allocation by the bus, have had it for a while, and are in no state that may have one, in any
 # cell.
@@ -67,31 +61,21 @@ CONSUMERS = """
 SELECT uuid::text, attempt, claim_owner FROM consumers
 WHERE released_at IS NULL AND attempt > 0 AND updated_at < now() - make_interval(secs => $1) ORDER BY uuid
 """
-
-
 HELD = """
 SELECT uuid::text, attempt, claim_owner, generation, project_id, user_id FROM consumers c
 WHERE released_at IS NULL AND updated_at <= now() - make_interval(secs => $1)
     AND EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid) ORDER BY uuid
 """
-
-
 # An instance that became active a moment ago, by an adoption after a restore for example, may still get its claim.
 INSTANCES = f"""
 SELECT uuid::text, state, host_uuid::text,
        {IS_SETTLED.format("$2")} AS settled
 FROM instances WHERE uuid = ANY($1::uuid[])
 """
-
-
 # Consumers that have the source of a move, by its instance: while it awaits its confirm, perhaps for days.
 MIGRATIONS = "SELECT record #>> '{action,request_id}' FROM instances WHERE record #>> '{action,request_id}' = ANY($1)"
-
-
 # The same of a move that no cell has on record: it was restored, and is commanded again.
 OPEN_ACTIONS = "SELECT request_id::text FROM instance_actions WHERE NOT terminal AND request_id = ANY($1::uuid[])"
-
-
 # Machines that a cell does not destroy by itself.
 QUARANTINED = """
 SELECT instance_uuid::text FROM unknown_machines WHERE record #>> '{machine,kind}' = $1 AND instance_uuid =

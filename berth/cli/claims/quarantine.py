@@ -38,10 +38,7 @@ from cell_conductor.state.unknown_machine import UnknownMachineKind
 from cell_conductor.store.keyed_tables import ADOPT, DESTROY, PROTECT, DecidedMachine, UnknownMachineRecord
 
 quarantine = CommandGroup(no_args_is_help=True, help="Machines that stay until an operator decides about them.")
-
-
 breaker = CommandGroup(no_args_is_help=True, help="Stopped destruction: too much was lost within a short time.")
-
 
 CellName = Annotated[str | None, typer.Option("--cell", help="Only this cell.")]
 

@@ -24,7 +24,6 @@ from compute_agent.drivers.ironic.api import IronicApi, Refused
 
 baremetal = CommandGroup(no_args_is_help=True, help="Ironic's nodes, and their faults.")
 
-
 NodeIdent = Annotated[str, typer.Argument(help="The node's UUID or name.", metavar="NODE")]
 
 

@@ -18,13 +18,8 @@ from bus.contracts.objects import CellRecord, CellsPage, CellsQuery, CellState, 
 
 cells = object_commands(ObjectKind.CELL, "Cells: which are in use, and which take builds.", lists=False, shows=False)
 
-
 LastOne = Annotated[bool, typer.Option("--force", help="Also the last cell that takes builds.")]
-
-
 Body = dict[str, Any]
-
-
 COLUMNS = ["name", "state", "in use", "scheduler's link", "bus", "by", "at (UTC)", "reason"]
 
 

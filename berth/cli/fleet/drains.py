@@ -50,10 +50,7 @@ from bus.contracts.drains import (
 
 drains = CommandGroup()
 
-
 Id = Annotated[str, typer.Argument(help="The drain's id.", metavar="DRAIN")]
-
-
 Deadline = Annotated[
     float | None,
     typer.Option("--deadline", min=0.1, max=MAX_DEADLINE_S, help="Seconds, after which no further move starts."),

@@ -27,8 +27,6 @@ from bus.contracts.host_metrics import (
 )
 
 SEEN_WITHIN_S = 10.0
-
-
 LOOK_AGAIN_S = 0.1
 
 

@@ -59,35 +59,18 @@ from bus.transport import BusError
 from cell_conductor.state.unknown_machine import UnknownMachineKind
 
 hosts = CommandGroup()
-
-
 services = CommandGroup()
 
-
 MAX_NAMED = 1000  # hosts or services of one command
-
-
 MAX_SILENT = 2
-
-
 NO_CELL = "no known cell"
-
-
 NOT_REPORTED = "not reported"  # the state of a host whose service is dead, or has not reported it yet
 
-
 T = TypeVar("T")
-
-
 Refused = Sequence[tuple[str, Fault]]
 
-
 Hosts = Annotated[list[str], typer.Argument(help="Names or UUIDs of hosts.", metavar="HOST...")]
-
-
 OnlyCell = Annotated[str | None, typer.Option(help="Only this cell's.")]
-
-
 CELL_OF_NAME = "The cell in which a name is looked up"
 
 

@@ -40,7 +40,6 @@ from scheduler_worker.objects.configured import check_objects
 
 MAX_SOCKET_PATH = 107  # the kernel's limit
 
-
 Count = Annotated[int | None, typer.Option(min=1, max=64, help="With --processes; default: as the machine has CPUs.")]
 
 
@@ -233,8 +232,6 @@ def _print_summary(summary: dict[str, Any], as_json: bool) -> None:
 
 
 NEXT = ("berth boot --flavor m1.small --count 50 --wait", "berth list", "berth hosts", "berth check")
-
-
 END = "Ctrl-C drains and ends it."
 
 

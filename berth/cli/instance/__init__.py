@@ -1,1 +1,1 @@
-"""instance."""
+"""Commands about instances: build and delete them, show and list them, move and change them."""

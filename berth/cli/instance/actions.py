@@ -223,23 +223,11 @@ def _simple(kind: ActionKind, help_text: str) -> Any:
 
 
 confirm = _simple(ActionKind.CONFIRM, "Keep a resized or migrated instance where it is.")
-
-
 revert = _simple(ActionKind.REVERT, "Take a resized or migrated instance back to its source.")
-
-
 abort = _simple(ActionKind.ABORT, "End a move that has not reached its destination.")
-
-
 offload = _simple(ActionKind.OFFLOAD, "Release the host of a shelved instance.")
-
-
 start = _simple(ActionKind.START, "Start an instance.")
-
-
 stop = _simple(ActionKind.STOP, "Stop an instance; it keeps its allocation.")
-
-
 unrescue = _simple(ActionKind.UNRESCUE, "Boot a rescued instance from its own disks again.")
 
 

@@ -60,8 +60,6 @@ MAX_COUNT = 100_000
 ImageSourceUrl = Annotated[
     str | None, typer.Option("--image-source", help="Where the image is, for bare metal (a URL).")
 ]
-
-
 ImageSha256 = Annotated[str | None, typer.Option("--image-sha256", help="Its SHA-256.")]
 
 

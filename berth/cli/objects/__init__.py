@@ -1,1 +1,1 @@
-"""objects."""
+"""Commands about what operators define: flavors, rules, quotas, aggregates, groups."""

@@ -56,46 +56,23 @@ from bus.contracts.placement_queries import GroupMembersPage, GroupMembersQuery
 
 __all__ = ["aggregates", "flavors", "groups", "quotas", "rules"]
 
-
 GroupName = Annotated[str, typer.Argument(help="PROJECT/NAME.", metavar="PROJECT/NAME")]
-
-
 Hosts = Annotated[list[str], typer.Argument(help="Hosts, by name or uuid.", metavar="HOST...")]
-
-
 V = TypeVar("V")
-
-
 DiskGb = Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="GiB; of a new flavor 0 unless it is named.")]
-
-
 ExtraSpec = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="An extra spec, as in Nova; repeatable.")
 ]
-
-
 RemoveExtraSpec = Annotated[list[str] | None, typer.Option(metavar="KEY", help="Remove an extra spec; repeatable.")]
-
-
 Project = Annotated[list[str] | None, typer.Option(help="Only for this project, and those that it is for; repeatable.")]
-
-
 AggregateUuid = Annotated[
     str | None, typer.Option(help="The uuid of the provider aggregate with its hosts; else as it is, or new.")
 ]
-
-
 HostsInPlacement = Annotated[
     bool, typer.Option("--hosts-in-placement", help="Name no hosts: its hosts are as Placement has them.")
 ]
-
-
 Metadata = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Metadata, as in Nova; repeatable.")]
-
-
 RemoveMetadata = Annotated[list[str] | None, typer.Option(metavar="KEY", help="Remove metadata; repeatable.")]
-
-
 # The sizes that a new flavor names, and the class of each, which an extra spec may state instead. A disk it need not
 # have: as in Nova it is 0 unless it is named, for instances that boot from a volume.
 SIZES = {"vcpus": "VCPU", "memory_mb": "MEMORY_MB"}

@@ -53,7 +53,6 @@ from bus.contracts.objects import (
 
 MAX_FILE_BYTES = 8 * 2**20
 
-
 # The sections of a file for `berth apply`, as `berth objects` prints them.
 SECTIONS = {
     "flavors": ObjectKind.FLAVOR,
@@ -63,7 +62,6 @@ SECTIONS = {
     "rules": ObjectKind.SCHEDULING,
     "cells": ObjectKind.CELL,
 }
-
 
 # One and several of a kind, as the help names them.
 NOUNS = {
@@ -75,13 +73,8 @@ NOUNS = {
     ObjectKind.CELL: ("cell", "cells"),
 }
 
-
 Name = Annotated[str, typer.Argument(help="The name.", metavar="NAME")]
-
-
 Names = Annotated[list[str], typer.Argument(help="The names.", metavar="NAME...")]
-
-
 LogReason = Annotated[str, typer.Option("--reason", help="The reason, for the log.")]
 
 
@@ -143,17 +136,9 @@ def _print_file(objects: Sequence[StoredObject], as_plain: object, as_json: bool
 
 
 flavors = object_commands(ObjectKind.FLAVOR, "Flavors, which clients may request.")
-
-
 aggregates = object_commands(ObjectKind.AGGREGATE, "Host aggregates and availability zones.")
-
-
 groups = object_commands(ObjectKind.GROUP, "Server groups, which requests name.", shows=False)
-
-
 rules = object_commands(ObjectKind.SCHEDULING, "Scheduling rules: filters, weighers and their multipliers.")
-
-
 quotas = object_commands(ObjectKind.QUOTA, "Quotas of projects.", lists=False, shows=False)
 
 

@@ -10,13 +10,9 @@ import msgspec
 
 COMMENT_WIDTH = 100
 
-
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
-
 Path = tuple[str, ...]
-
-
 NO_COMMENTS: Mapping[Path, str] = {}
 
 

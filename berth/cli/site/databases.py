@@ -42,7 +42,7 @@ from berth.config.schemas import (
 from berth.config.settings import EMBEDDED, MEMORY, Settings
 from berth.config.site import Site
 from berth.text import render_rows
-from berth.up import in_one_process as up
+from berth.up import in_one_process
 from bus.bus import API
 from bus.bus_ownership import OWNERS, SHARED_DATABASE
 from bus.persistence.address import CONNECTION_LOST
@@ -50,7 +50,6 @@ from bus.persistence.database_faults import raise_fault
 from bus.persistence.revision import Revisions
 
 db = CommandGroup(no_args_is_help=True, help="The schemas of the database: revisions, check, upgrade.")
-
 
 # The message for a user about a schema that this version cannot use as it is.
 MESSAGES = {
@@ -135,9 +134,7 @@ def _print_schemas(found: list[SchemaRevision], as_json: bool) -> None:
 
 bus = CommandGroup(no_args_is_help=True, help="The address and owner of each bus; disown one.")
 
-
 OWNER_NAMES = (SHARED_DATABASE, *OWNERS)
-
 
 BusName = Annotated[str | None, typer.Option("--bus", help="`api`, or a cell's name; default: all.")]
 
@@ -265,7 +262,7 @@ async def restore(
     async with asyncio.timeout(timeout_s):
         if settings.database.url == EMBEDDED and Site(settings).database_url is None:
             make_directory(settings.state)
-            async with up.database(settings, durable=True, directory=settings.state / "postgres") as url:
+            async with in_one_process.database(settings, durable=True, directory=settings.state / "postgres") as url:
                 manifest = await put_back(url, directory, dry_run=dry_run)
         else:
             url = database_of(settings).database_url or ""

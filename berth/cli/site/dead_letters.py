@@ -21,32 +21,22 @@ from bus.service.settings import SettingsError
 from bus.transport import QueueMissing, Transport
 
 MAX_SHOWN = 10_000
-
-
 MAX_NAMED = 10  # dead letters in one message
-
 
 # Why dead letters are never replayed, by the code.
 BLOCKED = {
     letters.TRUNCATED: "with only the first bytes of its message: not replayed",
 }
 
-
 T = TypeVar("T")
 
-
 dead_letters = CommandGroup(no_args_is_help=True, help="Dead letters: list, show, replay, purge.")
-
 
 Queue = Annotated[
     str,
     typer.Argument(help="The queue that dead-lettered them, e.g. scheduler.requests; `list` names them."),
 ]
-
-
 BusName = Annotated[str, typer.Option("--bus", help="`api`, or a cell's name.")]
-
-
 Limit = Annotated[int, typer.Option(min=1, max=MAX_SHOWN, help="The most to list, oldest first.")]
 
 

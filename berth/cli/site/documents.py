@@ -23,20 +23,14 @@ MAX_USERS_BYTES = 16 * 1024 * 1024
 
 
 AsDefinitions = Annotated[bool, typer.Option("--definitions", help="As one file for `rabbitmqctl import_definitions`.")]
-
-
 OfExchanges = Annotated[
     bool,
     typer.Option("--exchanges", help="The exchanges that they name instead, as such a file: for RabbitMQ 4 first."),
 ]
-
-
 Users = Annotated[
     Path | None,
     typer.Option(help="What `rabbitmqctl -q list_users --formatter json` prints: each user has to be in it; - reads."),
 ]
-
-
 OfDatabase = Annotated[
     bool, typer.Option("--database", help="The rights of each role in PostgreSQL instead, as SQL for psql.")
 ]

@@ -18,8 +18,6 @@ from nova_scheduler.decide.decision_log import ANSWERED, EVENTS, NOT_DECIDED, SH
 from scheduler_worker.selection.explain import reason_text
 
 MAX_LINE = 2**20
-
-
 MAX_FOUND = 100  # calls of one request
 
 

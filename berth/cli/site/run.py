@@ -52,8 +52,6 @@ class Role(StrEnum):
 
 
 Build = Callable[[Environment], WorkerRuntime]
-
-
 WITHOUT_DATABASE = frozenset({Role.COMPUTE, Role.GATEWAY})
 
 

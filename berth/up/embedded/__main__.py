@@ -1,4 +1,4 @@
-"""`python -m berth.trial.embedded -- COMMAND`: run a command with a private broker and database, gone when it ends.
+"""`python -m berth.up.embedded -- COMMAND`: run a command with a private broker and database, gone when it ends.
 
 AMQP_URL and DATABASE_URL give the command their addresses. One that is set already is used and its server not started.
 """
@@ -24,7 +24,7 @@ EXIT_NO_SERVER = 3
 
 def main(arguments: list[str] | None = None) -> int:
     """Start missing servers, run the command, return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m berth.trial.embedded", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m berth.up.embedded", description=__doc__)
     parser.add_argument("--durable", action="store_true", help="PostgreSQL with fsync, as in production")
     parser.add_argument("--postgresql", type=Path, help="the directory of another PostgreSQL's programs")
     parser.add_argument("--broker-threads", type=int, help="that run RabbitMQ's processes (one for each processor)")

@@ -21,25 +21,12 @@ from berth.up.embedded.process import Account, GuardedProcess, ServerMissing, cl
 from berth.up.embedded.server import PrivateServer
 
 SUPERUSER = "berth"
-
-
 INITDB_TIMEOUT_S = 60.0
-
-
 RESTARTS = 20
-
-
 RESTART_PAUSE_S = 0.1
-
-
 MAX_SOCKET_PATH = 90  # the kernel allows 107 characters for the whole path; the file name takes 17
-
-
 NEEDED = ("bin", "lib", "share")  # of an installation; the rest is for programs that are compiled against it
-
-
 ACCOUNTS = ("postgres", "nobody")  # PostgreSQL refuses to run as root; both of these exist on Debian
-
 
 # Written into postgresql.auto.conf. The durable set survives a power cut. The fast one survives a killed server (a
 # commit still reaches the kernel, so synchronous_commit stays on) but not a killed machine.
@@ -54,8 +41,6 @@ COMMON = {
     "wal_compression": "on",
     "unix_socket_permissions": "0700",
 }
-
-
 FAST = {"fsync": "off", "full_page_writes": "off", "shared_buffers": "'64MB'"}
 
 

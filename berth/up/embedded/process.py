@@ -22,16 +22,9 @@ from pathlib import Path
 from berth.config.ports import ServerFailed
 
 START_TIMEOUT_S = 180.0  # RabbitMQ takes 70 s where eight other jobs share two cores
-
-
 RUN_TIMEOUT_S = 60.0
-
-
 STOP_TIMEOUT_S = 15.0
-
-
 POLL_S = 0.02
-
 
 # stdin is the pipe we hold, stdout carries the server's process id. Job control is off, so the server sees none of it.
 # The watcher stops the server when the pipe closes; when no "keep" came before, this process died, and a
@@ -51,7 +44,6 @@ kill "$watcher" 2>/dev/null; wait "$watcher" 2>/dev/null
 [ $? != 9 ] || [ -z "$goes" ] || rm -rf "$goes"
 exit "$status"
 """
-
 
 # Prints the first of these directories that cannot be entered.
 _ENTER = 'for place; do cd "$place" 2>/dev/null || { printf %s "$place"; exit; }; done'

@@ -19,22 +19,12 @@ from berth.up.embedded.process import POLL_S, Account, GuardedProcess, ServerMis
 from berth.up.embedded.server import PrivateServer
 
 ADMIN = "berth"
-
-
 COMMAND_TIMEOUT_S = 180.0  # as START_TIMEOUT_S: a broker that is starved for a minute is not gone
-
-
 STARTED_TIMEOUT_S = 60.0
-
-
 # %s: the path of a file with definitions. Fails in a node whose broker has not started.
 IMPORT = "true = rabbit:is_running(), {ok, Raw} = file:read_file(%s), ok = rabbit_definitions:import_raw(Raw)."
-
-
 # The listener takes connections a moment before the broker has started.
 STARTED = "rabbit:is_booted()."
-
-
 # %s: a node of the cluster to join, which then has all that this broker has. 4.0 and later have another module.
 # `rabbit:start()` answers `ok` and starts nothing while the start before it has not returned, though its broker runs by
 # then: so it is called until the broker runs.
@@ -44,37 +34,21 @@ JOIN = """
     Starts = fun(_) -> ok = rabbit:start(), rabbit:is_running() orelse timer:sleep(100) =/= ok end,
     true = lists:any(Starts, lists:seq(1, 300)).
 """
-
-
 NOT_STARTED = "requires the 'rabbit' app to be running"
-
-
 REGISTER_TIMEOUT_S = 60.0
-
-
 # A broker that is killed because it takes long to stop, as on a busy machine, forgets its youngest queues.
 STOP_TIMEOUT_S = 60.0
-
-
 # A message for which its queue has no room when its retry is due is offered to it again this often; RabbitMQ's own is
 # three minutes.
 DEAD_LETTER_AGAIN_MS = 2_000
-
-
 # RabbitMQ's own is 10 s, for connections from anywhere. Ours are local, and a starved machine takes longer to sign in.
 HANDSHAKE_TIMEOUT_MS = 120_000
-
-
 # The log of the quorum queues is opened with O_SYNC: a batch is on disk when its write returns, and needs no fdatasync
 # after it, which would be a second job of another thread.
 FLUSH_AS_WRITTEN = "{ra, [{wal_write_strategy, o_sync}]}"
-
-
 # It runs beside the workers: no scheduler thread of Erlang spins. They wake as usual: `+swt very_high` spares wake-ups,
 # and on a busy machine doubles the time that a message alone takes.
 SELDOM_AWAKE = "+sbwt none +sbwtdcpu none"
-
-
 # Erlang loads a module when it is first called, and looks for it in up to ninety directories; RabbitMQ boots with a
 # thousand. To load them all at once, before it boots, halves what a start takes of the processor. Where that fails,
 # the broker starts all the same, and loads each by itself.
@@ -98,13 +72,8 @@ LOADED_AT_ONCE = """
         code:ensure_modules_loaded(lists:append([Modules || {_, Modules, _} <- Ascending]))
     end.
 """
-
-
 LOCAL_ONLY = "-kernel inet_dist_use_interface {127,0,0,1}"
-
-
 SCRIPTS = ("/usr/lib/rabbitmq/bin", "/opt/rabbitmq/sbin", "/usr/local/sbin")
-
 
 # The distribution's /usr/sbin wrappers change to the machine's rabbitmq user and home; these scripts do not.
 

@@ -27,10 +27,7 @@ from bus.transport import QueueMissing, Transport
 
 log = structlog.get_logger("web")
 
-
 MAX_SHOWN = 10_000
-
-
 OPEN_TIMEOUT_S = 10.0
 
 

@@ -29,34 +29,18 @@ from bus.transport import BusError, QueueMissing, Transport
 
 # Hosts are read anew at most so often, however many pages show them.
 HOSTS_AGE_S = 2.0
-
-
 # ... and where they are only counted, not until a service's count has changed, or after so long: at 2,000 hosts the
 # answer is 0.4 MB and takes 6 ms of the scheduler, the services' counts next to nothing.
 COUNTED_AGE_S = 10.0
-
-
 WORKERS_AGE_S = 5.0
-
-
 # A page waits so long for schedulers. After a request that none has answered pages show that for so long, instead of
 # waiting one after the other.
 PAGE_TIMEOUT_S = 5.0
-
-
 FAILED_AGE_S = 5.0
-
-
 MAX_SERVICES = 100_000
-
-
 # A host's page looks through so many of the newest changes of placement for those of its tree, and shows so many.
 CHANGES_LOOKED_AT = 2_000
-
-
 CHANGES_SHOWN = 50
-
-
 MAX_SEQUENCE = 2**62
 
 
@@ -338,12 +322,9 @@ def _view(one: ProviderState, depth: int) -> ProviderView:
 
 log = structlog.get_logger("web")
 
-
 # Depths are read anew at most so often, however many pages show them: it is a request a queue, 72 with four cells. A
 # broker that does not answer holds up no page.
 AGE_S = 5.0
-
-
 READ_TIMEOUT_S = 3.0
 
 

@@ -47,26 +47,12 @@ from bus.transport import BusError
 from scheduler_worker.records.build_record import DELETE_REQUESTED
 
 NOW_EVERY_S = 1.0
-
-
 PAGE = 50
-
-
 QUEUES_SHOWN = 10
-
-
 LOST_SHOWN = 10  # lost claims of a build
-
-
 NAMED = 3
-
-
 NO_RECORD = "they have this database's tag, and no record explains them"
-
-
 MAX_HOST = 255
-
-
 DELETABLE = frozenset(BuildState).difference({BuildState.REFUSED}, DELETE_REQUESTED)
 
 

@@ -30,23 +30,11 @@ from bus.contracts.workers import WorkerHeartbeat
 from nova_scheduler.decide.decision_log import RecentCalls
 
 MAX_KEPT = 500  # calls, and as many comparisons
-
-
 MAX_KEPT_BYTES = 4 * 2**20  # of each of the two
-
-
 MAX_FRONTENDS = 100  # with counts
-
-
 FRONTEND = "nova-scheduler"  # their role
-
-
 SHOWN = 50
-
-
 EVERY_S = 1.0
-
-
 MAX_SHOWN_ID = 64
 
 

@@ -61,11 +61,7 @@ SECTIONS = {
     ObjectKind.SCHEDULING: "rules",
     ObjectKind.CELL: "cells",
 }
-
-
 CHANGE_PARAMETERS = ("reason", "if_version", "force", "dry_run")
-
-
 # Pages of objects that one answer gathers; a scheduler keeps no more of one kind (`MAX_OF_KIND`).
 MAX_PAGES = 50
 

@@ -31,11 +31,7 @@ from bus.contracts.operations import ServicesQuery
 
 # Rows of one table; what is beyond is counted.
 PAGE = 200
-
-
 MAX_DEAD_LETTERS = 100
-
-
 # The initial values of a form for a new object.
 NEW: dict[ObjectKind, dict[str, Any]] = {
     ObjectKind.FLAVOR: {"vcpus": 1, "memory_mb": 1024, "disk_gb": 10, "extra_specs": {}, "projects": []},

@@ -31,19 +31,11 @@ from cell_conductor.state.unknown_machine import UnknownMachineKind
 from cell_conductor.store.keyed_tables import ADOPT, PROTECT, DecidedMachine, MachineKey, UnknownMachineRecord
 
 MAX_SHOWN = 10_000
-
-
 # Of one request: their JSON is within the bound of a body.
 MAX_DECIDED = 1_000
-
-
 MAX_BREAKERS = 1_000
-
-
 # At once: each opens connections to every cell's database and reads all that is on record there.
 MAX_READS = 2
-
-
 # Pages that stay open read the records at most so often.
 COUNTED_AGE_S = 10.0
 

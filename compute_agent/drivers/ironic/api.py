@@ -26,32 +26,15 @@ from compute_agent.drivers.ironic.volume import Targets, VolumeTarget
 
 T = TypeVar("T")
 
-
 MAX_NODES = 1_000_000  # as ironic_sync.max_nodes; pages without an end would fill the memory
-
-
 PAGE = 1000
-
-
 DETAILED_PAGE = 100  # a node with all its fields may have tens of kB
-
-
 MAX_FAILURES = 3  # of a node's history that a reason names
-
-
 MAX_DIGITS = 6
-
-
 MAX_BODY = 32 * 2**20
-
-
 # Servers close a connection that was idle for five seconds; a request that crosses with that would fail a build.
 KEEPALIVE_S = 2.0
-
-
 BUSY = frozenset({429, 503})  # no free conductor worker, or a proxy's limit
-
-
 PASSING = frozenset({401, 403, 406, 408, 429})  # credentials, settings and load are not the build's fault
 
 

@@ -1,5 +1,8 @@
 """Nodes that have failed, and must prove themselves on a canary build before customers get them again."""
 
+# A failure that a look finds is written on the node (`extra`), where it outlives this service and the repair. Until a
+# build of the canary project has become active there, the node takes builds of that project only.
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -13,15 +16,10 @@ from compute_agent.drivers.ironic.node import UNPROVEN, IronicNode, Unproven
 
 log = structlog.get_logger(__name__)
 
-
 MAX_WRITTEN = 50  # in one look; the rest with the next one
-
-
 # Of hardware, or of an operator's own steps. A failed deployment or rescue is none: a customer's image can cause it,
 # and any customer could have every node put aside.
 FAILED_STATES = frozenset({"clean failed", "inspect failed", "adopt failed", "service failed", "error"})
-
-
 CRITICAL, WARNING = "Critical", "Warning"  # Ironic's words
 
 

@@ -1,4 +1,4 @@
-"""config: split from a larger module."""
+"""Settings of the Ironic driver: the bare-metal nodes of a compute service, and the Neutron of their ports."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from bus.openstack.login import KeystoneLogin
 from bus.service.settings import Secret
 
 SHARD_VERSION = 82  # Ironic's API has shards since 1.82
-
-
 HEALTH_VERSION = 109  # and the health of a node since 1.109
 
 

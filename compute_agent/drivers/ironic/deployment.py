@@ -1,5 +1,8 @@
 """One attempt to deploy one instance on one node, as a loop: read the node, take the next step, and read it again."""
 
+# Every pass starts from Ironic's present state, so that an attempt that was interrupted, or whose request's answer was
+# lost, continues from there. Nova's order: take the node, attach its networks, validate, deploy with a config drive.
+
 from __future__ import annotations
 
 import asyncio
@@ -21,23 +24,14 @@ from compute_agent.drivers.ironic.volume import WITHOUT_VOLUMES, Volumes, target
 
 log = structlog.get_logger()
 
-
 # The service whose answer decides, as in Nova; the others (console, inspect, rescue ...) have nothing to do with a
 # deployment.
 VALIDATED = ["boot", "deploy", "network", "power", "storage"]
-
-
 # A poll waits this part of the time that the deployment has taken: a deployment of minutes is not polled twice a
 # second.
 POLL_SHARE = 0.05
-
-
 NOT_FOUND = 404
-
-
 CLOCKS_APART_S = 30.0  # Ironic's clock and this one
-
-
 # This many refusals in a row are one lock that lasts. Under load two looks are seconds apart, and two short locks, as
 # of a power sync, would count as one.
 LOCK_TRIES = 8

@@ -45,17 +45,9 @@ from compute_agent.records.records import Records
 
 # The search for new nodes takes at most one part in this many of the service's time, however many nodes there are.
 LOOK_SHARE = 20
-
-
 OUTAGE_RETRY_S = 1.0  # after a look that Ironic has not answered: a node is offered soon after an outage
-
-
 ATTRIBUTES = {"hypervisor_type": "ironic"}
-
-
 PROJECT = "project_id"  # an attribute: builds of this project only
-
-
 HEALTH = "health"  # an attribute: `warning`, or there is none
 
 

@@ -1,5 +1,8 @@
 """One change of a deployed node where it is: power, a rebuild from another image, its rescue system and back."""
 
+# A loop as a deployment is: look at the node, do the next thing, look again. A request that a node gets twice is
+# carried out once, except a rebuild whose service died between request and answer: it is done again.
+
 from __future__ import annotations
 
 from msgspec import to_builtins
@@ -15,17 +18,9 @@ from compute_agent.drivers.ironic.node import BUILT, DEPLOYING, OWNER_TAG, Ironi
 from compute_agent.drivers.ironic.request import IMAGE_ENTRIES, config_drive, image_of, instance_info
 
 POWER = {ChangeKind.START: "power on", ChangeKind.STOP: "power off"}
-
-
 RESCUES = frozenset({ChangeKind.RESCUE, ChangeKind.UNRESCUE})
-
-
 CHANGES = frozenset({*POWER, *RESCUES, ChangeKind.REBUILD})
-
-
 FAILED_RESCUE = frozenset({"rescue failed", "unrescue failed"})  # from these Ironic takes both
-
-
 POLL_SHARE = 0.05  # of the time taken: a rebuild takes minutes
 
 

@@ -1,5 +1,10 @@
 """`network = "neutron"`: ports are made in Neutron for the networks of a request, and removed with its machine."""
 
+# berth's own login may use all networks and ports; a machine gets those that its project may use alone. A port that the
+# request names is attached as it is and never changed here. A port of berth's is known by its name, which holds the
+# instance, the node and its number, together with its `device_id`, network and project. Ironic binds it to the node
+# when it is attached; the machine configures itself by DHCP.
+
 from __future__ import annotations
 
 import builtins
@@ -24,22 +29,11 @@ from compute_agent.drivers.ironic.network import OTHER_PROJECT, Attachments
 
 T = TypeVar("T")
 
-
 PORTS = "/v2.0/ports"
-
-
 NETWORKS = "/v2.0/networks"
-
-
 RBAC_POLICIES = "/v2.0/rbac-policies"
-
-
 EVERY_PROJECT = "*"  # as the target of a policy
-
-
 MAX_BODY = 2**20
-
-
 # For a request that Neutron refuses because of an object that it names: an unknown network, no address left, a quota.
 REFUSALS = frozenset({400, 404, 409, 413})
 

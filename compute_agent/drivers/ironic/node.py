@@ -18,30 +18,21 @@ from compute_agent.drivers.ironic.config import IronicConfig
 
 log = structlog.get_logger(__name__)
 
-
 # The fields that a list requests of each node; a page of a thousand is then some 300 kB.
 FIELDS = (
     "uuid,name,provision_state,power_state,maintenance,instance_uuid,instance_info"
     ",conductor_group,owner,lessee,retired,retired_reason,fault"
 )
-
-
 # Where our tag is on a node. Ironic keeps `instance_info` through rescue and service and empties it together with
 # `instance_uuid` when it undeploys a node. An operator who clears `instance_uuid` alone leaves the tag behind: while
 # the node is deployed it still names the owner of the machine on it.
 OWNER_TAG = "/instance_info/berth"
 
-
 # The entry of a node that has failed and not been tried since. Ironic keeps `extra` whatever becomes of the node.
 UNPROVEN_ENTRY = "berth_unproven"
-
-
 UNPROVEN = f"/extra/{UNPROVEN_ENTRY}"
 
-
 DEPLOYING = frozenset({"deploying", "wait call-back", "deploy hold"})
-
-
 # From these, Ironic takes the target `deleted`; in any other state the node is on its way already.
 DELETABLE = frozenset(
     {
@@ -60,8 +51,6 @@ DELETABLE = frozenset(
         "wait call-back",
     }
 )
-
-
 # In these states a node has certainly been deployed. In any other one it may still be, or be deployed anew.
 BUILT = frozenset(
     {
@@ -78,8 +67,6 @@ BUILT = frozenset(
         "unrescuing",
     }
 )
-
-
 # In these a machine may be on a node that carries no instance by Ironic's record.
 DEPLOYED = BUILT | DELETABLE
 

@@ -14,11 +14,7 @@ from compute_agent.drivers.ironic.node import OWNER_TAG, OwnerTag
 from compute_agent.drivers.ironic.volume import boots_from_volume
 
 MAX_HOSTNAME = 63
-
-
 GLANCE = "glance://"  # an image's uuid may stand alone
-
-
 # The entries of `instance_info` that name the image on a node: a rebuild from another one replaces all of them.
 IMAGE_ENTRIES = frozenset(
     {
@@ -40,8 +36,6 @@ _INVALID = (
     "remote checksum files is not supported",
     "requested image lacks the required attributes",
 )
-
-
 # What others say of an image that they name: ImageRefValidationFailed, InvalidImageRef, ImageUnacceptable,
 # ImageNotFound, OciImageTagNotFound, ImageNotAuthorized, ImageDownloadFailed, OciImageNotSpecific,
 # ImageServiceAuthenticationRequired.

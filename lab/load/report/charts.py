@@ -18,17 +18,9 @@ from msgspec import Struct
 from lab.load.report.page import number, plot, truncate
 
 WIDTH, HEIGHT = 760.0, 250.0
-
-
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 22.0, 10.0, 40.0
-
-
 MARK_ROWS = 3
-
-
 HEAT_LEGEND = (0.0, 0.02, 0.1, 0.25, 0.5, 0.75, 1.0)
-
-
 FEW_POINTS = 40  # so few are drawn as dots too
 
 

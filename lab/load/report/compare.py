@@ -21,25 +21,13 @@ from lab.load.report.page import number, truncate
 from lab.load.report.report import facts
 
 DRAWS = 1000
-
-
 BINS = 1000  # a percentile is as exact as one in so many
-
-
 SURE = 0.95
-
-
 # Fewer blocks do not compare; a percentile with fewer boots beyond it is one boot's luck.
 LEAST_BLOCKS, LEAST_BEYOND = 10, 5
-
-
 # Runs that differ in these are not comparable.
 QUESTION = ("mode", "boots", "mix", "rate_per_s", "ramp_from_per_s", "ramp_s", "concurrency", "churn", "trace", "speed")
-
-
 INTERESTING = ("p50", "p99")
-
-
 NONE = "-"
 
 

@@ -13,32 +13,17 @@ from lab.load.report.charts import rounded
 
 Array = npt.NDArray[np.float64]
 
-
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
-
-
 # Below a tenth of a millisecond nothing of ours is measured; a logarithm needs some floor.
 LEAST_MS = 0.1
-
-
 # A plot has at most so many points; a screen shows no more.
 MAX_POINTS = 160
-
-
 # The run is cut into at most so many pieces: boots end in batches, and shorter ones would show nothing but those.
 MAX_PIECES = 80
-
-
 # Shorter pieces hold a boot or none, and a rate of them means nothing: so many each, unless that leaves too few pieces.
 LEAST_STEP_S = 0.05
-
-
 BOOTS_A_PIECE = 20
-
-
 LEAST_PIECES = 20
-
-
 # A time later than ten years after the start is no time of a load run.
 MAX_TIME_S = 3e8
 

@@ -40,23 +40,12 @@ def _templates() -> Environment:
 
 
 TEMPLATES = _templates()
-
-
 _PARTS: Any = TEMPLATES.get_template("parts.html").module
 
-
 table: Callable[..., str] = _PARTS.table  # headers, rows; caption; words: so many first columns, the others numbers
-
-
 tiles: Callable[..., str] = _PARTS.tiles  # large numbers: (value, what it is, "good", "bad" or "")
-
-
 section: Callable[..., str] = _PARTS.section  # title, parts: side by side where there is room; nothing without parts
-
-
 stack: Callable[..., str] = _PARTS.stack  # parts, one above the other in one place of a section
-
-
 note: Callable[..., str] = _PARTS.note  # a sentence in small
 
 

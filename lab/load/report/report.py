@@ -21,28 +21,13 @@ from lab.load.report.figures import LEAST_MS, PERCENTILES, Timeline, column, lat
 from lab.load.report.page import note, number, page, section, stack, table, tiles, truncate
 
 MAX_BARS = 60
-
-
 MAX_QUEUES = 7  # the busiest; the others are one line
-
-
 MAX_KINDS = 40  # flavors or codes listed one by one
-
-
 MAX_CODES = 3  # of one flavor
-
-
 MAX_HEAT_ROWS = 72
-
-
 MAX_HEAT_COLUMNS = 72
-
-
 NOTHING = "-"
-
-
 TIME = "time since the first intended arrival, s"
-
 
 WHAT_STAGES_ARE = (
     "queued: until a scheduler took the request. decided: until it had chosen a host. claimed: until placement "

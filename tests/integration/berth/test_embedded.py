@@ -22,7 +22,6 @@ import pytest
 
 from berth.config import ports
 from berth.config.ports import ServerFailed, free_port
-from berth.up.embedded import process as module
 from berth.up.embedded.postgres import Postgres, find_binaries
 from berth.up.embedded.process import Account, DirectoryInaccessible, GuardedProcess, listening
 from berth.up.embedded.rabbitmq import NOT_STARTED, RabbitMQ
@@ -33,7 +32,7 @@ LOWEST_GIVEN_OUT = 32_768
 
 CHILD = """
 import sys, time
-from berth.trial.embedded.postgres import Postgres
+from berth.up.embedded.postgres import Postgres
 server = Postgres().start()
 print(server.pid, server.url().split("host=")[1].split("&")[0], flush=True)
 time.sleep(600)
@@ -284,11 +283,11 @@ def test_no_port_is_given_twice_before_its_server_has_bound_it(monkeypatch: pyte
 
 GIVES = """
 import itertools, sys
-from berth.trial.embedded import process
+from berth.config import ports
 drawn = itertools.count(11)
-process.secrets.randbelow = lambda _: next(drawn)
-process._lowest_allocated = lambda: 32_768
-print(process.free_port(), flush=True)
+ports.secrets.randbelow = lambda _: next(drawn)
+ports._lowest_allocated = lambda: 32_768
+print(ports.free_port(), flush=True)
 sys.stdin.read()
 """
 
@@ -321,7 +320,7 @@ def test_a_port_in_use_is_not_given_and_another_is_drawn(monkeypatch: pytest.Mon
     with bound_just_below(lowest) as server:
         taken = server.getsockname()[1]
         first = [lowest - 1 - taken]
-        monkeypatch.setattr(module.secrets, "randbelow", lambda below: first.pop() if first else drawn(below))
+        monkeypatch.setattr(ports.secrets, "randbelow", lambda below: first.pop() if first else drawn(below))
         given = free_port()
     assert not first and given != taken
     assert lowest - ports.PORTS <= given < lowest
@@ -331,7 +330,7 @@ def test_where_no_port_is_free_it_fails_with_a_reason(monkeypatch: pytest.Monkey
     with bound_just_below(LOWEST_GIVEN_OUT) as server:
         taken = server.getsockname()[1]
         monkeypatch.setattr(ports, "_lowest_allocated", lambda: LOWEST_GIVEN_OUT)
-        monkeypatch.setattr(module.secrets, "randbelow", lambda _: LOWEST_GIVEN_OUT - 1 - taken)
+        monkeypatch.setattr(ports.secrets, "randbelow", lambda _: LOWEST_GIVEN_OUT - 1 - taken)
         with pytest.raises(ServerFailed, match="no free port"):
             free_port()
 

@@ -47,7 +47,7 @@ USERS: dict[str, tuple[str, Where]] = {
     "berth-placement": ("placement_worker", Where.API),
     "berth-scheduler": ("scheduler_worker", Where.API),
     "berth-conductor-cell1": ("cell_conductor", Where.CELL),
-    "berth-compute-cell1": ("compute_sim", Where.CELL),
+    "berth-compute-cell1": ("compute_agent", Where.CELL),
     "berth-ironic-sync": ("ironic_sync", Where.API),
     "berth-gateway": ("gateway", Where.API),
     "berth-operator": ("operator", Where.API),
@@ -56,9 +56,9 @@ USERS: dict[str, tuple[str, Where]] = {
 REPLIES = {
     "placement_worker": "berth.reply.placement-h-1.0a",
     "scheduler_worker": "berth.reply.scheduler-h-1.0a",
-    "nova": "berth.reply.nova-h-1.0a",
+    "nova_scheduler": "berth.reply.nova-h-1.0a",
     "cell_conductor": "berth.reply.conductor-cell1-h-1.0a",
-    "compute_sim": "berth.reply.compute-cell1-h-1.0a",
+    "compute_agent": "berth.reply.compute-cell1-h-1.0a",
     "ironic_sync": "berth.reply.ironic-sync-h-1.0a",
     "gateway": "berth.reply.gateway-h-1.0a",
     "operator": "berth.reply.cli-h-1.0a",
@@ -66,22 +66,22 @@ REPLIES = {
     "a trusted program": "client.reply.mine",
 }
 # Who answers whom on a bus.
-SERVED = ("scheduler_worker", "nova", "operator")
+SERVED = ("scheduler_worker", "nova_scheduler", "operator")
 PROGRAMS = ("client", "a trusted program")
 ANSWERS: dict[tuple[str, Where], tuple[str, ...]] = {
-    ("placement_worker", Where.API): (*SERVED, "cell_conductor", "compute_sim", "ironic_sync", *PROGRAMS),
-    ("placement_worker", Where.CELL): (*SERVED, "cell_conductor", "compute_sim", "ironic_sync", *PROGRAMS),
+    ("placement_worker", Where.API): (*SERVED, "cell_conductor", "compute_agent", "ironic_sync", *PROGRAMS),
+    ("placement_worker", Where.CELL): (*SERVED, "cell_conductor", "compute_agent", "ironic_sync", *PROGRAMS),
     ("scheduler_worker", Where.API): (
         "operator",
         "placement_worker",
-        "compute_sim",
+        "compute_agent",
         "ironic_sync",
         "gateway",
         *PROGRAMS,
     ),
-    ("scheduler_worker", Where.CELL): ("operator", "compute_sim", "ironic_sync", *PROGRAMS),
+    ("scheduler_worker", Where.CELL): ("operator", "compute_agent", "ironic_sync", *PROGRAMS),
     ("cell_conductor", Where.CELL): SERVED,
-    ("compute_sim", Where.CELL): ("cell_conductor", "operator"),
+    ("compute_agent", Where.CELL): ("cell_conductor", "operator"),
 }
 
 
@@ -177,7 +177,7 @@ async def test_a_role_publishes_what_its_rows_of_the_catalogue_say_and_nothing_e
     """A compute service claimed for any project: the default exchange, open for replies, opened every queue."""
     package, home = USERS[user]
     url = servers.broker.url(API_VHOST if kind is Where.API else CELL, user=user, password=PASSWORD)
-    if kind is not home and package in {"cell_conductor", "compute_sim", "ironic_sync", "gateway", "client"}:
+    if kind is not home and package in {"cell_conductor", "compute_agent", "ironic_sync", "gateway", "client"}:
         with pytest.raises(AMQPError):
             await aiormq.connect(url)
         return
@@ -220,7 +220,7 @@ async def test_no_user_consumes_what_another_is_replied(servers: RealServers) ->
             channel = await connection.channel()
             with pytest.raises((ChannelAccessRefused, aiormq.exceptions.ChannelNotFoundEntity)) as refused:
                 await channel.basic_get(asker)
-            mine = asker == REPLIES["compute_sim"]
+            mine = asker == REPLIES["compute_agent"]
             assert isinstance(refused.value, aiormq.exceptions.ChannelNotFoundEntity) is mine
         finally:
             await asyncio.shield(connection.close())

@@ -31,7 +31,7 @@ from functools import partial
 from bus.clock import SystemClock
 from bus.faults import BrokenInvariant, Fault
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.port import BusRightsMissing
+from bus.transport import BusRightsMissing
 from bus.service.environment import Environment
 from bus.service.main import run_process
 from bus.service.service import WorkerRuntime

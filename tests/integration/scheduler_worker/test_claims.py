@@ -20,7 +20,7 @@ from bus.contracts.placement import ReleaseByOwner
 from bus.contracts.queues import BY_QUEUE, DEAD, QueueKind
 from bus.faults import RequestRefused
 from bus.memory import MemoryTransport
-from scheduler_worker.build import placer as placing
+from scheduler_worker.build import dispatcher
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.requests import request_delivery as requests
 from scheduler_worker.store.postgres import PostgresBuilds
@@ -52,7 +52,7 @@ async def test_what_an_expired_request_had_claimed_is_built_or_left_to_its_cell(
     await world.scheduler_and_hosts(1)
     request = world.request()
     with monkeypatch.context() as patched:
-        writing = Gate(patched, placing, "write_decided")
+        writing = Gate(patched, dispatcher, "write_decided")
         await world.expires(request, patience_s=BEGUN_S if has_deadline else None, after_s=BEGUN_S)
         await writing.wait()  # claimed, and not written
         assert await world.used()
@@ -96,7 +96,7 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     await unannounce(world, host, has_another=False)
     replica = world.replicas["s2"]
     await until(lambda: replica.row_of(host) is not None)
-    ended = Gate(monkeypatch, placing, "write_decided", after=True)
+    ended = Gate(monkeypatch, dispatcher, "write_decided", after=True)
     await world.ask(request)
     await ended.wait()  # its end here is on record, and the message is not acknowledged
     cell = await world.queried(request)

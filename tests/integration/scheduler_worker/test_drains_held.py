@@ -116,7 +116,7 @@ async def test_a_drain_does_not_end_while_placement_does_not_answer(
 
 
 async def test_every_page_of_the_holders_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler_worker.drain.drain_planner.MAX_CONSUMERS", 1)
+    monkeypatch.setattr("scheduler_worker.drain.drain_inventory.MAX_CONSUMERS", 1)
     await world.scheduler_and_hosts(1, WARM)
     builds = [await building(world, "c1-0") for _ in range(3)]
     begun = await begin(world, "c1-0")

@@ -33,7 +33,7 @@ from bus.persistence.database import Database
 from bus.transport import Outgoing
 from scheduler_worker.drain import host_emptier as emptying
 from scheduler_worker.fleet import fence_publisher
-from scheduler_worker.selection.flavor import SPEC
+from scheduler_worker.selection.flavor import POLICY_SPEC
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.integration.scheduler_worker.steps import (
     WARM,
@@ -288,8 +288,8 @@ EVACUATING = replace(
     WARM,
     flavors={
         **WARM.flavors,
-        "kept": replace(SMALL, extra_specs={SPEC: "restart"}),
-        "left": replace(SMALL, extra_specs={SPEC: "wait"}),
+        "kept": replace(SMALL, extra_specs={POLICY_SPEC: "restart"}),
+        "left": replace(SMALL, extra_specs={POLICY_SPEC: "wait"}),
     },
 )
 RESTART = EvacuationPolicy.RESTART

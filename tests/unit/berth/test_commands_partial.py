@@ -23,7 +23,7 @@ from bus.faults import RequestRefused, RequestTimeout
 from bus.service.settings import redact
 from bus.transport import BusUnavailable
 
-TEMPLATES = Path(hosts_commands.__file__).parents[1] / "web" / "templates"
+TEMPLATES = Path(hosts_commands.__file__).parents[2] / "web" / "templates"
 
 
 async def test_what_was_fenced_before_a_timeout_is_printed(

@@ -37,6 +37,7 @@ from bus.contracts.operations import ServiceRecord
 from bus.contracts.workers import WorkerRecord
 
 WEB = Path(__file__).parents[3] / "berth" / "web"
+PAGES_OF = WEB / "pages"
 EVERYWHERE = {
     "path": str,
     "who": WebCaller,
@@ -46,7 +47,7 @@ EVERYWHERE = {
 }
 OF_RENDERING = {"asked"}  # what `rendered` takes itself
 # {page: {variable: type}}, as `_page` is called in these modules.
-MODULES = ("pages.py", "operator_pages.py", "nova.py", "login.py")
+MODULES = ("instances.py", "operator_pages.py", "nova_calls.py", "login.py")
 PAGES: dict[str, dict[str, Any]] = {
     "now.html": {"now": Now, "failures": list[BuildEvent]},
     "fleet.html": {
@@ -304,7 +305,7 @@ def test_what_a_template_reads_and_is_not_there_is_found() -> None:
 
 def test_each_page_is_passed_what_is_declared_here() -> None:
     passed: dict[str, set[str]] = {"problem.html": {"problem"}}
-    for path in (WEB / name for name in MODULES):
+    for path in (PAGES_OF / name for name in MODULES):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Call(func=ast.Attribute(attr="_page"), args=[_, ast.Constant(value=str(name)), *_]):

@@ -13,6 +13,7 @@ from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import MAX_RESERVED_AT_ONCE, Destroy, Running, ServiceSuperseded, Spawn
 from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import Claim, Revert
+from cell_conductor.hosts import lease_table
 from cell_conductor.hosts.lease_table import LeaseTable
 from cell_conductor.placement_question import awaited_request_of
 from cell_conductor.reports.reserved_machines import pages
@@ -20,7 +21,6 @@ from cell_conductor.request_handlers import action_queried
 from cell_conductor.rules import rollback_rules as way_back
 from cell_conductor.rules.action_events import DONE, ActionEnd, close
 from cell_conductor.state import events as e
-from cell_conductor.state import lease
 from cell_conductor.state.evacuation_proof import may_run_after_evacuation
 from cell_conductor.state.events import InstanceEvent
 from cell_conductor.state.fence import Fence, abandoned_services
@@ -483,7 +483,7 @@ def test_the_highest_epoch_that_a_message_may_name_is_sent() -> None:
 
 
 def test_more_services_than_the_bound_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "MAX_SERVICES", 1)
+    monkeypatch.setattr(lease_table, "MAX_SERVICES", 1)
     table = Listened()
     table.load([DOWN, replace(DOWN, service="b")])
     assert not table.renew(beat("c", 1, 1), at=1.0)

@@ -529,7 +529,8 @@ async def test_forgotten_inventories_leave_the_columns_of_the_others() -> None:
 def test_the_first_search_imports_nothing() -> None:
     """NumPy imports a part of itself when `numpy.unique` is first called: 8 ms of the first search."""
     script = (
-        "import sys; from placement_worker.replica.book import Replica; from placement_worker.replica.search import *; "
+        "import sys; from placement_worker.replica.replica import Replica; "
+        "from placement_worker.replica.search import *; "
         "before = set(sys.modules); search(Replica(), Query(resources={'VCPU': 1})); print(set(sys.modules) - before)"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)

@@ -25,8 +25,7 @@ from placement_worker.domain.values import SHARING
 from placement_worker.replica.replica import Replica
 from scheduler_worker import request_handler as handlers
 from scheduler_worker.build import build_engine as engine_module
-from scheduler_worker.build import decision_round
-from scheduler_worker.build import placer as placing
+from scheduler_worker.build import decision_round, dispatcher, placer
 from scheduler_worker.build.build_engine import SchedulingEngine
 from scheduler_worker.build.decision_round import DecisionRound
 from scheduler_worker.build.dispatcher import BUILDS_AT_ONCE
@@ -326,9 +325,9 @@ async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
     """
     cluster = cluster_of([WIDE] * 8)
     counted = ("first_record", "effects", "conclude", "outbox_messages")
-    owners = (PendingBuild, engine_module, placing, placing)
+    owners = (PendingBuild, engine_module, dispatcher, dispatcher)
     steps = Turns(monkeypatch, *zip(owners, counted, strict=True), (engine_module, "admit"))
-    monkeypatch.setattr(placing, "step", steps.counted("step", placing.step))
+    monkeypatch.setattr(placer, "step", steps.counted("step", placer.step))
     store = MemoryBuilds(MemoryBuildTable(cluster.clock).session())
     store.publish_through(Sent())  # type: ignore[arg-type]
     engine = SchedulingEngine(

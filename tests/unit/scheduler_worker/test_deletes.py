@@ -30,11 +30,12 @@ from bus.contracts.placement_queries import ConsumerRecord
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.build.build_engine import SchedulingEngine
+from scheduler_worker.build.claim_answer import CONSUMER_CONFLICT
 from scheduler_worker.build.claim_ownership import ClaimOwnership
 from scheduler_worker.build.delete_rules import DeletePlan, PendingDelete, answer_unknown, plan_deletes, tombstones
 from scheduler_worker.build.dispatcher import Dispatcher
 from scheduler_worker.build.pending_build import PendingBuild
-from scheduler_worker.build.placement_state import CONSUMER_CONFLICT, ClaimUnlocatable, HostClaimed, PlacementRefused
+from scheduler_worker.build.placement_state import ClaimUnlocatable, HostClaimed, PlacementRefused
 from scheduler_worker.placement_client import PlacementUnavailable
 from scheduler_worker.records.build_record import Actor, Gang, NewBuild, ProjectsBuild, RecordedBuild
 from scheduler_worker.requests.request_delivery import LAST, OVERTAKES, RequestDelivery

@@ -28,7 +28,7 @@ from bus.contracts.objects import (
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import GroupPolicy, ServerGroup
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.objects.change_plan import plan
+from scheduler_worker.objects.change_plan import MAX_OF_KIND, plan
 from scheduler_worker.objects.consistency import MAX_COUNTED, broken_rule, counted, named
 from scheduler_worker.objects.effective_config import (
     configuration_bodies,
@@ -40,7 +40,6 @@ from scheduler_worker.objects.effective_config import (
 from scheduler_worker.records.object_records import (
     MAX_BODY_BYTES,
     MAX_ENTRY,
-    MAX_OF_KIND,
     ChangeActor,
     ChangePlan,
     RecordedObjects,
@@ -241,7 +240,7 @@ def test_objects_of_one_kind_are_bounded(
     known: tuple[StoredObject, ...], changes: dict[str, Body | None], is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MAX_OF_KIND == 10_000
-    monkeypatch.setattr("scheduler_worker.records.object_records.MAX_OF_KIND", 2)
+    monkeypatch.setattr("scheduler_worker.objects.change_plan.MAX_OF_KIND", 2)
     kinds = {"quota": K.QUOTA}
     asked = tuple(ObjectChange(kind=kinds.get(name, K.FLAVOR), name=name, body=body) for name, body in changes.items())
     found = plan(ObjectsChange(actor="me", changes=asked), present(*known))
