@@ -16,7 +16,7 @@ from compute_agent.driver_plugin import load
 
 PLUGIN = """
 from msgspec import Struct
-from compute_sim.driver_plugin import DriverPlugin
+from compute_agent.driver_plugin import DriverPlugin
 class Racks(Struct, forbid_unknown_fields=True):
     racks: int = 1
 def make(context):
