@@ -56,7 +56,8 @@ from compute_agent.records.records import HostAttemptRow, Key, Records
 
 log = structlog.get_logger()
 
-DESTROY = RetryPolicy(first_s=0.2, longest_s=30.0, least=0.0)  # repeated as often as the service's limits allow
+# A destruction is repeated as often as the service's limits allow, a look at the machine before it until it succeeds.
+DESTROY = RetryPolicy(first_s=0.2, longest_s=30.0, least=0.0)
 DESTROY_RETRY_S = 60.0  # the interval at which failed destructions are tried again
 MAX_DESTROY_RETRIES = (
     1_000  # the number of them that are tried at a time, because the driver may have just been unavailable
@@ -106,6 +107,7 @@ class Agent:
         self._clock = clock
         self._limits = limits
         self._destroying = Retrying(structs.replace(DESTROY, attempts=limits.destroy_attempts), clock, rng)
+        self._looking = Retrying(DESTROY, clock, rng)
         self._on_failures = on_failures
         self._on_accepted = on_accepted
         self._on_destroys_done = on_destroys_done
@@ -233,12 +235,15 @@ class Agent:
         """Handle a Destroy of what is not on record: the machine's own tag shows whether the attempt is complete,
         which is then recorded.
         """
+        # A recovery commands about a leftover only once.
         async with chain.lock:
-            try:
-                listed = await self._driver.list((key[0],))
-            except DriverUnavailable as fault:  # not answered; a conductor that needs an answer repeats its command
-                log.warning("destroy.not_checked", instance=key[1], cause=key[1], host=key[0], reason=str(fault))
-                return
+            listed = await self._looking.call(
+                partial(self._driver.list, (key[0],)),
+                lambda error: isinstance(error, DriverUnavailable),
+                on_failure=lambda fault, _: log.warning(
+                    "destroy.not_checked", instance=key[1], cause=key[1], host=key[0], reason=str(fault)
+                ),
+            )
             entry = HostAttempt(command.attempt, AttemptPhase.RUNNING, database_id=command.database_id)
             if known is not None:
                 entry = replace(entry, max_ended_attempt=known.max_ended_attempt, project=known.project)

@@ -532,17 +532,25 @@ async def test_what_is_commanded_while_its_host_is_looked_at_counts() -> None:
     assert (driver.machines == {KEY: 1}) is (service.results[-1].outcome is ComputeOutcome.ACTIVE)
 
 
-async def test_a_host_that_cannot_be_scanned_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("complete", [True, False])
+async def test_a_host_that_cannot_be_read_is_read_again_until_it_can(
+    complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command is acknowledged, and a recovery gives one about a leftover only once."""
     driver = Scripted()
     service = await started(driver)
+    driver.machines[KEY], faults = 1, [DriverUnavailable("away")] * 10
 
-    async def unavailable(hosts: object = None) -> None:
-        raise DriverUnavailable("unavailable")
+    async def scan(hosts: object = None) -> Mapping[str, Sequence[Machine]]:
+        if faults:
+            assert not service.results and not driver.destroys
+            raise faults.pop()
+        return {HOSTS[0]: [Machine(*KEY, 1, built=complete)]}
 
-    monkeypatch.setattr(driver, "list", unavailable)
-    driver.machines[KEY] = 1
+    monkeypatch.setattr(driver, "list", scan)
     await service.carry_out(ENDED)
-    assert not service.results and driver.machines == {KEY: 1}
+    assert [one.outcome for one in service.results] == [ComputeOutcome.ACTIVE if complete else ComputeOutcome.DESTROYED]
+    assert driver.machines == ({KEY: 1} if complete else {})
 
 
 @pytest.mark.parametrize(
