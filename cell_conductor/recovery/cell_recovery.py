@@ -32,7 +32,7 @@ from cell_conductor.engine import FencePort, Sender
 from cell_conductor.hosts.lease_controller import LeaseController
 from cell_conductor.recovery.known_reader import MAX_OWN, KnownReader, OwnInstances
 from cell_conductor.rules.reconcile import reconcile
-from cell_conductor.rules.recovered import Loss, loss_of, recovered, restatement
+from cell_conductor.rules.recovered import Loss, leftovers, loss_of, recovered, restatement
 from cell_conductor.rules.recovery_facts import KnownInstance, OperatorDecision, Reconciled, Verb
 from cell_conductor.state.fence import fence_of
 from cell_conductor.state.instance import BlockedReason, Instance
@@ -324,8 +324,8 @@ class CellRecovery:
         known: Mapping[str, KnownInstance],
         listing: MachineListing,
     ) -> dict[str, tuple[Instance | None, Reconciled]]:
-        """What is found of these, by their records: of all while the cell recovers, else of those that are blocked.
-        Raises Unrecognised: another recovery has begun since the services were asked.
+        """What is found of these, by their records: of all while the cell recovers, else of those that are blocked, and
+        the leftovers of the others. Raises Unrecognised: another recovery has begun since the services were asked.
         """
         if listing.incarnation != self._store.incarnation:
             raise Unrecognised
@@ -342,9 +342,12 @@ class CellRecovery:
         found: dict[str, tuple[Instance | None, Reconciled]] = {}
         for uuid in instances:
             record = records.get(uuid)
-            if uuid in unreadable or (not is_recovering and record is not None and not record.blocked_reason):
+            if uuid in unreadable:
                 continue
             hosts = [host for host, instance in protected if instance == uuid]
+            if not is_recovering and record is not None and not record.blocked_reason:
+                found[uuid] = record, Reconciled(None, leftovers(record, listing.machines.get(uuid, ()), hosts))
+                continue
             found[uuid] = record, self._reconcile(uuid, record, known.get(uuid), listing, decisions.get(uuid), hosts)
         return found
 

@@ -5,7 +5,7 @@ its hosts, and what its client and the schedulers are told. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 
 from msgspec.structs import replace
@@ -14,9 +14,10 @@ from bus.contracts.actions import ChangeKind, ChangeMachine, Condition
 from bus.contracts.base import Allocations, Message
 from bus.contracts.build import BuildState
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy
+from bus.contracts.listing import ListedMachine
 from bus.contracts.placement import MAX_RESTATED, Restate
 from cell_conductor.rules.action_events import after, notify_condition, notify_end
-from cell_conductor.rules.reconcile import ATTEMPTS_PER_INCARNATION
+from cell_conductor.rules.reconcile import ATTEMPTS_PER_INCARNATION, InstanceFacts
 from cell_conductor.rules.recovery_facts import KnownInstance, Reconciled, RecoveryCommand, RecoveryCommandKind
 from cell_conductor.state.desired_state import DESIRED, PURGED, PURGED_FAILED, MachineTarget, Work, desired_state_of
 from cell_conductor.state.instance import FIRST_SEQUENCE, Instance
@@ -85,6 +86,22 @@ def loss_of(before: Instance | None, result: Reconciled, known: KnownInstance | 
     if was_active or (row is not None and row.work is not Work.BUILD and row.current is not MachineTarget.UNKNOWN):
         return Loss.INSTANCE
     return Loss.BUILD
+
+
+def leftovers(
+    record: Instance, machines: Sequence[ListedMachine], protected: Collection[str]
+) -> tuple[RecoveryCommand, ...]:
+    """Of an instance that goes on as usual: the commands to what a service lists late, is not complete, and is of an
+    attempt from before the last recovery, where the record has nothing. Reports judge the rest.
+    """
+    facts = InstanceFacts(record, machines, None, (), None, protected=protected, off=())
+    return tuple(
+        one
+        for one in facts.commands()
+        if one.kind is RecoveryCommandKind.DESTROY_IF_INCOMPLETE
+        and one.machine.attempt < record.proves_from
+        and one.machine.host_uuid not in facts.places
+    )
 
 
 def recovered(

@@ -523,8 +523,22 @@ async def test_a_project_that_has_nothing_there_proves_no_machine_that_is_listed
     assert await cell.recorded() is None and cell.table.absent == {} and not cell.relay.sent
 
 
-async def test_another_conductor_takes_up_what_is_listed_late_and_an_ordinary_record_is_left_to_reports() -> None:
-    world = World(listed(3, 7), told=known(2))
+@pytest.mark.parametrize(
+    ("late", "ended"),
+    [
+        (listed(3, 7), []),
+        (listed(3, 7, complete=False, failed=True), [7]),
+        (listed(3, 7, complete=False), [7]),
+        (listed(3, 7, complete=False, foreign=True), []),
+        (listed(3, FLOOR, complete=False), []),  # begun since
+        (listed(2, 2, service="s3", complete=False), []),  # where it is by its record
+    ],
+)
+async def test_another_conductor_takes_up_what_is_listed_late_and_an_ordinary_record_is_left_to_reports(
+    late: ListedMachine, ended: list[int]
+) -> None:
+    """What is not complete is ended, as of a service that has listed in time: no report may name it."""
+    world, active = World(late, told=known(2)), replace(ACTIVE, proves_from=FLOOR)
     world.services = {"s1", "s2"}
     cell = await cell_of(world)
     await cell.set_back()
@@ -532,11 +546,14 @@ async def test_another_conductor_takes_up_what_is_listed_late_and_an_ordinary_re
         await transaction.expect_recovering()
         await transaction.end_recovery(["s3"])
     async with cell.store.transaction() as transaction:
-        await transaction.insert([ACTIVE])
+        await transaction.insert([active])
     other = await Cell(world, cell.table).open()
     world.services |= {"s3"}
     await other.recovery.look()
-    assert await other.recorded() == ACTIVE and cell.table.absent == {}
+    assert await other.recorded() == active and cell.table.absent == {} and not world.restated
+    assert [(one.attempt, one.host_uuid, one.keep_if_complete) for one in other.sent(Destroy)] == [
+        (attempt, host(3), True) for attempt in ended
+    ]
 
 
 @pytest.mark.parametrize("by", ["without", "forget"])
