@@ -173,18 +173,18 @@ class LeaseController:
         self._newer_since = min(self._newer_since, now_s) if is_newer else math.inf
         return is_newer
 
-    def wants_marks(self) -> bool:
-        """Whether the schedulers and placement are to be asked now: until they answer, for each server."""
+    def marks_wanted_by(self) -> _Listening | None:
+        """For whom the schedulers and placement are to be asked now, until they answer, for each server; None: not."""
         now_s, listening = self._clock.monotonic(), self._listening
         if listening is None or now_s < listening.ask_at:
-            return False
+            return None
         listening.ask_at = now_s + ASK_AGAIN_S
-        return True
+        return listening
 
-    def hear_all(self, marks: Collection[DatabaseMark]) -> None:
-        """What the schedulers and placement have heard; none: they have not answered."""
-        if marks and self._listening is not None:
-            self._listening.ask_at = math.inf
+    def hear_all(self, marks: Collection[DatabaseMark], listening: _Listening) -> None:
+        """What the schedulers and placement have heard, asked for this one; none: they have not answered."""
+        if marks:
+            listening.ask_at = math.inf
         for mark in marks:
             self.hear(mark)
 

@@ -124,8 +124,8 @@ class CellRecovery:
 
     async def look(self) -> None:
         """One round of `run`. Raises Transient and BusError."""
-        if self._leases.wants_marks():
-            self._leases.hear_all(await self._known.marks(self._store.incarnation))
+        if (listening := self._leases.marks_wanted_by()) is not None:
+            self._leases.hear_all(await self._known.marks(self._store.incarnation), listening)
         if self._leases.up() is None:
             return  # a service that is up may not have been heard yet
         if self._store.is_recovering and self._leases.is_leader:

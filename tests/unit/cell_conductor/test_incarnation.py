@@ -356,14 +356,22 @@ async def test_the_members_of_rings_are_numbered_in_the_order_of_their_changes()
     assert len(sent) == 4
 
 
-async def test_those_above_are_asked_again_until_they_answer(listener: Listener) -> None:
-    """They may start after the conductor, as after an outage of all."""
+@pytest.mark.parametrize("moves", [False, True])
+async def test_those_above_are_asked_again_until_they_answer(
+    moves: bool, listener: Listener, store: MemoryInstances
+) -> None:
+    """They may start after the conductor, as after an outage of all. To another server they have not answered."""
     controller = listener.keeper
-    assert controller.wants_marks() and not controller.wants_marks()
-    controller.hear_all(())
+    first = controller.marks_wanted_by()
+    assert first is not None and controller.marks_wanted_by() is None
+    controller.hear_all((), first)
     listener.now += ASK_AGAIN_S
-    assert controller.wants_marks()
-    controller.hear_all((DatabaseMark(1, (3,)), DatabaseMark()))
+    asked = controller.marks_wanted_by()
+    assert asked is not None
+    if moves:
+        store._connections.disconnect()  # type: ignore[attr-defined]
+        controller.stated()
+    controller.hear_all((DatabaseMark(1, (3,)), DatabaseMark()), asked)
     assert controller.stated().marks == (DatabaseMark(1, (3,)),)
     listener.now += ASK_AGAIN_S
-    assert not controller.wants_marks()
+    assert (controller.marks_wanted_by() is not None) is moves

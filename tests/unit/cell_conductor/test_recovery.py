@@ -195,9 +195,6 @@ class Cell(Alone):
     def deleted(self) -> Collection[str]:
         return self.gone
 
-    def wants_marks(self) -> bool:
-        return False
-
     def hear(self, mark: DatabaseMark, *, by: str = "") -> None:
         self.marks.append(mark)
 

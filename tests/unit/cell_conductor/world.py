@@ -97,12 +97,11 @@ class Alone:
     def record_recovery(self) -> None:
         """It follows from where the database is."""
 
-    def hear_all(self, marks: Collection[DatabaseMark]) -> None:
+    def hear_all(self, marks: Collection[DatabaseMark], listening: Any) -> None:
         """Nobody states anything."""
 
-    def wants_marks(self) -> bool:
+    def marks_wanted_by(self) -> None:
         """Nothing is asked for."""
-        return False
 
     async def ensure_loaded(self) -> None:
         """There are no fences."""
