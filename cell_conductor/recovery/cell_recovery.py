@@ -423,8 +423,10 @@ class CellRecovery:
                 record = step.instance
                 if uuid in generations:
                     record = replace(record, consumer_generation=generations[uuid])
-                made[result.blocked_reason or record.state] += 1
-                if result.record is not None:
+                if result.record is None:
+                    made.update(one.kind for one in result.commands)
+                else:
+                    made[result.blocked_reason or record.state] += 1
                     (inserts if before is None else updates).append(record)
                 outgoing += [
                     OutboxMessage(self._bus.name, one, record.cause or uuid, record.traceparent, incarnation)

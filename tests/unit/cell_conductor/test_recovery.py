@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received
@@ -516,8 +517,11 @@ async def test_a_project_that_has_nothing_there_proves_no_machine_that_is_listed
     cell = await cell_of(world)
     await cell.recover()
     world.services |= {"s3"}
-    await cell.recovery.look()
+    with capture_logs() as logged:
+        await cell.recovery.look()
     assert await cell.recorded() is None and cell.table.absent == {} and not cell.relay.sent
+    (late,) = [one for one in logged if one["event"] == "recovery.late"]
+    assert late.get("quarantine") == 1 and "absent" not in late
 
 
 @pytest.mark.parametrize(
