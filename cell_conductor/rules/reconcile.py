@@ -79,8 +79,7 @@ class InstanceFacts:
         undecided = [one for one in own if one not in self.protected and one not in self.decided]
         self.own, self.failed = ([one for one in undecided if one.failed is failed] for failed in (False, True))
         self.decision, self.off = decision, off
-        # A machine without this database's tag is not proved to be another's: the tag may have been removed from the
-        # instance's.
+        # A machine without this database's tag is not proved to be another's: the instance's may have lost its tag.
         self.unseen = {*absent, *(one.host_uuid for one in machines if one.foreign)}
         self.record = None if record is None or desired_state_of(record).current is MachineTarget.UNKNOWN else record
         self.base = _base(self.record, known)
@@ -230,19 +229,21 @@ def delete(facts: InstanceFacts) -> Reconciled | None:
         (numbers if is_by_top else others).append(known.attempt)
     if max(others, default=0) > max(numbers):
         return facts.blocked(BlockedReason.CONFLICT)
-    commands = tuple(RecoveryCommand(RecoveryCommandKind.DESTROY, one) for one in (*facts.own, *facts.failed))
+    met = base.next_attempt if base is not None and base.machine_exists else -1  # a refused build's: not its own
+    own, failed = ([one for one in found if one.attempt > met] for found in (facts.own, facts.failed))
+    commands = tuple(RecoveryCommand(RecoveryCommandKind.DESTROY, one) for one in (*own, *failed))
     if base is None or base.spec is None:  # of a tombstone, no end could be told
         return Reconciled(base, commands)
-    ended, may_be_absent = _ends_of(facts), bool(facts.unseen & facts.places)
+    ended, may_be_absent = _ends_of(facts), max(numbers) > met and bool(facts.unseen & facts.places)
     if may_be_absent and base.selections and base.current.service == NO_SERVICE:
         return facts.blocked(BlockedReason.HOST_ABSENT, commands)  # nobody could be commanded
-    if base.phase not in AT_REST or facts.own or not is_by_record:
-        is_gone = not facts.own and not may_be_absent
+    if base.phase not in AT_REST or own or not is_by_record:
+        is_gone = not own and not may_be_absent
         base = _in(base, RELEASING_DELETED if is_gone else DESTROYING_DELETED)
     if may_be_absent:  # its places, the source's among them, are waited for
         base = replace(base, action=base.action and replace(base.action, delete=True))
     else:
-        base = replace(base, action=None, **(_place(facts.own[-1], base) if facts.own else {}))
+        base = replace(base, action=None, **(_place(own[-1], base) if own else {}))
     return _ended(Reconciled(base, commands, ended))
 
 

@@ -35,7 +35,7 @@ from cell_conductor.state.desired_state import (
     desired_state_of,
     phases_matching,
 )
-from cell_conductor.state.instance import ActionInProgress, Instance, Phase, Power, State
+from cell_conductor.state.instance import MACHINE_EXISTS, ActionInProgress, Instance, Phase, Power, State
 from tests.unit.cell_conductor.move_scenario import ACTION, OTHER
 from tests.unit.cell_conductor.scenario import SPEC, UUID, selection
 
@@ -283,6 +283,30 @@ def test_a_delete_of_what_no_record_has_is_awaited_while_there_may_be_a_machine(
     assert again.record.current.service != NO_SERVICE and [one.kind for one in again.commands] == [
         RecoveryCommandKind.DESTROY
     ]
+
+
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("attempt", [1, 2])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((State.FAILED, None), (State.RELEASING, State.DELETED)),  # it was deleted since
+        ((State.DELETED, None), (State.DELETED, None)),
+        ((State.RELEASING, State.DELETED), (State.RELEASING, State.DELETED)),
+        ((State.DESTROYING, State.DELETED), (State.RELEASING, State.DELETED)),  # its delete was recorded as it waited
+    ],
+)
+def test_what_a_refused_build_has_met_is_left_to_an_operator_also_after_its_delete(
+    before: Phase, after: Phase, attempt: int, away: bool
+) -> None:
+    """It may be another project's: no delete of the build is one of that machine, also where it is listed later."""
+    record, machines = record_of(before, code=MACHINE_EXISTS), () if away else (listed("A", attempt),)
+    known, absent = known_at("A", attempt=2, is_deleted=True), [ON["A"].host_uuid] if away else []
+    result = reconcile(record, machines, known, absent, None, incarnation=INCARNATION)
+    assert result.record is not None and (result.record.phase, result.record.code) == (after, MACHINE_EXISTS)
+    assert (result.blocked_reason, result.commands) == (None, ())
+    later = replace(known, attempt=9)  # one that was built since
+    assert bool(reconcile(record, (listed("A", 9),), later, (), None, incarnation=INCARNATION).commands)
 
 
 @pytest.mark.parametrize("record", [None, record_of((State.ACTIVE, None)), record_of((State.RESIZED, None))])
