@@ -326,7 +326,7 @@ def end_without_machine(facts: InstanceFacts) -> Reconciled | None:
         return facts.blocked(BlockedReason.TOP_SILENT if known is None else BlockedReason.CONFLICT, commands)
     if any(one.complete for one in facts.protected):  # it may have been given to it since, and that decision is lost
         return facts.blocked(BlockedReason.CONFLICT, commands)
-    code = BUILD_LOST if is_build else LOST
+    code = base.code if base.machine_exists else BUILD_LOST if is_build else LOST
     lost = replace(_in(base, RELEASING_FAILED), code=code, action=None)
     return _ended(Reconciled(lost, commands, ended))
 

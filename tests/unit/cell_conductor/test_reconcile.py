@@ -36,6 +36,7 @@ from cell_conductor.state.desired_state import (
     phases_matching,
 )
 from cell_conductor.state.instance import MACHINE_EXISTS, ActionInProgress, Instance, Phase, Power, State
+from cell_conductor.state.ownership_proof import is_provably_ended
 from tests.unit.cell_conductor.move_scenario import ACTION, OTHER
 from tests.unit.cell_conductor.scenario import SPEC, UUID, selection
 
@@ -307,6 +308,16 @@ def test_what_a_refused_build_has_met_is_left_to_an_operator_also_after_its_dele
     assert (result.blocked_reason, result.commands) == (None, ())
     later = replace(known, attempt=9)  # one that was built since
     assert bool(reconcile(record, (listed("A", 9),), later, (), None, incarnation=INCARNATION).commands)
+
+
+@pytest.mark.parametrize("is_active", [False, True])
+def test_what_a_refused_build_has_met_is_not_over_where_a_later_one_is_lost(*, is_active: bool) -> None:
+    """It was put in quarantine, and the next report destroyed it: the code was lost by which the record kept it."""
+    known, machine = known_at("A", attempt=2, is_active=is_active), listed("A", 1, project_id="another")
+    record = record_of((State.RELEASING, State.FAILED), code=MACHINE_EXISTS)
+    result = reconcile(record, (machine,), known, frozenset(), None, incarnation=INCARNATION)
+    assert result.record is not None and result.record.phase == record.phase
+    assert not is_provably_ended(result.record, machine.attempt, machine.host_uuid)
 
 
 @pytest.mark.parametrize("record", [None, record_of((State.ACTIVE, None)), record_of((State.RESIZED, None))])
