@@ -31,7 +31,7 @@ from bus.clock import Clock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildEvent
-from bus.contracts.cell import ComputeHosts, ReportHosts
+from bus.contracts.cell import HostStates, ReportHosts
 from bus.contracts.feed import Change
 from bus.persistence.database import Database
 from bus.persistence.tables import in_list
@@ -428,7 +428,7 @@ async def _cell_report(site: Site, cell: str, missing: set[str], database_id: st
 
 
 class Reports:
-    """Collects ComputeHosts until they are whole. missing: hosts, of all cells, that have yet to report."""
+    """Collects HostStates until they are whole. missing: hosts, of all cells, that have yet to report."""
 
     def __init__(self, clock: Clock, missing: set[str], database_id: str | None = None) -> None:
         self._clock = clock
@@ -475,12 +475,12 @@ class Reports:
     async def take(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Pages as they come, in any order."""
         for received in batch:
-            if isinstance(received.message, ComputeHosts):
+            if isinstance(received.message, HostStates):
                 self._fold(received.message)
         self._received_at = self._clock.monotonic()
         return [Done() for _ in batch]
 
-    def _fold(self, page: ComputeHosts) -> None:
+    def _fold(self, page: HostStates) -> None:
         order = (page.epoch, page.sequence)
         if page.first_sequence:
             report = (page.epoch, page.first_sequence)

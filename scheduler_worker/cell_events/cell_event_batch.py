@@ -128,10 +128,11 @@ def _next_of(transfer: Transfer, departure: CellTransfer, hosts_of: HostsOf) -> 
     build = transfer.build
     if departure.cell == transfer.away:
         had_host = departure.kind is not ActionKind.UNSHELVE
-        back = (departure.last,) if had_host else ()
-        return replace(transfer, command=replace(build, transfer=departure, sequence=departure.sequence), back=back)
+        home_hosts = (departure.last,) if had_host else ()
+        command = replace(build, transfer=departure, sequence=departure.sequence)
+        return replace(transfer, command=command, home_hosts=home_hosts)
     failed = replace(departure, code=departure.code or "max_retries_exceeded")
-    hosts = {one.host_uuid: one for one in transfer.back}
+    hosts = {one.host_uuid: one for one in transfer.home_hosts}
     for one in hosts_of((build.request_id, build.instance_uuid), transfer.home):
         hosts.setdefault(one.host_uuid, one)
     selections = tuple(hosts.values())[:MAX_SELECTIONS]
