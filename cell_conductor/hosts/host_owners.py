@@ -28,14 +28,14 @@ class HostOwners:
 
     async def answer(self, report: HostStates) -> HostStates:
         """Answer a report's statements about other services' hosts; returns the report without them."""
-        contested: dict[str, list[str]] = {}
+        conflicts: dict[str, list[str]] = {}
         for host in report.hosts:
             if host.owner is not None and host.owner != report.service:
-                contested.setdefault(host.owner, []).append(host.uuid)
-        if not contested:
+                conflicts.setdefault(host.owner, []).append(host.uuid)
+        if not conflicts:
             return report
         if self._leases.is_leader:
-            for owner, hosts in contested.items():
+            for owner, hosts in conflicts.items():
                 await self._answer(report, owner, hosts)
         own = tuple(replace(host, running=None) if host.owner is not None else host for host in report.hosts)
         return replace(report, hosts=own)

@@ -58,9 +58,9 @@ def start_with_claim(instance: Instance, event: ActionRequested, context: StepCo
             instance, event, context, "instance.not_running", "only a running instance can be live-migrated"
         )
     if request.kind is ActionKind.EVACUATE:
-        unproved = evacuation_blocker(instance, context, fenced=request.fenced, force=request.force)
-        if unproved is not None:
-            return refuse_request(instance, event, context, unproved.code, unproved.reason)
+        blocker = evacuation_blocker(instance, context, fenced=request.fenced, force=request.force)
+        if blocker is not None:
+            return refuse_request(instance, event, context, blocker.code, blocker.reason)
         if instance.power is Power.SHELVED:  # nothing is to be started elsewhere: its image is kept
             return offload(enter_action(instance, event, source=None, selections=(here,)), event.at, context)
     hosts = request.selections

@@ -96,8 +96,8 @@ class HostsListener:
             while True:
                 await self._clock.sleep(RECONNECT_CHECK_S)
                 now_s = self._clock.monotonic()
-                doubts = now_s - requested_at >= RECONNECT_GRACE_S and self._table.knows_more(self._bus.name)
-                if not self._requested or now_s >= due or doubts:
+                may_lack = now_s - requested_at >= RECONNECT_GRACE_S and self._table.knows_more(self._bus.name)
+                if not self._requested or now_s >= due or may_lack:
                     break
 
     async def request_reports(self) -> bool:
