@@ -57,7 +57,7 @@ def parse_server_url(text: str, *, schemes: Collection[str], parameters: Collect
     """Parse a URL. parameters: the names that are allowed after `?`. Raises BadUrl."""
     if len(text) > MAX_URL:
         raise BadUrl(f"it is longer than {MAX_URL} characters")
-    if any(not letter.isprintable() or letter.isspace() for letter in text):
+    if any(not character.isprintable() or character.isspace() for character in text):
         raise BadUrl("it contains a blank or a control character")
     scheme, _, rest = text.partition("://")
     if scheme not in schemes:

@@ -281,7 +281,7 @@ def fill_in(row: QueueRow, values: Mapping[str, str]) -> tuple[str, tuple[tuple[
     safe word.
     """
     for key, value in values.items():
-        if not value or any(letter in value for letter in ".#*{} \n") or len(value) > 128:
+        if not value or any(character in value for character in ".#*{} \n") or len(value) > 128:
             raise ValueError(f"{key}={value!r} cannot be part of a queue name")
     bindings = tuple((exchange, pattern.format_map(values)) for exchange, pattern in row.bindings)
     return row.name.format_map(values), bindings

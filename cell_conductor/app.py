@@ -26,7 +26,7 @@ from cell_conductor.machine_search import SourceLookup
 from cell_conductor.periodic import ReportRequester, look_up_forever, purge_forever, sweep_forever
 from cell_conductor.recovery.cell_recovery import CellRecovery
 from cell_conductor.recovery.known_reader import KnownReader
-from cell_conductor.reports.listings import Listings
+from cell_conductor.reports.listings import HostListings
 from cell_conductor.request_handlers import DEAD_LETTER_QUEUE, RequestHandlers
 from cell_conductor.state.unknown_machine import UnknownMachineKind
 from cell_conductor.store.keyed_tables import PROTECT
@@ -69,7 +69,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     # The scheduler records each event of a build, so none is dropped: they travel, and are recorded, together.
     lingering = Lingering(linger_s=config.progress_linger_s, lingers=is_progress, place=position_of, keeps=True)
     relay = Relay(store.outbox, {cell: bus}, clock=env.clock, lingering=lingering)
-    listings = Listings()
+    listings = HostListings()
     fences = FenceController(store, bus, clock=env.clock, config=config, cell=cell)
     leases = LeaseController(
         store,

@@ -9,14 +9,14 @@ import structlog
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.cell import MAX_RESCANS, ComputeHosts, RescanHosts
+from bus.contracts.cell import MAX_RESCANS, HostStates, RescanHosts
 from cell_conductor import metrics
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import Engine, Listening
 from cell_conductor.hosts.fence_controller import FenceController
 from cell_conductor.hosts.host_owners import HostOwners
 from cell_conductor.hosts.lease_controller import LeaseController
-from cell_conductor.reports.listings import Listings, NewestReports
+from cell_conductor.reports.listings import HostListings, NewestReports
 from cell_conductor.reports.report_diff import Differences, Rescans, differences
 from cell_conductor.reports.report_guard import ReportGuard
 from cell_conductor.state.events import Event, InstanceEvent, MachineRunning
@@ -38,7 +38,7 @@ class HostHandlers:
         config: ConductorConfig,
         bus: Bus,
         *,
-        listings: Listings,
+        listings: HostListings,
         fences: FenceController,
         leases: LeaseController,
     ) -> None:
@@ -60,12 +60,12 @@ class HostHandlers:
         self._owners = HostOwners(bus, listings, leases)
 
     async def hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """ComputeHosts. Raises Listening."""
+        """HostStates. Raises Listening."""
         if not self._stated().may_act:
             raise Listening
         for received in batch:
             message = received.message
-            if not isinstance(message, ComputeHosts):
+            if not isinstance(message, HostStates):
                 continue
             if self._store.is_recovering:  # by its records no machine is judged; another report comes
                 self._listings.record(message)
@@ -77,7 +77,7 @@ class HostHandlers:
                 self._record_superseded(message.service, newest)
         return [Done()] * len(batch)
 
-    async def _compare(self, report: ComputeHosts) -> None:
+    async def _compare(self, report: HostStates) -> None:
         self._record_listed(report)
         report = await self._owners.answer(report)
         rescans: list[tuple[str, str]] = []
@@ -118,7 +118,7 @@ class HostHandlers:
     def _may_have(self, service: str, host: str) -> bool:
         return not self._owners.has_changed_owner(host, service)
 
-    def _record_listed(self, report: ComputeHosts) -> None:
+    def _record_listed(self, report: HostStates) -> None:
         """Log and count the hosts of this report that another service which is up lists, too, when that changes."""
         self._listings.record(report)
         found = self._listings.conflicts(report, self._up() or ())
@@ -141,7 +141,7 @@ class HostHandlers:
                 " report of one of them shows that a machine of the other one is lost",
             )
 
-    async def _request_rescan(self, report: ComputeHosts, rescans: Sequence[tuple[str, str]]) -> None:
+    async def _request_rescan(self, report: HostStates, rescans: Sequence[tuple[str, str]]) -> None:
         """Request a later scan of hosts that another service reported, if only that shows which machines are lost."""
         if not rescans:
             return

@@ -13,7 +13,7 @@ from bus.clock import Clock
 from bus.contracts.cell import MAX_LOOKUP_AT_ONCE, LookUpMachines, MachineLookupResult
 from bus.faults import Fault
 from cell_conductor.config import ConductorConfig
-from cell_conductor.reports.listings import Listings
+from cell_conductor.reports.listings import HostListings
 from cell_conductor.rules.rollback_rules import answer_about
 from cell_conductor.state.events import SourceAnswered, SourceQuery
 from cell_conductor.store.port import InstanceStore
@@ -25,7 +25,7 @@ class SourceLookup:
     """One conductor's search for the sources of moves. listings: what the services have reported."""
 
     def __init__(
-        self, store: InstanceStore, bus: Bus, *, clock: Clock, config: ConductorConfig, listings: Listings
+        self, store: InstanceStore, bus: Bus, *, clock: Clock, config: ConductorConfig, listings: HostListings
     ) -> None:
         self._store = store
         self._bus = bus
@@ -39,7 +39,7 @@ class SourceLookup:
         """
         incarnation, queried = self._store.incarnation, defaultdict[str, dict[str, SourceQuery]](dict)
         for uuid, source in sorted(sources.items()):
-            for service in sorted({source.service, *self._listings.listers(source.host_uuid)}):
+            for service in sorted({source.service, *self._listings.reporting_services(source.host_uuid)}):
                 queried[service][uuid] = source
         queries = [
             LookUpMachines(

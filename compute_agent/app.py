@@ -14,7 +14,7 @@ from compute_agent.config import ComputeConfig
 from compute_agent.driver_plugin import DriverParts
 from compute_agent.hosts.service_name import QUEUE, reporter_name
 from compute_agent.records.records import Records
-from compute_agent.wiring import Parts
+from compute_agent.wiring import ComputeServiceParts
 
 if TYPE_CHECKING:
     from bus.service.environment import Environment
@@ -45,7 +45,7 @@ def build(
     if records is None and not config.state_dir:  # records that are given are kept by their giver
         reason = "its machines and its records are lost with this process: set compute.state_dir"
         log.warning("compute.in_memory", service=service, cell=cell, reason=reason)
-    parts = Parts(
+    parts = ComputeServiceParts(
         env, config, cell=cell, service=service, records=records, driver=driver, driver_state=driver_state, die=die
     )
     result = WorkerRuntime(f"compute {service}", clock=env.clock, log=log.bind(service=service, cell=cell))
@@ -61,7 +61,7 @@ def build(
     return result
 
 
-def _add_tasks(result: WorkerRuntime, env: Environment, parts: Parts) -> None:
+def _add_tasks(result: WorkerRuntime, env: Environment, parts: ComputeServiceParts) -> None:
     result.add_task("results", parts.announcer.run)
     add_heartbeat(result, env, parts.bus, "compute")
     result.add_task("name", parts.name.watch)
@@ -80,7 +80,7 @@ def _add_tasks(result: WorkerRuntime, env: Environment, parts: Parts) -> None:
         result.add_task(name, run)
 
 
-def _add_consumers(result: WorkerRuntime, parts: Parts, service: str) -> None:
+def _add_consumers(result: WorkerRuntime, parts: ComputeServiceParts, service: str) -> None:
     bus, handlers = parts.bus, parts.handlers
     # One batch at a time: a Destroy must not overtake the Spawn before it.
     commands = Consumer(

@@ -46,7 +46,7 @@ FLUSH_S = 3.0  # results that the broker has not confirmed within this are publi
 DRIVER = RetryPolicy(first_s=0.2, longest_s=10.0, least=0.0)  # for the driver at the start, until it is available
 
 
-class Parts:
+class ComputeServiceParts:
     """One service's parts, and how they open, drain and close together. Its arguments are those of
     `compute_agent.app.build`.
     """

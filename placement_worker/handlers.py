@@ -194,8 +194,8 @@ class PlacementHandlers:
         if result.orphaned:
             log.warning("inventory.orphaned", orphaned=result.orphaned, version=update.version, **about)
         if (unknown := result.unknown_traits) and (reports := self._unknown_log.count()):
-            meant = suggestion(unknown[0], self._store.names.trait_ids)
-            log.warning("trait.unknown", traits=unknown, reason=meant, reports=reports, **about)
+            similar = suggestion(unknown[0], self._store.names.trait_ids)
+            log.warning("trait.unknown", traits=unknown, reason=similar, reports=reports, **about)
         if result.version:
             replies.append(messages.InventoryStale(version=result.version, **of_root))
         if result.owner is not None:

@@ -71,8 +71,8 @@ def build(
     _add_store_and_replica(parts, relay, follower)
     add_heartbeat(service, env, parts.api, "scheduler")
     drains = _add_drains(parts, registry, actions, follower)
-    forgetter = HostRemoval(parts.store, registry, parts.selector, parts.api, lambda: links.buses, clock=env.clock)
-    _add_objects(parts, registry, drains, forgetter)
+    removal = HostRemoval(parts.store, registry, parts.selector, parts.api, lambda: links.buses, clock=env.clock)
+    _add_objects(parts, registry, drains, removal)
     measured = _add_host_metrics(parts)
     writer = CellEventRecorder(parts.store, clock=env.clock, choose=actions.choose_now)
     links = cell_links(parts, relay, registry, writer, measured)
@@ -219,7 +219,7 @@ def _add_drains(
 
 
 def _add_objects(
-    parts: SchedulerParts, registry: ObjectRegistry, drains: DrainController, forgetter: HostRemoval
+    parts: SchedulerParts, registry: ObjectRegistry, drains: DrainController, removal: HostRemoval
 ) -> None:
     """Operators' objects: loaded before the first request is taken, and again whenever they change."""
     service, bus = parts.service, parts.api
@@ -229,7 +229,7 @@ def _add_objects(
         registry,
         parts.selector,
         drains,
-        forgetter,
+        removal,
         refused=RefusedCommands(parts.store),
         find_cells=partial(find_cells, parts.selector, bus),
         warmup=parts.warmup,

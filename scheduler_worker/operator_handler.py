@@ -75,7 +75,7 @@ class OperatorHandler:
         registry: ObjectRegistry,
         selector: Selector,
         drains: DrainController,
-        forgetter: HostRemoval,
+        removal: HostRemoval,
         *,
         refused: RefusedCommands,
         find_cells: Callable[[Collection[str]], Awaitable[None]],
@@ -83,7 +83,7 @@ class OperatorHandler:
     ) -> None:
         self._registry = registry
         self._drains = drains
-        self._removal = forgetter
+        self._removal = removal
         self._refused_before = refused
         self._find_cells = find_cells
         self._selector = selector

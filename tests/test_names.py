@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -140,3 +141,159 @@ def _settings(section: type) -> Iterator[str]:
 
 def _is_struct(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+# --- Words of the old private language, which the field has better ones for: {word: what is written instead}. Its forms
+# with -s, -es, -ed and -ing are meant, too. Only words that no identifier of the product has are in the table.
+WORDS = {
+    "anothers": "foreign",
+    "author": "actor",
+    "barred": "blocked",
+    "beat": "heartbeat",
+    "book": "placement, replica",
+    "brief": "summary",
+    "certain": "verified",
+    "clash": "conflict",
+    "contested": "conflict",
+    "depart": "transfer",
+    "departure": "transfer",
+    "desire": "desired state",
+    "doubt": "unverified",
+    "entrance": "intake",
+    "era": "restore epoch",
+    "flaw": "problem",
+    "forgetter": "removal",
+    "forgotten": "deleted, record lost",
+    "giver": "donor",
+    "grave": "tombstone",
+    "guest": "simulated machine",
+    "harm": "impact",
+    "harmful": "destructive",
+    "heat": "temperature",
+    "keeper": "leader, controller",
+    "lane": "partition",
+    "letter": "dead letter",
+    "lift": "unfence",
+    "meant": "referenced",
+    "misreserved": "wrong reservations",
+    "namesake": "duplicate name",
+    "narrowing": "filtering",
+    "offering": "startup gate",
+    "patience": "timeout",
+    "placeable": "schedulable",
+    "presence": "heartbeat",
+    "probation": "canary",
+    "raced": "conflict",
+    "remark": "warning",
+    "renumbered": "reused attempt numbers",
+    "sentence": "message",
+    "sharer": "sharing provider",
+    "spared": "kept",
+    "standing": "state",
+    "stranded": "orphaned, unlocatable",
+    "stretch": "clock pause",
+    "sure": "verified",
+    "survey": "scan",
+    "theirs": "of the one that is named",
+    "trouble": "problem",
+    "unbuilt": "without machine",
+    "undo": "roll back",
+    "unexplained": "unknown machine",
+    "unproved": "unproven",
+    "unsearched": "needs lookup",
+    "unsure": "unverified",
+    "untried": "not commanded",
+    "verdict": "result, decision, action",
+    "wish": "target",
+    "worth": "priority",
+}
+# What is right with the word before it: {(word before, word): why}.
+RIGHT = {
+    ("dead", "letter"): "RabbitMQ's term",
+    ("in", "doubt"): "databases call a transaction so whose outcome is not known: so is a claim in `berth audit`",
+}
+
+
+def test_no_identifier_has_a_word_that_went() -> None:
+    found = [
+        f"{where(path, line)} {name}: {word} is {WORDS[word]}"
+        for path in sources(*OURS)
+        for name, line in [(path.stem, 1), (path.parent.name, 1), *_defined(nodes(path))]
+        for before, word in _old_words(name)
+        if (before, word) not in RIGHT
+    ]
+    assert found == []
+
+
+def test_what_is_right_with_a_word_before_it_is_there() -> None:
+    """An entry of RIGHT that no identifier has any more is taken out."""
+    found = {pair for path in sources(*OURS) for name, _ in _defined(nodes(path)) for pair in _old_words(name)}
+    assert RIGHT.keys() - found == set()
+
+
+@pytest.mark.parametrize(
+    "planted",
+    (
+        *("class WishTable: ...", "class BuildVerdicts: ...", "def has_letter(): ...", "async def _undo(): ..."),
+        *("def end(instance, lane): ...", "def end(*, book_key=None): ...", "def end(*wishes): ...", "DESIRES = 1"),
+        *(
+            "class A:\n    era: int = 0",
+            "class A:\n    def b(self):\n        self._doubted = 1",
+            "for doubt in (): ...",
+        ),
+        *(
+            "import a as keeper",
+            "match a:\n    case {'b': verdict}: ...",
+            "try: ...\nexcept A as doubt: ...",
+            "LETTERS = 1",
+        ),
+    ),
+)
+def test_a_word_that_went_is_found(planted: str) -> None:
+    names = [name for name, _ in _defined(ast.walk(ast.parse(planted)))]
+    assert sum(pair not in RIGHT for name in names for pair in _old_words(name)) == 1
+
+
+def test_other_words_are_not_found() -> None:
+    for name in (
+        "DEAD_LETTERS",
+        "is_in_doubt",
+        "planes",
+        "generation",
+        "ensure",
+        "desired_state",
+        "fairly",
+        "authorize",
+    ):
+        assert [pair for pair in _old_words(name) if pair not in RIGHT] == []
+
+
+def _defined(parts: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
+    """The names that a source gives to something, with their lines."""
+    for node in parts:
+        match node:
+            case (
+                ast.ClassDef(name=name)
+                | ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.arg(arg=name)
+            ):
+                yield name, node.lineno
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name, node.lineno
+            case ast.alias(asname=str() as name) | ast.MatchAs(name=str() as name) | ast.MatchStar(name=str() as name):
+                yield name, node.lineno
+            case ast.ExceptHandler(name=str() as name) | ast.MatchMapping(rest=str() as name):
+                yield name, node.lineno
+
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_FORM = re.compile(rf"({'|'.join(WORDS)})(?:s|es|ed|ing)?")
+
+
+def _old_words(name: str) -> Iterator[tuple[str, str]]:
+    """Each word of a name that is a form of one of WORDS, after the word before it."""
+    words = ["", *(word.lower() for word in _WORD.findall(name))]
+    for before, word in pairwise(words):
+        if found := _FORM.fullmatch(word):
+            yield before, found[1]

@@ -31,7 +31,7 @@ from bus.clock import Clock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildEvent
-from bus.contracts.cell import ComputeHosts, ReportHosts
+from bus.contracts.cell import HostStates, ReportHosts
 from bus.contracts.feed import Change
 from bus.persistence.database import Database
 from bus.persistence.tables import in_list
@@ -64,7 +64,7 @@ SELECT a.consumer::text, p.uuid::text AS provider, c.name, a.amount
 FROM allocations a JOIN providers p ON p.id = a.provider_id JOIN resource_classes c ON c.id = a.class_id
 """
 _ROOTS = "SELECT p.uuid::text, r.uuid::text AS root FROM providers p JOIN providers r ON r.id = p.root_id"
-_NAMESAKES = """
+_DUPLICATE_NAMES = """
 SELECT n.host, n.name, p.uuid::text
 FROM unnest($1::text[], $2::text[]) n(host, name) JOIN providers p ON p.name = n.name
 WHERE NOT EXISTS (SELECT FROM providers h WHERE h.uuid = n.host::uuid)
@@ -168,7 +168,7 @@ async def _facts(site: Site, placement: Database, scheduler: Database, cells: di
         inventories=[InventoryFact(*row) for row in await _rows(placement, _INVENTORIES)],
         allocations=_by_consumer(await _rows(placement, _ALLOCATIONS)),
         roots=await _roots(placement),
-        namesakes=await _duplicate_names(placement, named),
+        duplicate_names=await _duplicate_names(placement, named),
         requests=dict(await _rows(scheduler, _REQUESTS)),
         cells=dict(await _rows(scheduler, _CELLS)),
         instances=instances,
@@ -225,7 +225,7 @@ async def _running(
 
 async def _duplicate_names(placement: Database, named: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(host, name, the host that has the name) of reported hosts that placement does not have."""
-    rows = await _rows(placement, _NAMESAKES, list(named), list(named.values()))
+    rows = await _rows(placement, _DUPLICATE_NAMES, list(named), list(named.values()))
     return [(host, name, other) for host, name, other in rows]
 
 
@@ -428,7 +428,7 @@ async def _cell_report(site: Site, cell: str, missing: set[str], database_id: st
 
 
 class Reports:
-    """Collects ComputeHosts until they are whole. missing: hosts, of all cells, that have yet to report."""
+    """Collects HostStates until they are whole. missing: hosts, of all cells, that have yet to report."""
 
     def __init__(self, clock: Clock, missing: set[str], database_id: str | None = None) -> None:
         self._clock = clock
@@ -475,12 +475,12 @@ class Reports:
     async def take(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Pages as they come, in any order."""
         for received in batch:
-            if isinstance(received.message, ComputeHosts):
+            if isinstance(received.message, HostStates):
                 self._fold(received.message)
         self._received_at = self._clock.monotonic()
         return [Done() for _ in batch]
 
-    def _fold(self, page: ComputeHosts) -> None:
+    def _fold(self, page: HostStates) -> None:
         order = (page.epoch, page.sequence)
         if page.first_sequence:
             report = (page.epoch, page.first_sequence)

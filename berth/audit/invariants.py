@@ -168,7 +168,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     gangs: of which every member is on record. services: (cell, service) of all on record. down: those that do not
     report what their hosts run, so that it is not judged. unheard: those that are up, were not waited for and have
     sent no whole report. unread: cells that could not be read; what may be of these is not judged. under_way: instances
-    whose build, action or delete is within its time; they are not judged. namesakes: (host, name, the host that has it)
+    whose build, action or delete is within its time; they are not judged. duplicate_names: (host, name, whose it is)
     of reported hosts that placement refuses for their name. None, where it is allowed: unknown.
     """
 
@@ -194,7 +194,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     gangs: Sequence[GangFact] | None = None
     unread: AbstractSet[str] = frozenset()
     under_way: AbstractSet[str] = frozenset()
-    namesakes: Sequence[tuple[str, str, str]] | None = None
+    duplicate_names: Sequence[tuple[str, str, str]] | None = None
 
     def hosts_of(self, consumer: str) -> set[str]:
         """The hosts of which a consumer holds something."""
@@ -442,7 +442,7 @@ def _quarantined(facts: Facts) -> Iterator[str]:
 
 
 def _duplicate_names(facts: Facts) -> Iterator[str]:
-    for host, name, other in facts.namesakes or ():
+    for host, name, other in facts.duplicate_names or ():
         yield f"{host}: {name} is the name of {other} in placement: rename one, or `berth hosts delete {other}`"
 
 
@@ -543,7 +543,7 @@ _INVARIANTS = (
     _Invariant("breakers_closed", "breakers", "no breaker is open", _open_breakers),
     _Invariant("quarantine_decided", "quarantine", "no machine in quarantine, unless it is protected", _quarantined),
     _Invariant(
-        "hosts_in_placement", "namesakes", "no reported host is out of placement for its name", _duplicate_names
+        "hosts_in_placement", "duplicate_names", "no reported host is out of placement for its name", _duplicate_names
     ),
     _Invariant("generations_rise", "changes", "generations only rise", _generations),
     _Invariant("no_upcall", "connections", "no message from a cell to anything above it except announcements", _upward),

@@ -280,8 +280,8 @@ def explain(fault: BaseException) -> Stop | None:
     if isinstance(fault, asyncpg.PostgresError):
         try:
             raise_fault(fault)
-        except Exception as meant:  # the fault itself, where it is a defect of berth
-            return None if meant is fault else explain(meant)
+        except Exception as raised:  # the fault itself, where it is a defect of berth
+            return None if raised is fault else explain(raised)
     if isinstance(fault, WorkerEnded):
         stop = explain(fault.__cause__) if fault.__cause__ is not None else None
         status = Exit.NO if stop is None else stop.status

@@ -92,4 +92,4 @@ def is_stuck(seen: DrainProgress, refused: Collection[str] = ()) -> bool:
     refused: instances that could not move before: another move of one is one more try.
     """
     left = bool(seen.failed or seen.under_way) and seen.state is DrainState.RUNNING
-    return left and not (seen.not_begun or seen.more or set(seen.under_way).difference(refused))
+    return left and not (seen.not_started or seen.more or set(seen.under_way).difference(refused))

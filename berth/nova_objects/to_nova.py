@@ -118,5 +118,5 @@ def _quota(making: _Export, name: str, limits: Mapping[str, int]) -> None:
     odd = sorted(limits.keys() - set(LIMITS.values()) - of_cores)
     if odd:
         making.exclude(ObjectKind.QUOTA, name, f"limits of {', '.join(odd)} are unified limits of Keystone")
-    words = [word for theirs, ours in sorted(LIMITS.items()) for word in (f"--{theirs}", str(limits.get(ours, -1)))]
+    words = [word for option, limit in sorted(LIMITS.items()) for word in (f"--{option}", str(limits.get(limit, -1)))]
     making.run("quota", "set", *(["--class"] if name == DEFAULT_QUOTA else []), *words, name)

@@ -96,14 +96,14 @@ def _flavor(making: _Import, flavor: FlavorRow, projects: tuple[str, ...]) -> No
         reason = "it is private, and no project has access to it: here a flavor without projects is everyone's"
         making.exclude("flavor", flavor.name, "import.of_nobody", reason)
         return
-    theirs = as_nova_has_it(flavor.name, flavor.vcpus, flavor.ram, flavor.extra_specs)
+    nova_query = as_nova_has_it(flavor.name, flavor.vcpus, flavor.ram, flavor.extra_specs)
     try:
-        specs = specs_of_query(theirs) | flavor.extra_specs
+        specs = specs_of_query(nova_query) | flavor.extra_specs
     except NotDecided as undecided:
         reason = f"berth does not decide it by itself, and would place it otherwise than Nova: {undecided.detail}"
         making.exclude("flavor", flavor.name, "import.spec", reason)
         return
-    if has_topology(theirs):
+    if has_topology(nova_query):
         reason = (
             "Nova gives its servers a NUMA topology: in front of Nova, NUMATopologyFilter leaves them to the fallback"
         )

@@ -120,11 +120,11 @@ def other_schema(error: BaseException | None) -> DatabaseForbidden | None:
 
 
 def _in_state_dir(found: DatabaseForbidden, directory: Path) -> DatabaseForbidden:
-    sentence = (
+    message = (
         f"the embedded database in {directory} is of another version: {found}. To begin with an empty one set "
         f"state_dir (BERTH_STATE_DIR) to another directory than {directory.parent}"
     )
-    return DatabaseForbidden(sentence, code=found.code)
+    return DatabaseForbidden(message, code=found.code)
 
 
 @contextlib.asynccontextmanager

@@ -95,8 +95,8 @@ class Access:
         token = headers.get("x-auth-token") or _bearer(headers.get("authorization", ""))
         found = await self.by_token(token or self._of_session(cookies.get(SESSION_COOKIE, "")))
         if found is None:
-            sentence = "show a token of the token file or of Keystone: Authorization: Bearer TOKEN"
-            raise Problem(401, "auth.required", sentence, headers={"www-authenticate": "Bearer"})
+            message = "show a token of the token file or of Keystone: Authorization: Bearer TOKEN"
+            raise Problem(401, "auth.required", message, headers={"www-authenticate": "Bearer"})
         return found
 
     async def by_token(self, token: str) -> WebCaller | None:

@@ -54,7 +54,7 @@ CRASHED = "handler.crashed"
 
 # The bound of remembered messages that were lost with their connection before a handler had them. The oldest are
 # dropped first, and their deliveries count as tries again.
-MAX_UNTRIED = 10_000
+MAX_UNHANDLED = 10_000
 
 # The bound of a drain's wait until the effects of handled messages are on disk. Messages whose effects are not are
 # requeued.
@@ -99,7 +99,7 @@ class Consumer:
         self._arrived: deque[ArrivedDelivery | InFlightMessage] = deque()  # of an opened delivery its messages
         self._suspected_poison: list[InFlightMessage] = []
         self._skipped = 0
-        self._untried: dict[str, int] = {}  # {message id: how often it was lost before a handler had it}
+        self._unhandled: dict[str, int] = {}  # {message id: how often it was lost before a handler had it}
         self._requeued: dict[str, float] = {}  # {message id: when it was given back after a stall}
         self._poison_retry_at = -math.inf  # the monotonic time from which a suspect may be taken
         self._in_flight_deliveries: set[InFlightDelivery] = set()
@@ -293,7 +293,7 @@ class Consumer:
             arrival = self._arrived.popleft()
             if isinstance(arrival, ArrivedDelivery):
                 self._buffered.remove(arrival.delivery)
-                self._note_untried(arrival.delivery)
+                self._count_unhandled(arrival.delivery)
             else:
                 lost[arrival.in_flight] = None
                 self._close(arrival)
@@ -305,20 +305,20 @@ class Consumer:
             self._suspected_poison = [item for item in self._suspected_poison if not item.is_lost]
         for in_flight in lost:
             if not in_flight.open:  # otherwise a handler has another message of this delivery
-                self._note_untried(in_flight.delivery)
+                self._count_unhandled(in_flight.delivery)
 
-    def _note_untried(self, delivery: Delivery) -> None:
+    def _count_unhandled(self, delivery: Delivery) -> None:
         name = delivery.message_id
         if name:
-            self._untried[name] = self._untried.pop(name, 0) + 1
-            if len(self._untried) > MAX_UNTRIED:
-                del self._untried[next(iter(self._untried))]
+            self._unhandled[name] = self._unhandled.pop(name, 0) + 1
+            if len(self._unhandled) > MAX_UNHANDLED:
+                del self._unhandled[next(iter(self._unhandled))]
 
     def _tries(self, delivery: Delivery) -> int:
         """Return the number of earlier deliveries that may have been tries: not those that this process lost before a
         handler had them.
         """
-        return max(0, delivery.delivery_count - self._untried.get(delivery.message_id or "", 0))
+        return max(0, delivery.delivery_count - self._unhandled.get(delivery.message_id or "", 0))
 
     def _is_suspected_poison(self, tries: int) -> bool:
         """Whether a message of so many tries is handled apart. A queue with one consumer at a time keeps its order."""
@@ -383,11 +383,11 @@ class Consumer:
         if not (name := delivery.message_id) or all(until is None or until >= now for until in ends):
             return False
         self._requeued[name] = now
-        if len(self._requeued) > MAX_UNTRIED:
+        if len(self._requeued) > MAX_UNHANDLED:
             del self._requeued[next(iter(self._requeued))]
         log.warning("consumer.requeued", queue=self.queue, items=len(reads), may_have_waited_s=now - arrival.since)
         delivery.nack(requeue=True)
-        self._note_untried(delivery)
+        self._count_unhandled(delivery)
         return True
 
     async def _handle_all(self, items: Sequence[InFlightMessage]) -> None:
@@ -472,8 +472,8 @@ class Consumer:
         item.in_flight.acknowledge()
         if not item.in_flight.open:
             self._in_flight_deliveries.discard(item.in_flight)
-            if self._untried and not item.in_flight.delivery.is_lost:
-                self._untried.pop(item.in_flight.delivery.message_id or "", None)
+            if self._unhandled and not item.in_flight.delivery.is_lost:
+                self._unhandled.pop(item.in_flight.delivery.message_id or "", None)
 
     def _count(self, outcome: str, times: int) -> None:
         counter = self._outcomes.get(outcome)

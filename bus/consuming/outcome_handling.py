@@ -222,9 +222,9 @@ class OutcomeHandler:
             packed, meta=structs.replace(packed.meta, reply_to=None), headers={EXCHANGE: delivery.exchange}
         )
         dead_letter = self._pack_dead_letter(item, packed, size, code, reason)
-        if letters := self._dead_letter_log.count() if self._row.from_outside else 1:
+        if count := self._dead_letter_log.count() if self._row.from_outside else 1:
             queue, cause = self.queue, received.meta.cause
-            log.warning("consumer.dead_letter", queue=queue, code=code, reason=reason, cause=cause, letters=letters)
+            log.warning("consumer.dead_letter", queue=queue, code=code, reason=reason, cause=cause, dead_letters=count)
         return dead_letter
 
     def _pack_dead_letter(

@@ -251,7 +251,7 @@ class BuildRecord(RecordOfInstance, frozen=True, kw_only=True, omit_defaults=Tru
     gang_min_count: int = 0  # how many of the gang start together at least
 
     @property
-    def standing(self) -> str:
+    def shown_state(self) -> str:
         """For a list: how the instance is now, which its build does not tell once something was done to it."""
         return (self.condition if self.state is BuildState.ACTIVE else "") or self.state.value
 

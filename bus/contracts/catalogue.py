@@ -356,7 +356,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     result_of_compute(cell.ComputeResult, "compute.result", "instance_uuid, attempt and outcome"),
     asked_of_compute(cell.ReportHosts, "compute.report", "requests a report", by=(SCHEDULER, CONDUCTOR, OPERATOR)),
     asked_of_compute(cell.RescanHosts, "compute.rescan.{service}", "requests a report"),
-    of_compute(cell.ComputeHosts, "compute.hosts.{service}", "service, epoch and sequence"),
+    of_compute(cell.HostStates, "compute.hosts.{service}", "service, epoch and sequence"),
     of_compute(cell.Heartbeat, "compute.heartbeat.{service}", "service, epoch and sequence"),
     of_compute(waiting_builds.BuildsWaiting, "compute.waiting.{service}", "replaces the one before"),
     of_conductor(cell.ServiceStates, "services.states", "cell, term, number and page"),

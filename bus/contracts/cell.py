@@ -215,7 +215,7 @@ class ComputeResult(Message, AttemptOnHost, frozen=True, kw_only=True, tag="comp
     final: bool = False  # with `failed`, no other host would do better (a broken image): the alternates are not tried
     started_at: float = 0.0  # when the service took the command (0: unknown)
     epoch: Epoch = 0
-    # how many scans of its hosts the service had begun then, in this epoch (epoch 0: unknown); see ComputeHosts
+    # how many scans of its hosts the service had begun then, in this epoch (epoch 0: unknown); see HostStates
     scan: Sequence = 0
 
 
@@ -234,7 +234,7 @@ class RescanHosts(Message, frozen=True, kw_only=True, tag="compute.rescan.v1"):
 
     service: Word
     hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_RESCANS)]
-    # named by the report of that scan (`ComputeHosts.rescans`), which is thereby known to be later than the record
+    # named by the report of that scan (`HostStates.rescans`), which is thereby known to be later than the record
     rescans: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_RESCANS)]
 
 
@@ -272,7 +272,7 @@ class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class FromService(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Which compute service a message comes from, and its place among those of that service. See `ComputeHosts`."""
+    """Which compute service a message comes from, and its place among those of that service. See `HostStates`."""
 
     service: Word
     cell: Word
@@ -280,7 +280,7 @@ class FromService(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sequence: Sequence  # rises within an epoch; an older one loses
 
 
-class ComputeHosts(Message, FromService, frozen=True, kw_only=True, tag="compute.hosts.v1"):
+class HostStates(Message, FromService, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     """A compute service announces its hosts: at start, on request, when one changes. Pages of at most 1000."""
 
     hosts: Annotated[tuple[HostReport, ...], Bound(max_length=1000)] = ()

@@ -164,11 +164,11 @@ class DrainProgress(DrainTerms, frozen=True, kw_only=True):
     host: str  # the target's name
     planned: Count  # the sum of `counts`
     counts: dict[str, int]  # {state of an instance: how many}; of a single drain also those that wait and have failed
-    # moved, failed, under_way, not_begun: the instances, of a single drain only; at most MAX_PLANNED of each
+    # moved, failed, under_way, not_started: the instances, of a single drain only; at most MAX_PLANNED of each
     moved: tuple[Uuid, ...] = ()
     failed: tuple[DrainFailure, ...] = ()
     under_way: tuple[Uuid, ...] = ()
-    not_begun: tuple[Uuid, ...] = ()
+    not_started: tuple[Uuid, ...] = ()
     more: bool = False  # there are, or may be, further instances
 
 

@@ -88,7 +88,7 @@ def port_error(error: BaseException, about: str = "") -> BusError:
         # that channel the bus was unavailable.
         if about and f"'{about}'" not in text:
             return BusUnavailable(text)
-        return next((ours for theirs, ours in _CLOSED.items() if isinstance(error, theirs)), BusError)(text)
+        return next((fault for kind, fault in _CLOSED.items() if isinstance(error, kind)), BusError)(text)
     if isinstance(error, (AMQPConnectionError, *_UNUSABLE)):
         return BusUnavailable(text)
     if isinstance(error, BROKEN_OFF):

@@ -182,7 +182,7 @@ class RabbitTransport:
         self._names = QueueNames(prefix)
         self._connection_name = connection_name or f"berth {name}"
         self._session: Session | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._keep_task: asyncio.Task[None] | None = None
         self._closing = False
         self._restoring: set[asyncio.Task[None]] = set()
         self._opened: asyncio.Future[None] | None = None
@@ -212,9 +212,9 @@ class RabbitTransport:
         logging.getLogger("aiormq").setLevel(logging.CRITICAL)
         logging.getLogger("aio_pika").setLevel(logging.CRITICAL)
         self._closing = False
-        if self._keeper is None or self._keeper.done():
+        if self._keep_task is None or self._keep_task.done():
             self._opened = asyncio.Future()
-            self._keeper = asyncio.create_task(self._keep())
+            self._keep_task = asyncio.create_task(self._keep())
         assert self._opened is not None
         try:
             await self._opened
@@ -227,7 +227,7 @@ class RabbitTransport:
     async def close(self) -> None:
         """Close; unacknowledged deliveries go back to their queues."""
         self._closing = True  # a cancellation may get lost in aiormq, which keeps messages that come while it closes
-        tasks = [*self._restoring, *([self._keeper] if self._keeper else [])]
+        tasks = [*self._restoring, *([self._keep_task] if self._keep_task else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -386,7 +386,7 @@ class RabbitTransport:
         def may_pass(error: BaseException) -> bool:
             # A queue is another process's, perhaps: the caller knows how long to wait.
             passes = isinstance(error, (BusUnavailable, *besides)) and not isinstance(error, QueueLocked)
-            return passes and self._keeper is not None and not self._keeper.done()
+            return passes and self._keep_task is not None and not self._keep_task.done()
 
         return await Retrying(SET_UP, self._clock, self._jitter).call(lambda: work(self._current()), may_pass)
 

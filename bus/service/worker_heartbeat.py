@@ -24,9 +24,9 @@ LEAVE_S = 1.0
 def add_heartbeat(service: WorkerRuntime, env: Environment, bus: Bus, role: str) -> None:
     """Have a service publish a heartbeat on this bus every `heartbeat_s` of `env`; where that is None, never."""
     if env.heartbeat_s is not None:
-        presence = WorkerHeartbeats(service, bus, role=role, every_s=env.heartbeat_s)
-        service.add_task("presence", presence.run)
-        service.add_drain(presence.leave)
+        heartbeats = WorkerHeartbeats(service, bus, role=role, every_s=env.heartbeat_s)
+        service.add_task("presence", heartbeats.run)
+        service.add_drain(heartbeats.leave)
 
 
 class WorkerHeartbeats:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.contracts.cell import ComputeHosts, Running
+from bus.contracts.cell import HostStates, Running
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.faults import Transient
 from bus.transport import BusError
@@ -239,7 +239,7 @@ class FenceController:
 
     async def compare(
         self,
-        report: ComputeHosts,
+        report: HostStates,
         summaries: Sequence[InstanceSummary],
         database_id: str,
         has_passed: Callable[[str, str], bool] = lambda _host, _service: False,

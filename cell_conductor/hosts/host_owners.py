@@ -10,10 +10,10 @@ import structlog
 from msgspec.structs import replace
 
 from bus.bus import Bus
-from bus.contracts.cell import ComputeHosts, HostConflict, HostsReleased
+from bus.contracts.cell import HostConflict, HostsReleased, HostStates
 from bus.contracts.placement import COMPUTE_REPORTER, InventoryReleased
 from cell_conductor.hosts.lease_controller import LeaseController
-from cell_conductor.reports.listings import Listings
+from cell_conductor.reports.listings import HostListings
 
 log = structlog.get_logger(__name__)
 
@@ -21,21 +21,21 @@ log = structlog.get_logger(__name__)
 class HostOwners:
     """One conductor's answers to services that were refused hosts."""
 
-    def __init__(self, bus: Bus, listings: Listings, leases: LeaseController) -> None:
+    def __init__(self, bus: Bus, listings: HostListings, leases: LeaseController) -> None:
         self._bus = bus
         self._listings = listings
         self._leases = leases
 
-    async def answer(self, report: ComputeHosts) -> ComputeHosts:
+    async def answer(self, report: HostStates) -> HostStates:
         """Answer a report's statements about other services' hosts; returns the report without them."""
-        contested: dict[str, list[str]] = {}
+        conflicts: dict[str, list[str]] = {}
         for host in report.hosts:
             if host.owner is not None and host.owner != report.service:
-                contested.setdefault(host.owner, []).append(host.uuid)
-        if not contested:
+                conflicts.setdefault(host.owner, []).append(host.uuid)
+        if not conflicts:
             return report
         if self._leases.is_leader:
-            for owner, hosts in contested.items():
+            for owner, hosts in conflicts.items():
                 await self._answer(report, owner, hosts)
         own = tuple(replace(host, running=None) if host.owner is not None else host for host in report.hosts)
         return replace(report, hosts=own)
@@ -48,7 +48,7 @@ class HostOwners:
         is_removed = knows and self._leases.is_removed(owner)
         return is_removed or not self._listings.may_have(owner, host)
 
-    async def _answer(self, report: ComputeHosts, owner: str, hosts: list[str]) -> None:
+    async def _answer(self, report: HostStates, owner: str, hosts: list[str]) -> None:
         released = [host for host in hosts if self.has_changed_owner(host, owner)]
         kept = [host for host in hosts if host not in set(released)]
         if released:

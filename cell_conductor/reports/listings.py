@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from msgspec import Struct
 
-from bus.contracts.cell import ComputeHosts
+from bus.contracts.cell import HostStates
 from cell_conductor.state.breaker import DestructiveDifference
 from cell_conductor.state.unknown_machine import UnknownMachine
 
@@ -28,12 +28,12 @@ class ScanDifferences(Struct):
     pages: dict[int, PageDifferences] = {}
 
 
-def first_page_of(report: ComputeHosts) -> int:
+def first_page_of(report: HostStates) -> int:
     """The sequence of the first page of the report of all hosts that this page is of; 0: it is of none."""
     return report.first_sequence or (report.sequence if report.complete else 0)
 
 
-def is_complete(report: ComputeHosts, pages: Collection[int]) -> bool:
+def is_complete(report: HostStates, pages: Collection[int]) -> bool:
     """Whether a report has come as a whole with this page. pages: the sequences of those that have come: one that comes
     again is no other page. One that is not of all hosts is whole by itself.
     """
@@ -56,14 +56,14 @@ class _Listed(Struct):
     ring: tuple[int, int] = NO_RING  # term and number of the ring members by which it shares its free hosts
 
 
-class Listings:
+class HostListings:
     """The listings of one cell, as one conductor has received them."""
 
     def __init__(self) -> None:
         self._services: dict[str, _Listed] = {}
-        self._listers: dict[str, dict[str, None]] = {}  # by host
+        self._reporting_services: dict[str, dict[str, None]] = {}  # by host
 
-    def record(self, report: ComputeHosts) -> None:
+    def record(self, report: HostStates) -> None:
         """Apply one page of a report, newer than all earlier ones of its service."""
         listed = self._services.get(report.service)
         if listed is None or listed.epoch != report.epoch:
@@ -75,10 +75,10 @@ class Listings:
         if first and first != listed.first:
             listed.first, listed.pages = first, set()
         for host in report.hosts:
-            if host.uuid not in self._listers and len(self._listers) >= MAX_HOSTS:
+            if host.uuid not in self._reporting_services and len(self._reporting_services) >= MAX_HOSTS:
                 return  # the page does not count as received: its service may have what is not remembered
             listed.hosts[host.uuid] = listed.first
-            self._listers.setdefault(host.uuid, {})[report.service] = None
+            self._reporting_services.setdefault(host.uuid, {})[report.service] = None
         if not first:
             return
         listed.pages.add(report.sequence)
@@ -95,16 +95,16 @@ class Listings:
         """Whether the service has listed any hosts to this conductor."""
         return service in self._services
 
-    def listers(self, host: str) -> tuple[str, ...]:
+    def reporting_services(self, host: str) -> tuple[str, ...]:
         """The services that list this host."""
-        return tuple(self._listers.get(host, ()))
+        return tuple(self._reporting_services.get(host, ()))
 
-    def conflicts(self, report: ComputeHosts, up: Collection[str]) -> dict[str, str]:
+    def conflicts(self, report: HostStates, up: Collection[str]) -> dict[str, str]:
         """{host of this report: another service that is up and lists it}, unless both are in a ring."""
         found: dict[str, str] = {}
         shares = (report.ring_term, report.ring_number) != NO_RING
         for host in report.hosts:
-            for other in self.listers(host.uuid):
+            for other in self.reporting_services(host.uuid):
                 in_a_ring = shares and self._services[other].ring != NO_RING
                 if other != report.service and other in up and not in_a_ring:
                     found[host.uuid] = other
@@ -113,10 +113,10 @@ class Listings:
     def _drop(self, service: str, listed: _Listed, hosts: list[str]) -> None:
         for uuid in hosts:
             del listed.hosts[uuid]
-            listers = self._listers[uuid]
-            listers.pop(service, None)
-            if not listers:
-                del self._listers[uuid]
+            reporting_services = self._reporting_services[uuid]
+            reporting_services.pop(service, None)
+            if not reporting_services:
+                del self._reporting_services[uuid]
 
 
 # At most this many compute services are remembered; the one that has been quiet longest is dropped first.
@@ -129,7 +129,7 @@ class NewestReports:
     def __init__(self) -> None:
         self._newest: dict[str, tuple[int, int]] = {}
 
-    def is_newer(self, report: ComputeHosts) -> bool:
+    def is_newer(self, report: HostStates) -> bool:
         """Whether it is newer than every report of its service that was handled."""
         last = self._newest.get(report.service)
         return last is None or (report.epoch, report.sequence) > last
@@ -138,7 +138,7 @@ class NewestReports:
         """The sequence of the newest report of this service that was handled; 0 before there is one."""
         return self._newest.get(service, (0, 0))[0]
 
-    def record(self, report: ComputeHosts) -> None:
+    def record(self, report: HostStates) -> None:
         """Record that the report has been handled."""
         # Not earlier: a report that met an outage comes again, and is still new then.
         at = (report.epoch, report.sequence)

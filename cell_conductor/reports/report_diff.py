@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, Running
+from bus.contracts.cell import UNKNOWN_ATTEMPT, HostStates, Running
 from cell_conductor.state.desired_state import DELETE_REQUESTED, EXPECTED, MachineTarget, desired_state_of
 from cell_conductor.state.events import Event, MachineMissing, MachineRunning
 from cell_conductor.state.instance import MACHINE_EXISTS, BlockedReason, InstanceSummary, State
@@ -48,7 +48,7 @@ class Differences(Struct, frozen=True):
 
 
 def differences(
-    report: ComputeHosts,
+    report: HostStates,
     recorded: Iterable[InstanceSummary],
     *,
     database_id: str,
@@ -195,7 +195,7 @@ def _matches_record(
     return _is_deleting(record) or is_desired_here(record)
 
 
-def _running_event(report: ComputeHosts, one: Running, host_uuid: str, now: float) -> MachineRunning:
+def _running_event(report: HostStates, one: Running, host_uuid: str, now: float) -> MachineRunning:
     return MachineRunning(
         at=now,
         attempt=one.attempt,
@@ -206,5 +206,5 @@ def _running_event(report: ComputeHosts, one: Running, host_uuid: str, now: floa
     )
 
 
-def _missing_event(report: ComputeHosts, host_uuid: str, now: float) -> MachineMissing:
+def _missing_event(report: HostStates, host_uuid: str, now: float) -> MachineMissing:
     return MachineMissing(at=now, host_uuid=host_uuid, service=report.service, rescans=report.rescans)

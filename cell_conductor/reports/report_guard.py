@@ -18,8 +18,8 @@ from bus.clock import Clock
 from bus.contracts.cell import (
     MAX_NAMED_MACHINES,
     BreakerTripped,
-    ComputeHosts,
     Destroy,
+    HostStates,
     ReserveMachines,
     UnknownMachineReport,
     UnknownMachinesFound,
@@ -78,7 +78,7 @@ class ReportGuard:
         self._recorded: dict[MachineKey, str] = {}  # {machine: service} as on record
         self._read_at = 0  # the incarnation of the database that they were read of (0: not read yet)
 
-    async def assess(self, report: ComputeHosts, found: Differences) -> Sequence[tuple[str, Event]]:
+    async def assess(self, report: HostStates, found: Differences) -> Sequence[tuple[str, Event]]:
         """The events that may take effect, of those that this page, with the earlier pages of the same scan, found to
         be destructive.
         """
@@ -96,7 +96,7 @@ class ReportGuard:
         del self._scans[of]
         return events
 
-    async def _end_reset(self, report: ComputeHosts, found: Differences) -> None:
+    async def _end_reset(self, report: HostStates, found: Differences) -> None:
         """No reset allows what a report of all hosts finds as it is on record."""
         breaker = await self._store.safety.breaker(report.service)
         if breaker is None:
@@ -111,7 +111,7 @@ class ReportGuard:
 
     async def delete_resolved(
         self,
-        report: ComputeHosts,
+        report: HostStates,
         unknown: Sequence[UnknownMachine],
         protected: Container[MachineKey] = (),
         blocked: Container[str] = (),
@@ -151,7 +151,7 @@ class ReportGuard:
             del self._recorded[place]
         return [(one.location[0], one.rescan) for one in found if one not in gone and one.location not in listed]
 
-    async def reserve(self, report: ComputeHosts, unknown: Sequence[UnknownMachine]) -> None:
+    async def reserve(self, report: HostStates, unknown: Sequence[UnknownMachine]) -> None:
         """Send the machines to reserve for those hosts of a page that have others reserved."""
         wrong = wrong_reservations(report, unknown)
         if not wrong:
@@ -178,7 +178,7 @@ class ReportGuard:
         breaker = await self._store.safety.breaker(service)
         return breaker is not None and breaker.is_open
 
-    def _scan_of(self, report: ComputeHosts) -> tuple[tuple[str, bool], ScanDifferences]:
+    def _scan_of(self, report: HostStates) -> tuple[tuple[str, bool], ScanDifferences]:
         of, key = (
             (report.service, bool(first_page_of(report))),
             (report.epoch, first_page_of(report) or report.sequence),
@@ -191,7 +191,7 @@ class ReportGuard:
             del self._scans[next(iter(self._scans))]
         return of, scan
 
-    async def _decide(self, report: ComputeHosts, scan: Sequence[PageDifferences]) -> Sequence[tuple[str, Event]]:
+    async def _decide(self, report: HostStates, scan: Sequence[PageDifferences]) -> Sequence[tuple[str, Event]]:
         differences = [one for page in scan for one in page.differences]
         quarantined = [one for page in scan for one in page.quarantined]
         # The comparison read without locks, and a busy cell's records are ahead of its reports: an event that the table
@@ -238,7 +238,7 @@ class ReportGuard:
             metrics.BLOCKED.labels(service).inc(decision.blocked)
         return [(difference.uuid, difference.event) for difference in decision.effective]
 
-    async def _record(self, report: ComputeHosts, machines: Sequence[UnknownMachine]) -> list[UnknownMachine]:
+    async def _record(self, report: HostStates, machines: Sequence[UnknownMachine]) -> list[UnknownMachine]:
         """Keep unknown machines on record, and carry out an operator's decision; returns those that are new in
         quarantine.
         """
@@ -276,7 +276,7 @@ class ReportGuard:
         self._recorded = {record.location: record.service for record in await self._store.safety.records()}
         self._read_at = incarnation
 
-    async def _publish_new(self, report: ComputeHosts, new: Sequence[UnknownMachine]) -> None:
+    async def _publish_new(self, report: HostStates, new: Sequence[UnknownMachine]) -> None:
         """Publish the machines that are newly on record; of several conductors the one that recorded them does."""
         if not new:
             return

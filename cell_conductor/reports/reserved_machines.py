@@ -9,7 +9,7 @@ from bus.contracts.base import Allocations
 from bus.contracts.cell import (
     MAX_RESERVED_AT_ONCE,
     MAX_RESERVED_MACHINES,
-    ComputeHosts,
+    HostStates,
     ReservedMachine,
     ReservedOnHost,
     Running,
@@ -20,7 +20,7 @@ from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineK
 Reserved = Mapping[str, Sequence[Running]]  # by host
 
 
-def wrong_reservations(report: ComputeHosts, unknown: Sequence[UnknownMachine]) -> Reserved:
+def wrong_reservations(report: HostStates, unknown: Sequence[UnknownMachine]) -> Reserved:
     """For each host where the report disagrees, all machines that are to be reserved; most reports agree."""
     # Machines in quarantine are reserved: none of their claims is proved, and they stay. A reserved machine stays
     # reserved while it is being destroyed, and when its tag is removed: it is still there. A machine that a record

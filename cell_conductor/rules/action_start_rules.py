@@ -90,8 +90,8 @@ def abort(instance: Instance, event: ActionRequested, context: StepContext) -> S
     # While a request to placement is under way, the move is rolled back once it has answered. An abort that ended
     # before this move, and is delivered again, was not meant for it.
     action, request = action_of(instance), event.request
-    is_meant = request.migration in (None, action.request_id) and not has_ended(instance, request.request_id)
-    if request.kind is not ActionKind.ABORT or not is_meant or action.ending_request_id or action.source is None:
+    is_referenced = request.migration in (None, action.request_id) and not has_ended(instance, request.request_id)
+    if request.kind is not ActionKind.ABORT or not is_referenced or action.ending_request_id or action.source is None:
         return refuse_busy(instance, event, context)
     if action.delete:
         return refuse_request(instance, event, context, DELETED)

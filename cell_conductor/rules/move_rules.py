@@ -135,9 +135,9 @@ def on_check_passed(instance: Instance, event: ChangeEnded, context: StepContext
         return try_next(add_history(instance, "failed", event.at, event.code, event.reason), event.at, context)
     action = action_of(instance)
     if action.kind is ActionKind.EVACUATE:
-        unproved = evacuation_blocker(instance, context, fenced=action.fenced, force=action.force)
-        if unproved is not None:
-            return roll_back(instance, event.at, context, unproved.code, unproved.reason)
+        blocker = evacuation_blocker(instance, context, fenced=action.fenced, force=action.force)
+        if blocker is not None:
+            return roll_back(instance, event.at, context, blocker.code, blocker.reason)
     if action.source is None or action.kind is ActionKind.EVACUATE or action.handed_over:
         return finish(instance, event.at, context)
     earlier = replace(instance, action=replace(action, handed_over=True))

@@ -58,9 +58,9 @@ def start_with_claim(instance: Instance, event: ActionRequested, context: StepCo
             instance, event, context, "instance.not_running", "only a running instance can be live-migrated"
         )
     if request.kind is ActionKind.EVACUATE:
-        unproved = evacuation_blocker(instance, context, fenced=request.fenced, force=request.force)
-        if unproved is not None:
-            return refuse_request(instance, event, context, unproved.code, unproved.reason)
+        blocker = evacuation_blocker(instance, context, fenced=request.fenced, force=request.force)
+        if blocker is not None:
+            return refuse_request(instance, event, context, blocker.code, blocker.reason)
         if instance.power is Power.SHELVED:  # nothing is to be started elsewhere: its image is kept
             return offload(enter_action(instance, event, source=None, selections=(here,)), event.at, context)
     hosts = request.selections
@@ -262,13 +262,13 @@ def enter_active(instance: Instance, at: float, context: StepContext) -> Instanc
 def roll_back(instance: Instance, at: float, context: StepContext, code: str, reason: str) -> Step:
     """Give the destination up: its machine, then its allocation; then the source is continued."""
     lost = replace(action_of(instance), rollback_code=code, rollback_reason=step.truncate(reason))
-    undone = replace(instance, action=lost, queried=False)
-    if undone.is_in_place:
-        earlier = restore_size(step.enter_destroying(undone, State.REVERTING, at, context), at, context)
+    rolled_back = replace(instance, action=lost, queried=False)
+    if rolled_back.is_in_place:
+        earlier = restore_size(step.enter_destroying(rolled_back, State.REVERTING, at, context), at, context)
         return after(earlier, report_progress(earlier.instance, ActionState.ROLLING_BACK, at, context))
     if not lost.finishing:  # no destination has a machine
-        return report_progress(revert_allocations(undone, at, context), ActionState.ROLLING_BACK, at, context)
-    leaving = step.enter_destroying(undone, State.REVERTING, at, context)
+        return report_progress(revert_allocations(rolled_back, at, context), ActionState.ROLLING_BACK, at, context)
+    leaving = step.enter_destroying(rolled_back, State.REVERTING, at, context)
     return report_progress(leaving, ActionState.ROLLING_BACK, at, context)
 
 

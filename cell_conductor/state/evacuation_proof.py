@@ -20,7 +20,7 @@ from cell_conductor.state.step import StepContext
 # build: the operator may have decided to end the fence, or the service come back, meanwhile.
 
 NOT_FENCED, SERVICE_UP, STILL_RUNNING = "evacuate.not_fenced", "evacuate.service_up", "evacuate.still_running"
-_UNPROVED = frozenset({NOT_FENCED, SERVICE_UP, STILL_RUNNING})  # for want of a fence, or of a newer one
+_WITHOUT_FENCE = frozenset({NOT_FENCED, SERVICE_UP, STILL_RUNNING})  # for want of a fence, or of a newer one
 
 
 class NotProved(Struct, frozen=True):
@@ -73,7 +73,7 @@ def _still_runs(
 
 def lacks_proof(before: Instance, after: Instance) -> bool:
     """Whether this step has rolled an evacuation back because its host is not proved to be off."""
-    return before.state is State.PREPARING and after.action is not None and after.action.rollback_code in _UNPROVED
+    return before.state is State.PREPARING and after.action is not None and after.action.rollback_code in _WITHOUT_FENCE
 
 
 def may_run_after_evacuation(instance: Instance, host_uuid: str) -> bool:

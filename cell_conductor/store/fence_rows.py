@@ -74,10 +74,10 @@ class FenceStore(KeyedStore):
         abandoned there, and no evacuation from it has commanded a destination. False: it stays.
         """
         known = await rows.find(FENCES, [host_uuid], Lock.UPDATE)  # before the evacuations are read: see `rely_on`
-        meant = [one for one in known.values() if one.unfencing and one.version == version and not one.abandoned]
-        if not meant or await rows.is_needed(host_uuid):
+        to_end = [one for one in known.values() if one.unfencing and one.version == version and not one.abandoned]
+        if not to_end or await rows.is_needed(host_uuid):
             return False
-        await rows.put(FENCES, [replace(one, state=FenceState.UNFENCED, at=now) for one in meant], over=known)
+        await rows.put(FENCES, [replace(one, state=FenceState.UNFENCED, at=now) for one in to_end], over=known)
         return True
 
     @in_transaction

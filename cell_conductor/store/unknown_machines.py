@@ -65,7 +65,7 @@ class Safety(KeyedStore):
         for one in machines:
             named[one.uuid].append(one)
 
-        def is_meant(record: UnknownMachineRecord) -> bool:
+        def is_referenced(record: UnknownMachineRecord) -> bool:
             machine = record.machine
             return machine.kind is UnknownMachineKind.QUARANTINED and any(
                 one.host_uuid in (None, machine.host_uuid) and one.attempt in (None, machine.attempt)
@@ -74,13 +74,13 @@ class Safety(KeyedStore):
 
         incarnation, places = (
             await rows.incarnation(),
-            [one.location for one in await rows.read(UNKNOWN_MACHINES) if is_meant(one)],
+            [one.location for one in await rows.read(UNKNOWN_MACHINES) if is_referenced(one)],
         )
         known = await rows.find(UNKNOWN_MACHINES, places, Lock.UPDATE)
         decided = [
             replace(one, decision=decision, decided_by=by, decided_at=now, incarnation=incarnation)
             for one in known.values()
-            if is_meant(one)
+            if is_referenced(one)
         ]
         await rows.put(UNKNOWN_MACHINES, decided, over=known)
         return [one.location for one in decided]

@@ -188,13 +188,13 @@ class Agent:
         key = (command.host_uuid, command.instance_uuid)
         known = self._records.get(key)
         if command.keep_if_complete:
-            spared = on_destroy_if_incomplete(known, command.attempt, command.database_id)
-            if spared is not None:
-                self._actions[spared].inc()
-            if spared is DestroyAction.BUILT and known is not None:
+            check = on_destroy_if_incomplete(known, command.attempt, command.database_id)
+            if check is not None:
+                self._actions[check].inc()
+            if check is DestroyAction.BUILT and known is not None:
                 self._results.send_result(key, known)
                 return None
-            if spared is DestroyAction.VERIFY:
+            if check is DestroyAction.VERIFY:
                 looking = self._jobs.without_build(key)
                 self._jobs.start(key, looking, self._verify_then_destroy(key, looking, command, known))
                 return None

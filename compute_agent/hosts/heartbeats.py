@@ -15,7 +15,7 @@ from typing import Protocol
 import structlog
 
 from bus.clock import Clock
-from bus.contracts.cell import ComputeHosts, Heartbeat, HostReport, Running
+from bus.contracts.cell import Heartbeat, HostReport, HostStates, Running
 from bus.faults import Transient
 from bus.transport import BusError
 from bus.yielding import yield_to_loop
@@ -154,7 +154,7 @@ class Reporter:
                 if hosts is None:
                     first_sequence = first_sequence or self._sequence
                 await self._bus.publish(
-                    ComputeHosts(
+                    HostStates(
                         service=self._service,
                         cell=self._cell,
                         epoch=self._records.epoch,

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 PACKAGES = (
     *("bus", "placement_worker", "scheduler_worker", "nova_scheduler", "cell_conductor", "compute_agent"),
-    *("compute_sim", "ironic_sync", "berth", "lab.load"),
+    *("compute_sim", "ironic_sync", "gateway", "berth", "lab.load"),
 )
 TABLE = "codes.toml"
 

@@ -12,7 +12,7 @@ from itertools import product
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceRemoved, ServiceStates
+from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceRemoved, ServiceStates
 from scheduler_worker.config import Aggregate
 from scheduler_worker.filters.image import ANY, SUPPORTED
 from scheduler_worker.hosts.host_table import HostTable
@@ -309,7 +309,7 @@ class NovaState:
 
     def _notify(self, host: str, report: _Announced, now_s: float) -> None:
         self._sequence += 1
-        message = ComputeHosts(
+        message = HostStates(
             service=host,
             cell=report.cell,
             epoch=EPOCH,

@@ -185,8 +185,8 @@ class Destinations:
         request = parse_request_spec(asked.spec_obj)
         if asked.instance_uuids is None:
             raise NotDecided("no_instance_uuids", "a conductor of before Nova 16")
-        is_in_doubt = self._may_be_outlived(call) and not request.is_rebuild
-        if is_in_doubt and not await self._source.waits_for_host(asked.instance_uuids):
+        may_be_outlived = self._may_be_outlived(call) and not request.is_rebuild
+        if may_be_outlived and not await self._source.waits_for_host(asked.instance_uuids):
             log.info("nova.call_outlived", request_id=call.request_id, instances=asked.instance_uuids)
             raise self._refused(call, asked, Ended(reason=OUTLIVED))
         why = undecided(request, self._settings, self._enabled, self._lacking)

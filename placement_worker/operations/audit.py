@@ -210,8 +210,8 @@ async def move_host(connection: asyncpg.Connection, host: str, cell: str) -> Mov
     longer release them. The whole tree is locked, so that claims of its providers are decided before or after it.
     """
     await fetch(connection, ONE_WRITER_OF_TREES)
-    meant = providers.alias("meant")
-    named = sa.select(meant.c.root_id).where(sa.or_(sa.func.text(meant.c.uuid) == host, meant.c.name == host)).limit(1)
+    of_host = providers.alias("of_host").c
+    named = sa.select(of_host.root_id).where(sa.or_(sa.func.text(of_host.uuid) == host, of_host.name == host)).limit(1)
     tree = (
         sa.select(providers.c.id, ROOT.c.id, ROOT.c.uuid, ROOT.c.cell)
         .select_from(providers.join(ROOT, ROOT.c.id == providers.c.root_id))

@@ -321,7 +321,7 @@ class Reasons:
         where = f"groups {suffixes}" if suffixes else "together"
         self.unfit = self._code(where, "groups do not fit together") if suffixes else self.apart
         self.unknown = self._code("together", "too many combinations to try")
-        self.unexplained = self._code("together", "not looked into")
+        self.not_examined = self._code("together", "not looked into")
         self.passes = len(self.named)
         for codes in self.of_level:
             codes[GIVES] = self.passes

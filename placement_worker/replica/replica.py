@@ -106,7 +106,7 @@ class Replica(Trees):
         for name, value in vars(loaded).items():
             if name not in _KEPT_ON_LOAD:
                 setattr(self, name, value)
-        self._renumbered()
+        self._drop_cached()
         for uuid in self.assumptions.providers():
             self._restore({uuid: list(self.assumptions.sums_of(uuid))})
         self._confirm_all(nothing_comes=is_other)
@@ -382,7 +382,7 @@ class Replica(Trees):
         for column in self._by_number:
             column.grow(size)
 
-    def _renumbered(self) -> None:
+    def _drop_cached(self) -> None:
         """Drop what readers have cached by number."""
         self.epoch += 1
         self._caches.clear()
@@ -396,7 +396,7 @@ class Replica(Trees):
         if column is None:
             column = self._columns[name] = ClassColumns(name, len(self._by_number), self.size)
             self._by_number.append(column)
-            self._renumbered()
+            self._drop_cached()
         return column
 
     def _add_class(self, row: int, column: ClassColumns) -> None:
@@ -415,7 +415,7 @@ class Replica(Trees):
         self._keep_columns()
         left = sum(len(values) for values, _ in self._numbered()) + CLASS_WEIGHS * len(self._by_number)
         self._sweep_at = max(SWEEP_FROM, 2 * left)
-        self._renumbered()
+        self._drop_cached()
 
     def _keep_columns(self) -> None:
         """Free the columns of classes that no row has, and number the distinct inventories of the others anew."""

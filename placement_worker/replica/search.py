@@ -179,7 +179,7 @@ class RootResults:
         self.reasons = self.compiled.reasons
         self.passes = self.reasons.passes
         self._tree = self.passes + 1
-        self._of_tree = np.array([self.reasons.unexplained, self.passes, self.reasons.unknown])  # by NO, YES, UNKNOWN
+        self._of_tree = np.array([self.reasons.not_examined, self.passes, self.reasons.unknown])  # by NO, YES, UNKNOWN
         self._sharing: Sharing | None = None
         self._given = np.zeros((0, 0), dtype=np.int64)
         # the results by spec_generations alone; `_tree` where the tree must be evaluated
@@ -211,9 +211,9 @@ class RootResults:
 
     def explain(self) -> None:
         """Replace each rejection without a reason by the reason why the root is rejected."""
-        unexplained = np.flatnonzero(self.results == self.reasons.unexplained)
-        if len(unexplained):
-            self.results[unexplained] = explain(self.compiled, unexplained)
+        not_examined = np.flatnonzero(self.results == self.reasons.not_examined)
+        if len(not_examined):
+            self.results[not_examined] = explain(self.compiled, not_examined)
 
     def assignments(self, root: int, limit: int) -> list[list[int]]:
         """Return up to this many assignments on one root, best first, as the replica is now. An assignment has a row
@@ -264,14 +264,14 @@ class RootResults:
         each time.
         """
         flat = self.compiled.stand_alone(roots)
-        self._spec_results[roots] = np.where(flat, self.reasons.unexplained, self._tree)
+        self._spec_results[roots] = np.where(flat, self.reasons.not_examined, self._tree)
         fit = self.compiled.flat_by_spec(roots[flat])
         self._spec_results[fit[self.compiled.anchor_codes(fit) == self.passes]] = self.passes
 
     def _evaluate(self, rows: Rows) -> Codes:
         """Return the results on rows that are, or were, roots."""
         codes = self._spec_results[rows]
-        codes[~self.compiled.flat_has_capacity(rows) & (codes == self.passes)] = self.reasons.unexplained
+        codes[~self.compiled.flat_has_capacity(rows) & (codes == self.passes)] = self.reasons.not_examined
         trees = codes == self._tree
         if trees.any():
             codes[trees] = self._evaluate_trees(rows[trees])

@@ -114,6 +114,6 @@ def _served(replica: Replica, sharing_providers: Rows) -> tuple[Rows, Rows]:
         mine = mine[replica.is_root[mine] & (mine != replica.root[sharing_provider])]
         roots.append(mine)
         served_by.append(np.full(len(mine), sharing_provider, dtype=np.intp))
-    root, sharer_rows = np.concatenate(roots), np.concatenate(served_by)
-    order = np.lexsort((sharer_rows, root))
-    return root[order], sharer_rows[order]
+    root, sharing_rows = np.concatenate(roots), np.concatenate(served_by)
+    order = np.lexsort((sharing_rows, root))
+    return root[order], sharing_rows[order]

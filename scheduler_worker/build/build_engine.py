@@ -221,8 +221,8 @@ class SchedulingEngine:
             return plan.outcomes | dict.fromkeys(
                 (one.batch_index for one in plan.without_cell), waits(fault)
             ), plan.accepted
-        of_unbuilt = await self._carry_out(plan.without_cell, consumers)
-        return plan.outcomes | of_unbuilt.outcomes, plan.accepted | of_unbuilt.accepted
+        without_cell = await self._carry_out(plan.without_cell, consumers)
+        return plan.outcomes | without_cell.outcomes, plan.accepted | without_cell.accepted
 
     async def _carry_out(
         self, deletes: Sequence[PendingDelete], consumers: Mapping[ProjectsBuild, ConsumerRecord] | None = None
@@ -232,9 +232,9 @@ class SchedulingEngine:
         async with self._store.unit() as unit:
             builds = await unit.lock([one.request.instance_uuid for one in deletes])
             plan = plan_deletes(deletes, builds, actor, consumers)
-            graves = tombstones(plan.unknown, builds.keys(), actor)
-            inserted = await unit.insert(graves, actor.at)
-            made = {uuid: new.build for new in graves if (uuid := new.build.instance_uuid) in inserted}
+            new_tombstones = tombstones(plan.unknown, builds.keys(), actor)
+            inserted = await unit.insert(new_tombstones, actor.at)
+            made = {uuid: new.build for new in new_tombstones if (uuid := new.build.instance_uuid) in inserted}
             answer_unknown(plan, {**builds, **made}, actor, consumers or {})
             for message in plan.messages:
                 unit.emit(message)

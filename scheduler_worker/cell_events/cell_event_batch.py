@@ -80,9 +80,9 @@ def apply_action_event(
 # home in the same way.
 
 
-def is_owner(cell: str, departure: CellTransfer, build: RecordedBuild | None) -> bool:
-    """Whether a cell has the instance that it gives up: no departure from before it came there counts."""
-    return build is not None and build.cell == cell and departure.attempt >= build.now.first_attempt
+def is_owner(cell: str, cell_transfer: CellTransfer, build: RecordedBuild | None) -> bool:
+    """Whether a cell has the instance that it gives up: no transfer from before it came there counts."""
+    return build is not None and build.cell == cell and cell_transfer.attempt >= build.now.first_attempt
 
 
 def transferred(
@@ -95,15 +95,15 @@ def transferred(
     assert event.transfer is not None
     sequence = max(event.sequence, build.sequence)
     spec = replace(event.transfer.spec, instance_uuid=build.instance_uuid, project_id=build.project_id)
-    departure: CellTransfer = replace(event.transfer, spec=spec, sequence=sequence)
+    cell_transfer: CellTransfer = replace(event.transfer, spec=spec, sequence=sequence)
     transfer = None if action is None or action.terminal else action.transfer
     commands: list[Message] = []
-    if action is not None and transfer is not None and departure.cell in (transfer.home, transfer.away):
-        transfer = _next_of(transfer, departure, hosts_of)
+    if action is not None and transfer is not None and cell_transfer.cell in (transfer.home, transfer.away):
+        transfer = _next_of(transfer, cell_transfer, hosts_of)
         # The host that it is to have there: a drain of it waits, also while that cell has not answered.
         first = next(iter(transfer.command.selections if isinstance(transfer.command, CellAction) else ()), None)
         host, host_uuid = (None, None) if first is None else (first.host, first.host_uuid)
-        action = replace(action, cell=departure.cell, host=host, host_uuid=host_uuid, transfer=transfer)
+        action = replace(action, cell=cell_transfer.cell, host=host, host_uuid=host_uuid, transfer=transfer)
         commands.append(transfer.command)
     else:
         query = CellActionQuery(
@@ -111,32 +111,33 @@ def transferred(
             instance_uuid=build.instance_uuid,
             project_id=build.project_id,
             kind=event.kind or ActionKind.UNSHELVE,
-            transfer=departure,
+            transfer=cell_transfer,
         )
         commands.append(query)
-    instance = replace(build.now, first_attempt=departure.attempt + 1)
-    there = replace(build, cell=departure.cell, host=None, host_uuid=None, sequence=sequence, instance=instance)
+    instance = replace(build.now, first_attempt=cell_transfer.attempt + 1)
+    there = replace(build, cell=cell_transfer.cell, host=None, host_uuid=None, sequence=sequence, instance=instance)
     if build.state is BuildState.DELETING:
         commands.append(delete_of(there, may_have_started=False))
     return action, there, commands
 
 
-def _next_of(transfer: Transfer, departure: CellTransfer, hosts_of: HostsOf) -> Transfer:
+def _next_of(transfer: Transfer, cell_transfer: CellTransfer, hosts_of: HostsOf) -> Transfer:
     """The transfer when a cell has given the instance up: built in the other one; or at home again, on the host that it
     had there, or on another one that fits by now.
     """
     build = transfer.build
-    if departure.cell == transfer.away:
-        had_host = departure.kind is not ActionKind.UNSHELVE
-        back = (departure.last,) if had_host else ()
-        return replace(transfer, command=replace(build, transfer=departure, sequence=departure.sequence), back=back)
-    failed = replace(departure, code=departure.code or "max_retries_exceeded")
-    hosts = {one.host_uuid: one for one in transfer.back}
+    if cell_transfer.cell == transfer.away:
+        had_host = cell_transfer.kind is not ActionKind.UNSHELVE
+        home_hosts = (cell_transfer.last,) if had_host else ()
+        command = replace(build, transfer=cell_transfer, sequence=cell_transfer.sequence)
+        return replace(transfer, command=command, home_hosts=home_hosts)
+    failed = replace(cell_transfer, code=cell_transfer.code or "max_retries_exceeded")
+    hosts = {one.host_uuid: one for one in transfer.home_hosts}
     for one in hosts_of((build.request_id, build.instance_uuid), transfer.home):
         hosts.setdefault(one.host_uuid, one)
     selections = tuple(hosts.values())[:MAX_SELECTIONS]
     home = replace(build, spec=None, selections=selections, limits={}, to_cell=None)
-    return replace(transfer, command=replace(home, transfer=failed, sequence=departure.sequence))
+    return replace(transfer, command=replace(home, transfer=failed, sequence=cell_transfer.sequence))
 
 
 class AppliedEvent(Struct, frozen=True):

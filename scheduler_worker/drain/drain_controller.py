@@ -196,15 +196,15 @@ class DrainController:
                 *((one.instance_uuid, one.code, one.reason) for one in down if one.state is not ActionState.DONE),
             )
         ]
-        not_begun = [one.instance.instance_uuid for one in waiting if not one.is_stuck]
-        counts = dict(zip(State, map(len, (not_begun, under_way, moved, failed)), strict=True))
+        not_started = [one.instance.instance_uuid for one in waiting if not one.is_stuck]
+        counts = dict(zip(State, map(len, (not_started, under_way, moved, failed)), strict=True))
         return replace(
             _progress(drain, record, counts),
             moved=tuple(moved),
             failed=tuple(failed[:MAX_PLANNED]),
             under_way=tuple(sorted(under_way)),
-            not_begun=tuple(not_begun[:MAX_PLANNED]),
-            more=not is_known or max(len(moves), len(failed), len(not_begun)) >= MAX_PLANNED,
+            not_started=tuple(not_started[:MAX_PLANNED]),
+            more=not is_known or max(len(moves), len(failed), len(not_started)) >= MAX_PLANNED,
         )
 
     # --- carrying them out

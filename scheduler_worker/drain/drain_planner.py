@@ -127,9 +127,9 @@ class DrainPlanner:
         decided = next_moves(level, instances, {}, BegunMoves(), now)
         moves: list[PlannedMove] = []
         choices = _Choices(self._selector)
-        barred = {one.uuid: "host.drained" for one in hosts}
+        blocked = {one.uuid: "host.drained" for one in hosts}
         for start in range(0, len(decided.moves), SLICE):
-            moves += await self._slice(decided.moves[start : start + SLICE], barred, choices)
+            moves += await self._slice(decided.moves[start : start + SLICE], blocked, choices)
             await yield_to_loop()
         waiting = [_planned(one.instance, code=one.code, reason=one.reason) for one in decided.waiting if one.code]
         single = hosts[0] if target is DrainTarget.HOST else None
@@ -151,7 +151,7 @@ class DrainPlanner:
         return _group_of(one) is None, sizes, one.instance_uuid
 
     async def _slice(
-        self, planned: Sequence[NextMove], barred: Mapping[str, str], choices: _Choices
+        self, planned: Sequence[NextMove], blocked: Mapping[str, str], choices: _Choices
     ) -> list[PlannedMove]:
         now = self._clock.time()
         pending = [PendingAction(batch_index=0, request=one.request, taken_at=now, delivery=LAST) for one in planned]
@@ -163,7 +163,7 @@ class DrainPlanner:
             for request, move, where in zip(pending, planned, located, strict=True):
                 place = answer_or_raise(where)
                 place = replace(place, page=choices.seen(move.instance, place.page))
-                chosen = await self._chosen(request, move.instance, place, barred)
+                chosen = await self._chosen(request, move.instance, place, blocked)
                 if chosen.selections:
                     choices.add(request.request.request_id, move.instance, chosen)
                 hosts = tuple(selection.host for selection in chosen.selections)
@@ -176,7 +176,7 @@ class DrainPlanner:
         return found
 
     async def _chosen(
-        self, pending: PendingAction, one: InstanceOnHost, located: Located, barred: Mapping[str, str]
+        self, pending: PendingAction, one: InstanceOnHost, located: Located, blocked: Mapping[str, str]
     ) -> Chosen:
         """Hosts for one instance, or why there are none. It never waits, so a slice is planned on one state."""
         result = self._actions.check(pending, one.known)
@@ -184,7 +184,7 @@ class DrainPlanner:
             return Chosen(failure=result)
         if one.source.uuid not in located.page.hosts.get(one.instance_uuid, ()):
             return Chosen(failure=Refusal(code="instance.elsewhere", reason="placement knows it on another host"))
-        found = await self._actions.choose(pending, one.known, located, planned=barred)
+        found = await self._actions.choose(pending, one.known, located, planned=blocked)
         return Chosen(failure=Refusal(code=found.code, reason=found.reason)) if isinstance(found, Retry) else found
 
 

@@ -327,7 +327,7 @@ def is_restarted(known: ActionContext, config: SchedulerConfig) -> bool:
 
 # --- what hosts hold
 
-_UNBUILT = frozenset({BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUILDING})
+_WITHOUT_MACHINE = frozenset({BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUILDING})
 
 
 def is_migration(holder: TreeConsumer) -> bool:
@@ -365,7 +365,7 @@ def _hold_reason(
     host: DrainedHost, known: ActionContext, build: RecordedBuild, by: RecordedAction | None
 ) -> tuple[str, str]:
     """A code and its reason; "": the instance is active on this host."""
-    if build.state in _UNBUILT:
+    if build.state in _WITHOUT_MACHINE:
         return BUILDING, f"its build is {build.state}"
     if build.state is not BuildState.ACTIVE:
         code = UNRELEASED if build.state in TERMINAL_STATES else RELEASING

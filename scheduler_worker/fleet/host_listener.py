@@ -11,7 +11,7 @@ import numpy as np
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.cell import ComputeHosts, ReportHosts, ServiceRemoved, ServiceStates
+from bus.contracts.cell import HostStates, ReportHosts, ServiceRemoved, ServiceStates
 from bus.contracts.drains import MAX_DRAINED
 from bus.contracts.placement_queries import ServiceHostsPage, ServiceHostsQuery
 from bus.contracts.waiting_builds import BuildsWaiting
@@ -60,15 +60,15 @@ class HostsListener:
         """Queue `scheduler.hosts.{process}` of one cell. A service reports hosts of its own cell only."""
         now_s = self._clock.monotonic()
         # The whole batch has been decoded in this turn.
-        hosts = sum(len(one.message.hosts) for one in batch if isinstance(one.message, ComputeHosts))
+        hosts = sum(len(one.message.hosts) for one in batch if isinstance(one.message, HostStates))
         for received in batch:
             message = received.message
-            reported = len(message.hosts) if isinstance(message, ComputeHosts) else 0
+            reported = len(message.hosts) if isinstance(message, HostStates) else 0
             hosts += reported
             if hosts > HOSTS_AT_ONCE:
                 hosts = reported
                 await yield_to_loop()
-            if isinstance(message, ComputeHosts | ServiceStates) and message.cell == self._bus.name:
+            if isinstance(message, HostStates | ServiceStates) and message.cell == self._bus.name:
                 self._table.apply(message, now_s)
             elif isinstance(message, ServiceRemoved) and message.cell == self._bus.name:
                 self._table.delete_service(message, now_s)
@@ -96,8 +96,8 @@ class HostsListener:
             while True:
                 await self._clock.sleep(RECONNECT_CHECK_S)
                 now_s = self._clock.monotonic()
-                doubts = now_s - requested_at >= RECONNECT_GRACE_S and self._table.knows_more(self._bus.name)
-                if not self._requested or now_s >= due or doubts:
+                may_lack = now_s - requested_at >= RECONNECT_GRACE_S and self._table.knows_more(self._bus.name)
+                if not self._requested or now_s >= due or may_lack:
                     break
 
     async def request_reports(self) -> bool:

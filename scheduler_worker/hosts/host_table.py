@@ -14,7 +14,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from bus.contracts.base import MAX_REASON, Refusal
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceRemoved, ServiceStates
+from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceRemoved, ServiceStates
 from bus.contracts.operations import AdminState, HostAdminState
 
 Rows = npt.NDArray[np.intp]
@@ -129,7 +129,7 @@ class HostTable:
             return [name]
         return [self.uuids[index] for index in self._by_name.get(name, ())]
 
-    def apply(self, message: ComputeHosts | ServiceStates, now_s: float) -> bool:
+    def apply(self, message: HostStates | ServiceStates, now_s: float) -> bool:
         """Apply one report. False: it is outdated, and ignored."""
         if isinstance(message, ServiceStates):
             return self._apply_service_states(message, now_s)
@@ -345,14 +345,14 @@ class HostTable:
         self.revision += (down is None) is not (service.down is None)
         service.down = down
 
-    def _add_service(self, message: ComputeHosts, now_s: float) -> int:
+    def _add_service(self, message: HostStates, now_s: float) -> int:
         self.services.append(ServiceState(message.service, message.cell, message.epoch, message.sequence, now_s))
         self._service_index[message.cell, message.service] = len(self.services) - 1
         if message.cell not in self.cells:
             self.cells.append(message.cell)
         return len(self.services) - 1
 
-    def _apply_hosts(self, service: int, message: ComputeHosts, now_s: float) -> None:
+    def _apply_hosts(self, service: int, message: HostStates, now_s: float) -> None:
         cell = self.cells.index(message.cell)
         state = self.services[service]
         state.ring = (message.ring_term, message.ring_number)

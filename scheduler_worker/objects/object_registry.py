@@ -250,8 +250,8 @@ class ObjectRegistry:
             return made
         if (problem := self._zone_conflict(planned, made.config)) is not None:
             return Refusal(code=ZONE_CONFLICT, reason=problem[:MAX_REASON])
-        harm = None if change.force else await self._impact(present, planned, made.config)
-        return harm or planned
+        impact = None if change.force else await self._impact(present, planned, made.config)
+        return impact or planned
 
     async def write(
         self, make: MakeChange, is_late: Callable[[], bool] = never, *, message_id: str = ""

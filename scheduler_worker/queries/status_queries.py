@@ -205,9 +205,9 @@ def _record(
 def _absence_reason(one: _Host, selector: Selector) -> str:
     if one.is_in_placement or selector.table.live_service_of(one.uuid) is None:
         return ""
-    namesakes = [uuid for uuid in selector.table.find(one.name) if selector.replica.row_of(uuid) is not None]
-    if namesakes:
-        return f"placement has another host of this name: {', '.join(namesakes)}"
+    duplicate_names = [uuid for uuid in selector.table.find(one.name) if selector.replica.row_of(uuid) is not None]
+    if duplicate_names:
+        return f"placement has another host of this name: {', '.join(duplicate_names)}"
     return "its inventory has not come, or was refused"
 
 

@@ -35,7 +35,7 @@ class Transfer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     away: str
     build: CellAction  # what the other cell is commanded for
     command: CellTransferOut | CellAction  # what the cell of the move does now
-    back: tuple[Selection, ...] = ()  # the host that the instance had at home
+    home_hosts: tuple[Selection, ...] = ()  # the host that the instance had at home
 
 
 class RecordedAction(RecordedRequest, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ from bus.contracts.cell import (
     BreakerTripped,
     CellBuild,
     CellDelete,
-    ComputeHosts,
+    HostStates,
     InstanceSpec,
     ReportHosts,
     Selection,
@@ -85,7 +85,7 @@ class LoneCell:
         self.bus = Bus(name, MemoryTransport(self.broker, "ears"), process="ears", clock=self.clock, rng=self.rng)
         self.table = MemoryInstanceTable(self.clock)
         self.records = Records()
-        self.reports: list[ComputeHosts] = []
+        self.reports: list[HostStates] = []
         self.events: list[BuildEvent] = []
         self.alarms: list[UnknownMachinesFound | BreakerTripped] = []
         self._lives: list[Life] = []
@@ -147,7 +147,7 @@ class LoneCell:
         return [Done(self._answer(received.message)) for received in batch]
 
     def _answer(self, message: Message) -> Message | None:
-        if isinstance(message, ComputeHosts):
+        if isinstance(message, HostStates):
             self.reports.append(message)
             return None
         if isinstance(message, BuildEvent):
@@ -165,7 +165,7 @@ class LoneCell:
     async def until(self, there: Any) -> Any:
         return await until(there, WAIT_S)
 
-    async def look(self) -> ComputeHosts:
+    async def look(self) -> HostStates:
         """Some whole reports more, and what a conductor did about them; returns the last."""
         for _ in range(LOOKS):
             earlier = len(self.reports)

@@ -285,7 +285,7 @@ def test_a_host_is_drained_by_its_plan(web: Web) -> None:
             wait_until(lambda: see.get(where).json()["state"] == "ended")
             accepted = see.get(where).json()
             assert instance in accepted["moved"] and not (
-                accepted["failed"] or accepted["not_begun"] or accepted["under_way"]
+                accepted["failed"] or accepted["not_started"] or accepted["under_way"]
             ), accepted
             assert client.get(f"/api/v1/builds/{instance}").json()["host"] != host
             assert client.get(f"/api/v1/hosts/{host}").json()["host"]["admin"]["reason"] == "fan"

@@ -43,7 +43,7 @@ from cell_conductor.state.unknown_machine import UnknownMachineKind
 from placement_worker.operations import audit as questions
 from placement_worker.operations import export_store
 from placement_worker.operations.audit import Duplicate, repair
-from placement_worker.operations.audit import move_host as move_host_in_book
+from placement_worker.operations.audit import move_host as move_host_in_placement
 from placement_worker.operations.export import MAX_LINE_BYTES, CopyReader, InvalidExport, PlacementExport, lines, parse
 from placement_worker.service import PlacementService
 from placement_worker.store.postgres_rows import PostgresPlacementRows
@@ -221,7 +221,7 @@ async def move_host(
     """
     here = database_of(settings)
     async with _placement(here) as (_, database), database.raw() as connection:
-        moved = await move_host_in_book(connection, host, here.check_cell(cell))
+        moved = await move_host_in_placement(connection, host, here.check_cell(cell))
     was = moved.before or "no cell"
     if moved.outcome == "unknown":
         raise Stop(Exit.NO, "host.unknown", f"placement has no provider {host!r}")

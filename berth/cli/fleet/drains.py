@@ -233,7 +233,7 @@ async def _follow(berth: BuildClient, ident: str, timeout_s: float, by: str, as_
 
 def _ended(seen: DrainProgress, as_json: bool) -> int:
     _show(seen, as_json)
-    left = len(seen.not_begun) + len(seen.under_way)
+    left = len(seen.not_started) + len(seen.under_way)
     if seen.state is not DrainState.ENDED and not as_json:
         if client_drains.is_stuck(seen):
             reason = f"{counted(len(seen.failed), 'instance')} cannot move now; the drain goes on: "
@@ -283,7 +283,7 @@ def show_drain(one: DrainProgress) -> None:
     print_line(f"drain {one.id} of {one.target} {one.host}, by {one.by}: {one.reason}")
     print_line(f"{_counted(one)}{code}{until}")
     rows = [[fault.instance_uuid, fault.code, printable(fault.reason)] for fault in one.failed]
-    rows += [[uuid, "", "waits"] for uuid in one.not_begun]
+    rows += [[uuid, "", "waits"] for uuid in one.not_started]
     if rows:
         render_rows(out, ["remaining", "code", "reason"], rows)
 

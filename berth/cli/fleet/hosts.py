@@ -480,11 +480,11 @@ async def workers(
 
 
 def _worker_row(one: WorkerRecord) -> list[str | Text]:
-    beat = one.heartbeat
-    state = Text(beat.phase, "green") if not beat.not_ready else Text("; ".join(beat.not_ready), "yellow")
+    sent = one.heartbeat
+    state = Text(sent.phase, "green") if not sent.not_ready else Text("; ".join(sent.not_ready), "yellow")
     if one.silent:
-        state = Text(f"silent, was {beat.phase}", "red")
-    in_flight = ", ".join(f"{queue} {count}" for queue, count in sorted(beat.in_flight.items()) if count)
-    since = utc(beat.started_at)
+        state = Text(f"silent, was {sent.phase}", "red")
+    in_flight = ", ".join(f"{queue} {count}" for queue, count in sorted(sent.in_flight.items()) if count)
+    since = utc(sent.started_at)
     last_seen = f"{one.last_seen_s:.0f} s ago"
-    return [beat.role, beat.worker, one.bus, beat.host, str(beat.pid), beat.version, since, last_seen, state, in_flight]
+    return [sent.role, sent.worker, one.bus, sent.host, str(sent.pid), sent.version, since, last_seen, state, in_flight]

@@ -292,13 +292,13 @@ def _message(
 ) -> ActionRequest:
     """The message. Raises Stop for requests that the scheduler would refuse as malformed."""
     named = {name: value for name, value in fields.items() if value is not None}
-    of_whom = {
+    of_instance = {
         "request_id": request_id or new_uuid(random.SystemRandom()),
         "instance_uuid": uuid,
         "project_id": project,
     }
     try:
-        return msgspec.convert({**of_whom, "kind": kind.value, **named}, ActionRequest)
+        return msgspec.convert({**of_instance, "kind": kind.value, **named}, ActionRequest)
     except msgspec.ValidationError as error:
         raise Stop(Exit.USAGE, "request.invalid", reason_of(error)) from error
 

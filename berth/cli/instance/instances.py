@@ -398,7 +398,7 @@ async def list_builds(settings: Settings, *, options: ListOptions) -> None:
 
 
 def _build_row(one: BuildRecord) -> list[str | Text]:
-    where: list[str | Text] = [_colour(one.standing), one.cell or "", one.host or ""]
+    where: list[str | Text] = [_colour(one.shown_state), one.cell or "", one.host or ""]
     return [one.instance_uuid, one.name, one.flavor, *where, utc(one.updated_at)]
 
 

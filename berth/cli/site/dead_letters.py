@@ -15,7 +15,7 @@ from berth.config.site import Site, bus_transports
 from berth.dead_letters import send_back
 from berth.text import counted, printable, render_rows, utc
 from bus.bus import API
-from bus.consuming import dead_letters as letters
+from bus.consuming import dead_letters as bus_dead_letters
 from bus.consuming.dead_letters import Counts, DeadLetter
 from bus.service.settings import SettingsError
 from bus.transport import QueueMissing, Transport
@@ -25,7 +25,7 @@ MAX_NAMED = 10  # dead letters in one message
 
 # Why dead letters are never replayed, by the code.
 BLOCKED = {
-    letters.TRUNCATED: "with only the first bytes of its message: not replayed",
+    bus_dead_letters.TRUNCATED: "with only the first bytes of its message: not replayed",
 }
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ async def list_dead_letters(
     if queue is None:
         _show_counts(await _counts(site, bus), as_json)
         return
-    found = await _on(site, bus or API, lambda transport: letters.list_dead(transport, queue, limit))
+    found = await _on(site, bus or API, lambda transport: bus_dead_letters.list_dead(transport, queue, limit))
     if as_json:
         print_json([_plain(dead_letter) for dead_letter in found])
         return
@@ -73,7 +73,7 @@ async def show(
     as_json: AsJson = False,
 ) -> None:
     """Show one dead letter whole. Its body may contain secrets."""
-    found = await _on(Site(settings), bus, lambda transport: letters.list_dead(transport, queue, MAX_SHOWN))
+    found = await _on(Site(settings), bus, lambda transport: bus_dead_letters.list_dead(transport, queue, MAX_SHOWN))
     dead_letter = next((dead_letter for dead_letter in found if dead_letter.id == dead_letter_id), None)
     if dead_letter is None:
         raise Stop(Exit.NO, "dead_letter.unknown", f"{queue} has no dead letter {dead_letter_id}")
@@ -147,10 +147,11 @@ async def purge(
     site, ids = Site(settings), None
     if not yes:
         ids = [
-            dead_letter.id for dead_letter in await _on(site, bus, lambda of: letters.list_dead(of, queue, MAX_SHOWN))
+            dead_letter.id
+            for dead_letter in await _on(site, bus, lambda of: bus_dead_letters.list_dead(of, queue, MAX_SHOWN))
         ]
         ask_first(f"Purge the oldest {counted(len(ids), 'dead letter')} of {queue} of bus {bus}", yes=yes)
-    purged = await _on(site, bus, lambda transport: letters.purge(transport, queue, ids))
+    purged = await _on(site, bus, lambda transport: bus_dead_letters.purge(transport, queue, ids))
     print_result({"purged": purged}, as_json, f"{purged} purged")
 
 
@@ -185,7 +186,7 @@ async def _buses(site: Site, bus: str | None) -> Mapping[str, Callable[[], Trans
 
 async def _counted(transport: Transport) -> Counts:
     try:
-        return await letters.count(transport)
+        return await bus_dead_letters.count(transport)
     except QueueMissing:
         return Counts({}, 0)
 
@@ -200,7 +201,7 @@ def _show_counts(counts: dict[str, Counts], as_json: bool) -> None:
         )
     for bus, found_on in counts.items():
         if found_on.more:
-            err.print(f"{bus}: {found_on.more} more behind the oldest {letters.MAX_COUNTED}", soft_wrap=True)
+            err.print(f"{bus}: {found_on.more} more behind the oldest {bus_dead_letters.MAX_COUNTED}", soft_wrap=True)
 
 
 def _plain(dead_letter: DeadLetter) -> dict[str, object]:

@@ -117,16 +117,16 @@ def both(env: Environment, settings: Settings, store: PlacementService | None = 
     end the frontend is drained first, as its calls claim at placement.
     """
     placement = _Part(placement_worker.app.build(env, settings.placement, (), store=store, health_with_rest=True))
-    front = _Part(nova_scheduler.app.build(env, settings.nova, settings.scheduler))
-    placement.service.add_bus_check(front.service.name, front.not_ready)  # /readyz is its
+    frontend = _Part(nova_scheduler.app.build(env, settings.nova, settings.scheduler))
+    placement.service.add_bus_check(frontend.service.name, frontend.not_ready)  # /readyz is its
     service = WorkerRuntime("nova", clock=env.clock)
-    for part in (placement, front):
+    for part in (placement, frontend):
         service.add_task(part.service.name, part.run)
         service.add_bus_check(part.service.name, part.not_ready)
 
     async def drain(_grace_s: float) -> None:
         """Each within its own grace time."""
-        await front.drain()
+        await frontend.drain()
         await placement.drain()
 
     service.add_drain(drain)

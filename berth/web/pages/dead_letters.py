@@ -19,7 +19,7 @@ from berth.dead_letters import send_back
 from berth.web.api import Handlers, converted, number_of, object_of, parsed, route
 from berth.web.problems import Problem
 from berth.web.sign_in_sessions import WebRole
-from bus.consuming import dead_letters as letters
+from bus.consuming import dead_letters as bus_dead_letters
 from bus.consuming.dead_letters import Counts, DeadLetter
 from bus.contracts.base import Label
 from bus.service.environment import CellAddressInvalid, Environment
@@ -101,7 +101,7 @@ class DeadLetterActions:
             try:
                 async with self._opened(bus, make) as transport:
                     try:
-                        counted = await letters.count(transport)
+                        counted = await bus_dead_letters.count(transport)
                     except QueueMissing:  # no worker has been on that bus yet
                         counted = Counts({}, 0)
             except CellAddressInvalid as fault:
@@ -113,12 +113,14 @@ class DeadLetterActions:
     async def of_queue(self, bus: str, queue: str, limit: int) -> list[DeadLetterView]:
         """The oldest letters of a queue."""
         async with self._open(bus) as transport:
-            return [_view(bus, dead_letter) for dead_letter in await letters.list_dead(transport, queue, limit)]
+            return [
+                _view(bus, dead_letter) for dead_letter in await bus_dead_letters.list_dead(transport, queue, limit)
+            ]
 
     async def one(self, bus: str, queue: str, ident: str) -> DeadLetterView:
         """One letter with its body. Raises Problem 404."""
         async with self._open(bus) as transport:
-            found = [one for one in await letters.list_dead(transport, queue, MAX_SHOWN) if one.id == ident]
+            found = [one for one in await bus_dead_letters.list_dead(transport, queue, MAX_SHOWN) if one.id == ident]
         if not found:
             raise Problem(404, "dead_letter.unknown", f"{queue[:255]} has no dead letter {ident[:255]}")
         return _view(bus, found[0], body=found[0].body.decode(errors="replace"))
@@ -133,7 +135,7 @@ class DeadLetterActions:
     async def purge(self, bus: str, queue: str) -> DeadLettersPurged:
         """Throw the dead letters of a queue away."""
         async with self._open(bus) as transport:
-            return DeadLettersPurged(await letters.purge(transport, queue))
+            return DeadLettersPurged(await bus_dead_letters.purge(transport, queue))
 
     @asynccontextmanager
     async def _open(self, bus: str) -> AsyncIterator[Transport]:

@@ -183,8 +183,8 @@ class NovaPages:
         request_id = request.path_params["request_id"]
         calls = self._calls.of_request(request_id)
         if not (calls.compared or calls.decisions):
-            sentence = f"nothing is kept here about request {request_id[:MAX_SHOWN_ID]}: see the logs (berth explain)"
-            raise Problem(404, "explain.unknown", sentence)
+            message = f"nothing is kept here about request {request_id[:MAX_SHOWN_ID]}: see the logs (berth explain)"
+            raise Problem(404, "explain.unknown", message)
         return self._page(request, "nova_call.html", request_id=request_id, calls=calls)
 
     def _page(self, request: Request, template: str, status: int = 200, **fields: Any) -> Response:

@@ -399,7 +399,7 @@ async function followDrain(id) {
     const { ok, reply } = answer;
     if (ok) {
       byId("drain-state").textContent = reply.state;
-      for (const [name, count] of [["moved", reply.moved.length], ["under-way", reply.under_way.length], ["not-begun", reply.not_begun.length], ["failed", reply.failed.length]]) byId("drain-" + name).textContent = count;
+      for (const [name, count] of [["moved", reply.moved.length], ["under-way", reply.under_way.length], ["not-started", reply.not_started.length], ["failed", reply.failed.length]]) byId("drain-" + name).textContent = count;
       byId("drain-progress").value = reply.moved.length;
       byId("drain-failures").replaceChildren(...reply.failed.map((one) => row([link("/builds/" + one.instance_uuid, one.instance_uuid), one.code, one.reason])));
       if (reply.state === "ended") return;

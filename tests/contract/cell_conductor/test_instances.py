@@ -14,7 +14,7 @@ from bus.clock import SystemClock
 from bus.contracts.actions import ActionKind
 from bus.contracts.base import SENT_SLOTS, DatabaseMark
 from bus.contracts.build import AttemptRecord
-from bus.contracts.cell import CellDelete, ComputeHosts, HostReport, InstanceSpec, Running, Selection
+from bus.contracts.cell import CellDelete, HostReport, HostStates, InstanceSpec, Running, Selection
 from bus.faults import DatabaseReplaced, DatabaseUnavailable, Transient
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict
@@ -1033,7 +1033,7 @@ async def test_a_machine_whose_record_cannot_be_read_is_neither_explained_nor_ov
         await connection.execute("UPDATE instances SET state = 'later' WHERE uuid = $1", A)
     runs = Running(instance_uuid=A, attempt=1, database_id="d")
     host = HostReport(uuid=HOST, name="h", running=(runs,))
-    report = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=(host,))
+    report = HostStates(service="s", cell="c1", epoch=1, sequence=1, hosts=(host,))
     found = differences(report, await store.summaries([HOST], [A]), database_id="d", now=9.0, grace_s=1.0)
     assert found == Differences(
         unknown_machines=(UnknownMachine(A, 1, HOST, UnknownMachineKind.QUARANTINED, "its record cannot be read"),)

@@ -42,7 +42,7 @@ from cell_conductor.machine_search import SourceLookup
 from cell_conductor.periodic import look_up_forever
 from cell_conductor.recovery.cell_recovery import CellRecovery
 from cell_conductor.recovery.known_reader import KnownReader
-from cell_conductor.reports.listings import Listings
+from cell_conductor.reports.listings import HostListings
 from cell_conductor.state.instance import State
 from cell_conductor.state.lease import Lease
 from cell_conductor.store.postgres import PostgresInstances
@@ -301,7 +301,7 @@ class Cell:
         self.relay = Relay(self.store.outbox, {CELL: self.bus}, clock=self.clock)
         self.searches: list[asyncio.Task[None]] = []
         stack.push_async_callback(_cancel, self.searches)
-        listings = Listings()
+        listings = HostListings()
         listings.record(listing("s1", 1, 2, 3, pages=1, first_sequence=1))
         self.search = SourceLookup(self.store, self.bus, clock=self.clock, config=self.config, listings=listings)
         self.leases = Leases()

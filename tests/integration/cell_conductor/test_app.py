@@ -27,7 +27,7 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildState
-from bus.contracts.cell import ComputeHosts, InstanceSpec, ReportHosts, Selection
+from bus.contracts.cell import HostStates, InstanceSpec, ReportHosts, Selection
 from bus.contracts.placement import InventoryUpdate
 from bus.faults import BrokenInvariant, DatabaseUnavailable
 from bus.memory import MemoryBroker, MemoryTransport
@@ -287,7 +287,7 @@ class World:
             earlier = len(self.received)
             await self.bus.publish(ReportHosts())
             await until(
-                lambda earlier=earlier: any(isinstance(m, ComputeHosts) and m.complete for m in self.received[earlier:])
+                lambda earlier=earlier: any(isinstance(m, HostStates) and m.complete for m in self.received[earlier:])
             )
 
     def offered(self) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 
 from bus.clock import new_uuid
 from bus.contracts.build import BuildState
-from bus.contracts.cell import CellBuild, ComputeHosts, HostReport, Running
+from bus.contracts.cell import CellBuild, HostReport, HostStates, Running
 from bus.faults import Transient
 from cell_conductor.request_handlers import build_requested
 from cell_conductor.state.events import InstanceEvent
@@ -50,7 +50,7 @@ async def test_reports_repair_lost_results_and_lost_machines_and_leave_what_no_r
     cell.around.running = {(cell.host(1), quiet.spec.instance_uuid): 1, (cell.host(1), orphan): 4}
     cell.clock.offset += 40.0
     (lost,) = await cell.store.summaries([], [doomed.spec.instance_uuid])
-    report = ComputeHosts(
+    report = HostStates(
         service="s1",
         cell=CELL,
         epoch=1,

@@ -13,7 +13,7 @@ from bus.clock import SystemClock, new_uuid
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Outcome, Received
 from bus.contracts.build import BuildState
-from bus.contracts.cell import ComputeHosts, HostReport, Running
+from bus.contracts.cell import HostReport, HostStates, Running
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.memory import MemoryBroker, MemoryTransport
 from cell_conductor.hosts.fence_controller import PUBLISH_S, FenceController
@@ -87,7 +87,7 @@ class FencedCell(Cell):
         rescans += [] if known is None else [known.rescan]
         host = HostReport(uuid=self.host(n), name=f"host-{n}", running=running)
         await self.around.bus.publish(
-            ComputeHosts(
+            HostStates(
                 service=service,
                 cell=CELL,
                 epoch=9,

@@ -25,11 +25,11 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.cell import (
-    ComputeHosts,
     ComputeOutcome,
     ComputeResult,
     Destroy,
     Heartbeat,
+    HostStates,
     InstanceSpec,
     ReportHosts,
     RingMembers,
@@ -138,8 +138,8 @@ class Cell:
     def results(self, instance: str | None = None) -> list[ComputeResult]:
         return [m for m in self.received if isinstance(m, ComputeResult) and instance in (None, m.instance_uuid)]
 
-    def announced(self) -> list[ComputeHosts]:
-        return [m for m in self.received if isinstance(m, ComputeHosts)]
+    def announced(self) -> list[HostStates]:
+        return [m for m in self.received if isinstance(m, HostStates)]
 
     def heartbeats(self) -> list[Heartbeat]:
         return [m for m in self.received if isinstance(m, Heartbeat)]
@@ -175,7 +175,7 @@ class Cell:
         await self.destroy(host, instance, attempt, service)
         await self.ended(instance, attempt, ComputeOutcome.DESTROYED)
 
-    async def asked(self) -> list[ComputeHosts]:
+    async def asked(self) -> list[HostStates]:
         """Have all hosts announced; the whole announcements that came since, at least one."""
         first = len(self.announced())
         await self.ask()
@@ -258,7 +258,7 @@ def spawn(host: str, instance: str, attempt: int = 1, service: str = SERVICE) ->
     )
 
 
-def running(pages: Sequence[ComputeHosts]) -> dict[str, list[tuple[str, int]]]:
+def running(pages: Sequence[HostStates]) -> dict[str, list[tuple[str, int]]]:
     """By host: the instances that run there, each with its attempt, as the last of these has it."""
     return {
         host.uuid: [(one.instance_uuid, one.attempt) for one in host.running or ()]

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.cell import ComputeHosts, ComputeOutcome
+from bus.contracts.cell import ComputeOutcome, HostStates
 from compute_agent.driver import DriverHost, DriverUnavailable, Machine, NotOwned, Reschedule
 from tests.integration.compute_agent.harness import (
     DATABASE_ID,
@@ -395,7 +395,7 @@ async def test_a_node_whose_machine_is_gone_is_reported_by_its_service_until_the
         earlier = len(cell.announced())
         await cell.ask()
 
-        def whole() -> list[ComputeHosts]:
+        def whole() -> list[HostStates]:
             return [page for page in cell.announced()[earlier:] if page.service == "a" and page.complete]
 
         return running((await until(whole))[:1])

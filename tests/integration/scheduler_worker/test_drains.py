@@ -109,7 +109,7 @@ async def drain_is(world: World, drain: DrainProgress, state: DrainState) -> Dra
 
 async def left_by(world: World, drain: DrainProgress) -> list[tuple[str, str]]:
     """The instances that a drain cannot move, which goes on; and the code of each."""
-    found = await drain_becomes(world, drain, lambda one: one.failed and not (one.not_begun or one.under_way))
+    found = await drain_becomes(world, drain, lambda one: one.failed and not (one.not_started or one.under_way))
     assert found.state is DrainState.RUNNING
     return [(one.instance_uuid, one.code) for one in found.failed]
 

@@ -40,8 +40,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def waits(world: World, drain: DrainProgress, instance: str) -> None:
     """The drain has looked at its hosts, goes on, and names the instance."""
-    found = await drain_becomes(world, drain, lambda one: one.not_begun or one.state is DrainState.ENDED)
-    assert (found.state, found.not_begun) == (DrainState.RUNNING, (instance,))
+    found = await drain_becomes(world, drain, lambda one: one.not_started or one.state is DrainState.ENDED)
+    assert (found.state, found.not_started) == (DrainState.RUNNING, (instance,))
     await passed(world)
     assert (await shown(world, drain)).state is DrainState.RUNNING
 
@@ -97,7 +97,7 @@ async def test_a_drain_that_waits_for_a_build_ends_by_its_deadline_or_a_stop(
         await waits(world, begun, build.instance_uuid)
         await command(world, begun, action)
     ended = await drain_is(world, begun, DrainState.ENDED)
-    assert (ended.code, ended.not_begun) == (code, (build.instance_uuid,))
+    assert (ended.code, ended.not_started) == (code, (build.instance_uuid,))
 
 
 async def test_a_drain_does_not_end_while_placement_does_not_answer(
@@ -120,8 +120,8 @@ async def test_every_page_of_the_holders_counts(world: World, monkeypatch: pytes
     await world.scheduler_and_hosts(1, WARM)
     builds = [await building(world, "c1-0") for _ in range(3)]
     begun = await begin(world, "c1-0")
-    found = await drain_becomes(world, begun, lambda one: len(one.not_begun) == 3 or one.state is DrainState.ENDED)
-    assert sorted(found.not_begun) == sorted(one.instance_uuid for one in builds)
+    found = await drain_becomes(world, begun, lambda one: len(one.not_started) == 3 or one.state is DrainState.ENDED)
+    assert sorted(found.not_started) == sorted(one.instance_uuid for one in builds)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from bus.contracts.actions import (
 from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import routing_key
-from bus.contracts.cell import CellBuild, CellBuildQuery, CellDelete, ComputeHosts, HostReport, ReportHosts
+from bus.contracts.cell import CellBuild, CellBuildQuery, CellDelete, HostReport, HostStates, ReportHosts
 from bus.contracts.feed import SnapshotPage, SnapshotRequest
 from bus.contracts.objects import CellBus
 from bus.contracts.operations import CellFence
@@ -275,7 +275,7 @@ class World:
         self._sequence += 1
         self.host_named(cell, None)
         hosts = tuple(self.hosts[cell].values())
-        message = ComputeHosts(
+        message = HostStates(
             service=f"compute-{cell}", cell=cell, epoch=1, sequence=self._sequence, hosts=hosts, complete=True
         )
         await self.buses[cell].publish(message)

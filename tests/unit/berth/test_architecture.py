@@ -135,7 +135,7 @@ MADE_ONLY = {
     ("scheduler_worker", "DrainQuery"): "for its own planner",
     ("scheduler_worker", "ActionRequest"): "of a drain or an evacuation, for its own engine of moves",
     ("scheduler_worker", "ServiceRemoved"): "for its own table of hosts",
-    ("nova_scheduler", "ComputeHosts"): "Nova's hosts, for its own table of hosts",
+    ("nova_scheduler", "HostStates"): "Nova's hosts, for its own table of hosts",
     ("nova_scheduler", "ServiceRemoved"): "for its own table of hosts",
     ("nova_scheduler", "ServiceStates"): "Nova's services, for its own table of hosts",
     ("scheduler_worker", "BuildQuery"): "compared with one that was received",

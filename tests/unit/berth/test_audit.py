@@ -150,7 +150,7 @@ BREACHES: list[tuple[str, str, dict[str, Any]]] = [
         "breakers_closed",
         {"breakers": [BreakerFact(cell="cell1", service="s", is_open=True, tripped_at=1.0, lost=6)]},
     ),
-    ("reinstalled under its name", "hosts_in_placement", {"namesakes": [(OTHER, "rack1-07", HOST)]}),
+    ("reinstalled under its name", "hosts_in_placement", {"duplicate_names": [(OTHER, "rack1-07", HOST)]}),
     (
         "in quarantine, undecided",
         "quarantine_decided",

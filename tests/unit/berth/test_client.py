@@ -45,7 +45,7 @@ from bus.contracts.build import (
     HostsPage,
     HostsQuery,
 )
-from bus.contracts.cell import ComputeHosts, HostReport, Running
+from bus.contracts.cell import HostReport, HostStates, Running
 from bus.contracts.placement_queries import ProjectUsagePage, ProjectUsageQuery
 from bus.faults import RequestRefused
 from bus.retrying import CLIENT_PUBLISH
@@ -473,7 +473,7 @@ def page(
 ) -> Received:
     running = (Running(instance_uuid=INSTANCE, attempt=sequence),)
     listed = tuple(HostReport(uuid=uuid, name=uuid, running=running) for uuid in hosts)
-    message = ComputeHosts(
+    message = HostStates(
         service=service,
         cell="c",
         epoch=epoch,
@@ -521,7 +521,7 @@ async def test_a_report_of_another_services_host_does_not_count() -> None:
     await reports.take([page(1, REPORTS_HOSTS[0])])
     for uuid in REPORTS_HOSTS[:2]:
         theirs = HostReport(uuid=uuid, name="h", running=(), owner="s")
-        message = ComputeHosts(service="second", cell="c", epoch=9, sequence=1, hosts=(theirs,))
+        message = HostStates(service="second", cell="c", epoch=9, sequence=1, hosts=(theirs,))
         await reports.take([Received(message, Meta(id="m", cause="", sent_at=0.0), "c", "q", False)])
     assert [fact.instance_uuid for fact in reports.facts()] == [INSTANCE]
     assert reports.hosts() == {REPORTS_HOSTS[0]} and not reports.is_complete

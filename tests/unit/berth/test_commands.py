@@ -400,7 +400,7 @@ def test_a_drain_that_was_stopped_is_resumed() -> None:
         id=DRAIN, host="h", target=DrainTarget.HOST, kind=ActionKind.MIGRATE, by="ann", reason="fan",
         state=DrainState.ENDED, code="drain.stopped", started_at=0.0, deadline_at=None, per_minute=None, at_once=4,
         hosts=1, planned=3,
-        counts={"waiting": 1}, not_begun=(INSTANCE,),
+        counts={"waiting": 1}, not_started=(INSTANCE,),
     )  # fmt: skip
     with pytest.raises(Stop, match=f"1 instance not moved; see berth drains resume {DRAIN}"):
         _ended(seen, as_json=False)
@@ -421,7 +421,7 @@ def running(**more: Any) -> DrainProgress:
     ("seen", "status", "code"),
     [
         (running(failed=(STUCK,)), common.Exit.NO, "drain.left"),
-        (running(failed=(STUCK,), not_begun=(DRAIN,)), common.Exit.TIME, "drain.under_way"),
+        (running(failed=(STUCK,), not_started=(DRAIN,)), common.Exit.TIME, "drain.under_way"),
         (running(failed=(STUCK,), under_way=(DRAIN,)), common.Exit.TIME, "drain.under_way"),
         (running(under_way=(DRAIN,)), common.Exit.TIME, "drain.under_way"),
         (running(failed=(STUCK,), more=True), common.Exit.TIME, "drain.under_way"),

@@ -19,7 +19,7 @@ from bus.contracts.actions import MachineChanged
 from bus.contracts.base import MAX_ATTEMPT, MAX_EPOCH, MAX_INCARNATION, MAX_SENT_SEQUENCE, SENT_SLOTS, Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_TYPE, project_of
-from bus.contracts.cell import ComputeHosts, Heartbeat, LookedUpMachine, Running, ServiceSuperseded
+from bus.contracts.cell import Heartbeat, HostStates, LookedUpMachine, Running, ServiceSuperseded
 from bus.contracts.drains import DrainStart
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.operations import AdminState, SetAdminState
@@ -564,7 +564,7 @@ def test_an_attempt_that_no_record_can_have_is_refused_where_it_is_parsed(attemp
             msgspec.convert(value, kind)
 
 
-@pytest.mark.parametrize("kind", [Heartbeat, ComputeHosts])
+@pytest.mark.parametrize("kind", [Heartbeat, HostStates])
 @pytest.mark.parametrize(("epoch", "sequence"), [(MAX_EPOCH + 1, 1), (-1, 1), (1, 2**62 + 1), (1, -1)])
 def test_an_epoch_that_its_service_cannot_be_told_does_not_count(kind: Any, epoch: int, sequence: int) -> None:
     """Its own messages were older than that for ever."""

@@ -16,8 +16,8 @@ from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import (
     MAX_RESCANS,
     MAX_RESERVED_AT_ONCE,
-    ComputeHosts,
     HostReport,
+    HostStates,
     InstanceSpec,
     RescanHosts,
     ReserveMachines,
@@ -29,7 +29,7 @@ from bus.transport import BusUnavailable
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import Sender
 from cell_conductor.reports import listings
-from cell_conductor.reports.listings import Listings, ScanDifferences
+from cell_conductor.reports.listings import HostListings, ScanDifferences
 from cell_conductor.reports.report_diff import Differences, differences
 from cell_conductor.reports.report_guard import ReportGuard
 from cell_conductor.reports.reserved_machines import pages, reserved_on, wrong_reservations
@@ -110,7 +110,7 @@ async def test_machines_that_came_up_after_the_scan_are_not_counted_as_lost(is_n
     """A thousand boots on three hosts opened the breaker: the report was from before thirteen of them."""
     instances = [active(number) for number in range(BUSY_MANY)]
     store, guard = await busy_guarded(instances)
-    report = ComputeHosts(
+    report = HostStates(
         service=BUSY_SERVICE,
         cell=CELL,
         epoch=EPOCH,
@@ -135,7 +135,7 @@ async def test_machines_whose_record_has_changed_since_the_comparison_are_not_co
     store, guard = await busy_guarded([replace(one, since=one.since + 1.0) for one in instances])
     rescans = tuple(rescan_id(one) for one in instances)
     missing = MachineMissing(at=101.0, host_uuid=BUSY_HOST, service=BUSY_SERVICE, rescans=rescans)
-    report = ComputeHosts(service=BUSY_SERVICE, cell=CELL, epoch=EPOCH, sequence=9, rescans=rescans)
+    report = HostStates(service=BUSY_SERVICE, cell=CELL, epoch=EPOCH, sequence=9, rescans=rescans)
     assert not await guard.assess(report, Differences(destructive=tuple((one.uuid, missing) for one in instances)))
     assert not await store.safety.breakers()
 
@@ -148,7 +148,7 @@ async def test_machines_that_vanish_in_one_report_each_open_the_breaker() -> Non
     for number in range(BUSY_MANY):
         rescans = (rescan_id(active(number)),)
         missing = MachineMissing(at=101.0, host_uuid=BUSY_HOST, service=BUSY_SERVICE, rescans=rescans)
-        report = ComputeHosts(
+        report = HostStates(
             service=BUSY_SERVICE,
             cell=CELL,
             epoch=EPOCH,
@@ -186,7 +186,7 @@ async def test_what_an_open_breaker_holds_takes_no_place_in_a_request_for_rescan
     engine = engine_of(store=store, bus=cast(Bus, bus), relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
     hosts = hosts_of(engine, store, clock, config, cast(Bus, bus), superseded=lambda _service, _epoch: None)
     page = HostReport(uuid=BUSY_HOST, name="h", running=())
-    report = ComputeHosts(service=BUSY_SERVICE, cell=CELL, epoch=EPOCH, sequence=1, hosts=(page,))
+    report = HostStates(service=BUSY_SERVICE, cell=CELL, epoch=EPOCH, sequence=1, hosts=(page,))
     await hosts.hosts([Received(report, Meta(id="m"), CELL, "conductor.hosts")])
     requested = [one.rescans for one in bus.published if isinstance(one, RescanHosts)]
     assert requested == [(rescan_id(deleting),)]
@@ -357,9 +357,9 @@ OURS = Running(instance_uuid=A, attempt=1, database_id="dddddddd-0000-4000-8000-
 QUARANTINED = UnknownMachine(A, 1, KEPT_HOST, UnknownMachineKind.QUARANTINED, NO_RECORD)
 
 
-def report(*running: Running) -> ComputeHosts:
+def report(*running: Running) -> HostStates:
     hosts = (HostReport(uuid=KEPT_HOST, name="h", running=running), HostReport(uuid=KEPT_OTHER, name="o", running=()))
-    return ComputeHosts(service="s", cell="c", epoch=1, sequence=1, hosts=hosts)
+    return HostStates(service="s", cell="c", epoch=1, sequence=1, hosts=hosts)
 
 
 def test_what_its_record_had_chosen_there_is_what_it_takes() -> None:
@@ -405,7 +405,7 @@ async def test_item_16_a_service_is_sent_them_in_several_messages_about_one_page
     store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
     nothing: Any = None
     guard = ReportGuard(store, Published(), SystemClock(), ConductorConfig(), effective=nothing, adopt=nothing)  # type: ignore[arg-type]
-    await guard.reserve(ComputeHosts(service="s", cell="c", epoch=4, sequence=7, hosts=hosts), found)
+    await guard.reserve(HostStates(service="s", cell="c", epoch=4, sequence=7, hosts=hosts), found)
     assert [[(one.host_uuid, len(one.machines)) for one in command.hosts] for command in sent] == [
         [(KEPT_HOST, 600)],
         [(KEPT_OTHER, 600)],
@@ -508,8 +508,8 @@ def test_a_scan_begins_without_pages() -> None:
 # --- Which service lists which host.
 
 
-def listings_of(*reports: ComputeHosts) -> Listings:
-    known = Listings()
+def listings_of(*reports: HostStates) -> HostListings:
+    known = HostListings()
     for report in reports:
         known.record(report)
     return known
@@ -522,13 +522,13 @@ CHANGE = listing("s1", 2, sequence=6, complete=False)
 
 def test_a_host_that_one_service_leaves_out_stays_with_the_other() -> None:
     known = listings_of(listing("s1", 1, 2), listing("s2", 1), listing("s1", 2, sequence=2))
-    assert [known.listers(host(n)) for n in (1, 2)] == [("s2",), ("s1",)]
+    assert [known.reporting_services(host(n)) for n in (1, 2)] == [("s2",), ("s1",)]
 
 
 def test_a_host_that_none_lists_any_more_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listings, "MAX_HOSTS", 1)
     known = listings_of(listing("s1", 1), listing("s1", sequence=2), listing("s2", 2, 3), listing("s3", 2))
-    assert [known.listers(host(n)) for n in (1, 2, 3)] == [(), ("s2", "s3"), ()]
+    assert [known.reporting_services(host(n)) for n in (1, 2, 3)] == [(), ("s2", "s3"), ()]
 
 
 @pytest.mark.parametrize(
@@ -574,7 +574,7 @@ def test_the_machines_of_a_host_that_are_to_be_reserved(
     running: tuple[Running, ...] | None, kind: UnknownMachineKind | None, wanted: list[str] | None
 ) -> None:
     reports = (HostReport(uuid=HOST, name="h", running=running),)
-    made = ComputeHosts(service="s", cell="c", epoch=1, sequence=1, hosts=reports)
+    made = HostStates(service="s", cell="c", epoch=1, sequence=1, hosts=reports)
     unknown = [] if kind is None else [UnknownMachine(UUID, 1, HOST, kind, NO_RECORD)]
     found = {at: [one.instance_uuid for one in machines] for at, machines in wrong_reservations(made, unknown).items()}
     assert found == ({} if wanted is None else {HOST: wanted})

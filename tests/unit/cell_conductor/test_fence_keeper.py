@@ -17,7 +17,7 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.actions import ActionKind
 from bus.contracts.base import Meta
-from bus.contracts.cell import CellDelete, ComputeHosts, Destroy, HostReport, Running
+from bus.contracts.cell import CellDelete, Destroy, HostReport, HostStates, Running
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
@@ -155,7 +155,7 @@ async def test_a_change_that_another_conductor_announces_is_read_soon(
     assert controller._is_fresh is not is_read
 
 
-NOTHING = ComputeHosts(
+NOTHING = HostStates(
     service="s", cell="c1", epoch=1, sequence=1, hosts=(HostReport(uuid=HOST, name="h1", running=()),), complete=True
 )
 MOVED = InstanceSummary(INSTANCE, State.ACTIVE, ON_2.host_uuid, "s", 3, 1.0)  # attempt 2 is over, wherever it was
@@ -172,7 +172,7 @@ async def gave_up(*services: str, at: float = 1_000.0) -> tuple[MemoryInstances,
     return store, controller
 
 
-def lists(*running: Running, service: str = "s", rescans: tuple[str, ...] = ()) -> ComputeHosts:
+def lists(*running: Running, service: str = "s", rescans: tuple[str, ...] = ()) -> HostStates:
     hosts = (HostReport(uuid=HOST, name="h1", running=running),)
     return replace(NOTHING, service=service, hosts=hosts, rescans=rescans)
 
@@ -285,7 +285,7 @@ async def test_a_fence_stays_for_a_machine_that_may_have_been_given_up_there(
     assert bool(await on_record(store)) is holds
 
 
-async def report_to(store: MemoryInstances, *fenced: int, report: ComputeHosts, lifted: bool = False) -> list[Destroy]:
+async def report_to(store: MemoryInstances, *fenced: int, report: HostStates, lifted: bool = False) -> list[Destroy]:
     """The orders that a report of fenced hosts leads to. lifted: by another conductor, while it is compared."""
     clock, config, relay, bus = SystemClock(), ConductorConfig(), Relay(), Quiet()
     for n in fenced:
@@ -337,9 +337,9 @@ async def test_a_second_service_does_not_clear_what_the_first_one_has_found_runn
     controller = controller_of(HeldReads(store))
     await controller.load()
 
-    def scan(service: str, *running: Running) -> ComputeHosts:
+    def scan(service: str, *running: Running) -> HostStates:
         host = HostReport(uuid=HOST, name="h1", running=running)
-        return ComputeHosts(service=service, cell="c1", epoch=1, sequence=1, hosts=(host,), rescans=(fence.rescan,))
+        return HostStates(service=service, cell="c1", epoch=1, sequence=1, hosts=(host,), rescans=(fence.rescan,))
 
     await controller.compare(scan("s", Running(instance_uuid=INSTANCE, attempt=1, database_id="d")), [], "d")
     await controller.compare(scan("another"), [], "d")
@@ -358,7 +358,7 @@ async def test_what_a_service_found_running_that_is_gone_is_looked_at_by_the_nex
     controller = controller_of(HeldReads(store))
     await controller.load()
     runs = HostReport(uuid=HOST, name="h1", running=(Running(instance_uuid=INSTANCE, attempt=1, database_id="d"),))
-    first = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=(runs,), rescans=(fence.rescan,))
+    first = HostStates(service="s", cell="c1", epoch=1, sequence=1, hosts=(runs,), rescans=(fence.rescan,))
     await controller.compare(first, [], "d")
     nothing = replace(first, service="another", hosts=(replace(runs, running=()),), rescans=())
     passed = [(HOST, "s")]
@@ -389,7 +389,7 @@ async def test_what_a_host_ran_after_its_fence_is_known_also_after_it_was_fenced
     async def scanned(*running: Running, later_than: int = 0) -> list[tuple[str, str]]:
         hosts = (HostReport(uuid=HOST, name="h1", running=running),)
         rescans = (Fence(host_uuid=HOST, host="h1", version=later_than).rescan,)
-        report = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=hosts, complete=True, rescans=rescans)
+        report = HostStates(service="s", cell="c1", epoch=1, sequence=1, hosts=hosts, complete=True, rescans=rescans)
         return await controller.compare(report, [], "d")
 
     term = await store.leases.hold_leadership("p", 60.0, None)

@@ -13,7 +13,7 @@ from bus.consuming.outcome import Received
 from bus.contracts.actions import ActionKind, ChangeMachine
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildState
-from bus.contracts.cell import ComputeHosts, Destroy, Running
+from bus.contracts.cell import Destroy, HostStates, Running
 from bus.contracts.listing import ListMachines, MachinesPage
 from bus.contracts.operations import CellFence
 from cell_conductor.recovery import cell_recovery as recovery
@@ -47,7 +47,7 @@ async def decided(cell: Cell, decision: str, *places: tuple[int, int]) -> None:
 async def reported(cell: Cell, number: int, attempt: int) -> None:
     """A host reports this machine of the instance."""
     runs = (Running(instance_uuid=UUID, attempt=attempt, database_id=cell.store.database_id),)
-    report: ComputeHosts = listing(f"s{number}", number, runs=runs)
+    report: HostStates = listing(f"s{number}", number, runs=runs)
     await cell.hosts.hosts([Received(report, Meta(id=f"h{number}"), "c1", "conductor.hosts")])
 
 

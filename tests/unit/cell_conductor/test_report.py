@@ -16,7 +16,7 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
-from bus.contracts.cell import ComputeHosts, HostReport, InstanceSpec, RescanHosts, Running, Selection
+from bus.contracts.cell import HostReport, HostStates, InstanceSpec, RescanHosts, Running, Selection
 from bus.faults import DatabaseUnavailable
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import Sender
@@ -52,20 +52,20 @@ def report(
     database_id: str | None = DATABASE_ID,
     built: bool = True,
     destroying: bool = False,
-) -> ComputeHosts:
+) -> HostStates:
     runs = tuple(
         Running(instance_uuid=uuid, attempt=attempt, database_id=database_id, built=built, destroying=destroying)
         for uuid, attempt in running
     )
     host = HostReport(uuid=HOST, name="host-1", running=runs if named else None)
-    return ComputeHosts(service="s", cell="c", epoch=epoch, sequence=sequence, hosts=(host,))
+    return HostStates(service="s", cell="c", epoch=epoch, sequence=sequence, hosts=(host,))
 
 
-def compared(made: ComputeHosts, *summaries: InstanceSummary, now: float = 201.0) -> Differences:
+def compared(made: HostStates, *summaries: InstanceSummary, now: float = 201.0) -> Differences:
     return differences(made, summaries, database_id=DATABASE_ID, now=now, grace_s=30.0)
 
 
-def found(made: ComputeHosts, *summaries: InstanceSummary) -> list[Event]:
+def found(made: HostStates, *summaries: InstanceSummary) -> list[Event]:
     """By a scan from after these records became what they are."""
     differs = compared(replace(made, rescans=tuple(rescan_id(one) for one in summaries)), *summaries)
     return [event for _, event in (*differs.events, *differs.destructive)]
@@ -100,7 +100,7 @@ async def test_a_hosts_report_that_met_an_outage_is_compared_when_it_comes_again
     """It was noted as received before it was compared: the same report, handed in again, was outdated."""
     looks: list[int] = []
 
-    async def compare(self: HostHandlers, report: ComputeHosts) -> None:
+    async def compare(self: HostHandlers, report: HostStates) -> None:
         looks.append(report.sequence)
         if len(looks) == 1:
             raise DatabaseUnavailable("it restarts")
@@ -109,7 +109,7 @@ async def test_a_hosts_report_that_met_an_outage_is_compared_when_it_comes_again
         handlers = HostHandlers()  # type: ignore[call-arg]
         handlers._store = await opened_store()
         handlers._newest, handlers._clock, handlers._stated = NewestReports(), SystemClock(), Stated
-        page = ComputeHosts(service="s", cell="c", epoch=1, sequence=5, hosts=(), seen_at=1.0)
+        page = HostStates(service="s", cell="c", epoch=1, sequence=5, hosts=(), seen_at=1.0)
         batch = [Received(message=page, meta=Meta(id="m"), bus="c", queue="q")]
         with pytest.raises(DatabaseUnavailable):
             await handlers.hosts(batch)
@@ -122,7 +122,7 @@ async def test_a_hosts_report_that_met_an_outage_is_compared_when_it_comes_again
 async def test_a_report_of_a_lower_epoch_sends_its_service_the_one_it_has_to_outgrow() -> None:
     reported: list[tuple[str, int]] = []
 
-    async def compare(self: HostHandlers, report: ComputeHosts) -> None:
+    async def compare(self: HostHandlers, report: HostStates) -> None:
         pass
 
     with patch.object(HostHandlers, "_compare", compare), patch.object(HostHandlers, "__init__", lambda self: None):
@@ -131,7 +131,7 @@ async def test_a_report_of_a_lower_epoch_sends_its_service_the_one_it_has_to_out
         handlers._newest, handlers._clock, handlers._stated = NewestReports(), SystemClock(), Stated
         handlers._record_superseded = lambda service, epoch: reported.append((service, epoch))
         for epoch, sequence in ((9, 5), (9, 5), (9, 4), (3, 6)):
-            page = ComputeHosts(service="s", cell="c", epoch=epoch, sequence=sequence, seen_at=1.0)
+            page = HostStates(service="s", cell="c", epoch=epoch, sequence=sequence, seen_at=1.0)
             await handlers.hosts([Received(message=page, meta=Meta(id="m"), bus="c", queue="q")])
     assert reported == [("s", 9)], "copies of its own life are none of it"
 
@@ -172,12 +172,12 @@ async def guarded(instances: Sequence[Instance]) -> AsyncIterator[tuple[MemoryIn
     await store.close()
 
 
-def report_of_source(instances: Sequence[Instance], database_id: str, *, is_newer: bool = True) -> ComputeHosts:
+def report_of_source(instances: Sequence[Instance], database_id: str, *, is_newer: bool = True) -> HostStates:
     """Attempt 1 of each still runs on the source, by this report. is_later: of a scan that began after their records
     became what they are.
     """
     machines = tuple(Running(instance_uuid=one.uuid, attempt=1, database_id=database_id) for one in instances)
-    return ComputeHosts(
+    return HostStates(
         service=SERVICE,
         cell=CELL,
         epoch=EPOCH,
@@ -295,7 +295,7 @@ async def test_an_active_instance_is_not_lost_by_the_report_of_a_second_service(
     )
     await insert(store, record)
 
-    async def report(page: ComputeHosts) -> None:
+    async def report(page: HostStates) -> None:
         page = replace(page, seen_at=clock.time())
         await hosts.hosts([Received(page, Meta(id="m", sent_at=clock.time()), "c1", "conductor.hosts")])
 

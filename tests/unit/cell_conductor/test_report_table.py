@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from bus.contracts.actions import ActionKind
 from bus.contracts.build import AttemptRecord
-from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, Running
+from bus.contracts.cell import UNKNOWN_ATTEMPT, HostReport, HostStates, Running
 from cell_conductor.reports import listings
 from cell_conductor.reports.listings import NewestReports
 from cell_conductor.reports.report_diff import InstanceSummary, differences
@@ -57,7 +57,7 @@ def outcome(
     listed: the service on record may have the host.
     """
     running = () if machine is None else (machine,)
-    made = ComputeHosts(
+    made = HostStates(
         service="s",
         cell="c",
         epoch=1,
@@ -277,8 +277,8 @@ def test_the_services_that_an_instance_is_at(known: Instance, services: str) -> 
 # --- The newest report of each service.
 
 
-def numbered(service: str, epoch: int, sequence: int) -> ComputeHosts:
-    return ComputeHosts(service=service, cell="c", epoch=epoch, sequence=sequence)
+def numbered(service: str, epoch: int, sequence: int) -> HostStates:
+    return HostStates(service=service, cell="c", epoch=epoch, sequence=sequence)
 
 
 def test_the_newest_report_of_a_service_stays_so() -> None:

@@ -19,11 +19,11 @@ from bus.contracts.cell import (
     CellDelete,
     CellServiceDelete,
     CellServiceDeleted,
-    ComputeHosts,
     Heartbeat,
     HostConflict,
     HostReport,
     HostsReleased,
+    HostStates,
     ServiceRemoved,
     ServiceStates,
 )
@@ -40,7 +40,7 @@ from cell_conductor.hosts.lease_controller import (
     pages_of,
 )
 from cell_conductor.hosts.lease_table import LeaseTable
-from cell_conductor.reports.listings import Listings
+from cell_conductor.reports.listings import HostListings
 from cell_conductor.state import events as e
 from cell_conductor.state.instance import State
 from cell_conductor.state.lease import Lease, LeaseState
@@ -441,7 +441,7 @@ class Known:
         return service in self.gone
 
 
-REFUSED = ComputeHosts(
+REFUSED = HostStates(
     service="s2",
     cell="c1",
     epoch=1,
@@ -454,8 +454,8 @@ REFUSED = ComputeHosts(
 )
 
 
-async def answered(leases: Any, *listed: ComputeHosts) -> tuple[list[object], ComputeHosts]:
-    bus, listings = Quiet(), Listings()
+async def answered(leases: Any, *listed: HostStates) -> tuple[list[object], HostStates]:
+    bus, listings = Quiet(), HostListings()
     for report in listed:
         listings.record(report)
     left = await HostOwners(bus, listings, leases).answer(REFUSED)  # type: ignore[arg-type]

@@ -10,12 +10,12 @@ from msgspec.structs import replace
 from bus.clock import Clock, SystemClock
 from bus.consuming.outcome import Outcome, Received
 from bus.contracts.base import DatabaseMark, Message, Meta
-from bus.contracts.cell import CellBuild, ComputeHosts, Heartbeat, HostReport, Running
+from bus.contracts.cell import CellBuild, Heartbeat, HostReport, HostStates, Running
 from bus.faults import Transient
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import Engine
 from cell_conductor.host_handlers import HostHandlers
-from cell_conductor.reports.listings import Listings
+from cell_conductor.reports.listings import HostListings
 from cell_conductor.request_handlers import RequestHandlers
 from cell_conductor.state.database_marks import Stated
 from cell_conductor.state.instance import Instance
@@ -56,9 +56,9 @@ class Silent(Queried):
         return None
 
 
-def listing(service: str, *hosts: int, sequence: int = 1, runs: tuple[Running, ...] = (), **other: Any) -> ComputeHosts:
+def listing(service: str, *hosts: int, sequence: int = 1, runs: tuple[Running, ...] = (), **other: Any) -> HostStates:
     reports = tuple(HostReport(uuid=host(n), name=f"host-{n}", running=runs) for n in hosts)
-    made = ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=reports, complete=True)
+    made = HostStates(service=service, cell="c1", epoch=1, sequence=sequence, hosts=reports, complete=True)
     return replace(made, **other)
 
 
@@ -169,7 +169,7 @@ class Told:
 def hosts_of(*parts: Any, **named: Any) -> HostHandlers:
     """Handlers of reports that are alone but for these."""
     told: Any = Told(**{name: named.pop(name) for name in ("leases", "up", "superseded", "gone") if name in named})
-    return HostHandlers(*parts, leases=told, **{"listings": Listings(), "fences": ALONE, **named})
+    return HostHandlers(*parts, leases=told, **{"listings": HostListings(), "fences": ALONE, **named})
 
 
 BUILD = CellBuild(spec=SPEC, selections=(selection(1), selection(2)), consumer_generation=7, requested_at=1.0)

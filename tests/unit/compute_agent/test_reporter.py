@@ -16,7 +16,7 @@ import pytest
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import MAX_EPOCH, Message, Meta
-from bus.contracts.cell import ComputeHosts, ComputeResult, Heartbeat, ReportHosts, RescanHosts, ServiceSuperseded
+from bus.contracts.cell import ComputeResult, Heartbeat, HostStates, ReportHosts, RescanHosts, ServiceSuperseded
 from bus.contracts.placement import InventoryStale, InventoryUpdate, ProviderReport
 from bus.transport import BusUnavailable
 from compute_agent.attempts.results import Results
@@ -111,8 +111,8 @@ async def announced(world: Any, records: Records) -> None:
         await world.sent.wait()
 
 
-def reports_in(world: SlowWorld) -> list[ComputeHosts]:
-    return [message for message in world.published if isinstance(message, ComputeHosts)]
+def reports_in(world: SlowWorld) -> list[HostStates]:
+    return [message for message in world.published if isinstance(message, HostStates)]
 
 
 def later_scan(*hosts: str) -> RescanHosts:

@@ -10,7 +10,7 @@ from uuid import NAMESPACE_OID, uuid5
 from msgspec.structs import replace
 
 from bus.clock import SystemClock, new_uuid
-from bus.contracts.cell import ComputeHosts, HostReport
+from bus.contracts.cell import HostReport, HostStates
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from nova_scheduler.cloud.state import ComputeNode, NovaState, host_table, supported_instances
 from nova_scheduler.config import NOVA_FILTERS, NovaConfig
@@ -175,7 +175,7 @@ class Cloud:
             attributes = {SUPPORTED: supported_instances(node), VERSION: str(node.hypervisor_version)}
             self.facts.cells[uuid] = self._cells[at]
             self.table.apply(
-                ComputeHosts(
+                HostStates(
                     service=f"h{at}",
                     cell=self._cells[at],
                     epoch=1,

@@ -378,7 +378,7 @@ def check(replica: Replica, states: list[ProviderState], query: Query) -> None:
     assert answer.funnel[-1].remaining == len(wanted)
     results = results_of(replica, query)
     assert results.reasons.unknown not in results.results
-    assert results.reasons.unexplained not in results.results
+    assert results.reasons.not_examined not in results.results
     for row in answer.roots.tolist():
         found = [
             frozenset((one, name, n) for one, given in option.allocations.items() for name, n in given.items())

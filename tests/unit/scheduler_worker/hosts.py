@@ -10,7 +10,7 @@ import numpy as np
 
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
-from bus.contracts.cell import ComputeHosts, HostReport
+from bus.contracts.cell import HostReport, HostStates
 from bus.contracts.placement import ProviderState
 from placement_worker.replica.replica import Replica
 from scheduler_worker import plugins
@@ -78,7 +78,7 @@ class Hosts:
                 if cells[at] == cell
             )
             self.table.apply(
-                ComputeHosts(
+                HostStates(
                     service=f"compute-{cell}", cell=cell, epoch=1, sequence=sequence, hosts=hosts, complete=True
                 ),
                 0.0,
@@ -87,7 +87,7 @@ class Hosts:
     def give_up(self, cell: str = "c1", *, sequence: int = 2) -> None:
         """The service that has reported this cell's hosts has none any more: others may report them."""
         self.table.apply(
-            ComputeHosts(service=f"compute-{cell}", cell=cell, epoch=1, sequence=sequence, complete=True), 0.0
+            HostStates(service=f"compute-{cell}", cell=cell, epoch=1, sequence=sequence, complete=True), 0.0
         )
 
     def request(self, flavor: str = "m1.small", **more: Any) -> BuildRequest:

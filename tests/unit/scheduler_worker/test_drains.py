@@ -14,7 +14,7 @@ from bus.clock import CLOCKS_APART_S, SystemClock
 from bus.contracts.actions import ActionKind, ActionRequest, ActionState, Condition
 from bus.contracts.base import MAX_REASON, Message, Refusal
 from bus.contracts.build import BuildState
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceStates
+from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceStates
 from bus.contracts.drains import DrainAction, DrainCommand, DrainQuery, DrainRecord, DrainState, DrainTarget
 from bus.contracts.objects import HostDecision
 from bus.contracts.operations import AdminState
@@ -550,7 +550,7 @@ async def test_a_cell_is_not_drained_of_those_hosts_alone_that_are_reported_here
         hosts.replica, table, hosts.config, flavors=hosts.selector.flavors, filters=hosts.selector.filters, weighings=[]
     )
     there = (HostReport(uuid=hosts.uuids[0], name="h0"),)
-    table.apply(ComputeHosts(service="s1", cell="c1", epoch=1, sequence=1, hosts=there, complete=True), now_s)
+    table.apply(HostStates(service="s1", cell="c1", epoch=1, sequence=1, hosts=there, complete=True), now_s)
     is_up = second.startswith("is up")
     down = () if is_up else (ServiceDown(service="s2", epoch=1, code="service.dead", reason="no heartbeat"),)
     table.apply(ServiceStates(cell="c1", term=1, number=1, up=1 + is_up, down=down), now_s)

@@ -327,7 +327,7 @@ async def test_what_a_drain_has_done_is_read_from_its_requests_and_its_hosts(tar
     seen = await it.drains._progress(DRAIN, record)
     failed = {(VMS[2], "image.broken")} if target is DrainTarget.CELL else set()
     assert {(one.instance_uuid, one.code) for one in seen.failed} == failed
-    assert (seen.under_way, seen.not_begun, seen.moved) == ((VMS[0],), (VMS[1], *VMS[3:]), ())
+    assert (seen.under_way, seen.not_started, seen.moved) == ((VMS[0],), (VMS[1], *VMS[3:]), ())
     counts = {"waiting": 4, "under-way": 1, "failed": len(failed)}
     assert seen.counts == {state: count for state, count in counts.items() if count}
     assert (seen.planned, seen.more) == (5 + len(failed), False)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceStates
+from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceStates
 from scheduler_worker import filters, plugins, weighers
 from scheduler_worker.config import DEFAULT_FILTERS, DEFAULT_WEIGHERS, MORE_FILTERS, Flavor, SchedulerConfig
 from scheduler_worker.filters.extra_specs import (
@@ -50,20 +50,20 @@ def test_old_reports_lose_and_a_host_moves_between_services() -> None:
     uuid = "00000000-0000-4000-8000-000000000001"
     host = (HostReport(uuid=uuid, name="n1"),)
     off = (HostReport(uuid=uuid, name="n1", enabled=False),)
-    assert table.apply(ComputeHosts(service="a", cell="c1", epoch=2, sequence=5, hosts=host, complete=True), 1.0)
-    assert not table.apply(ComputeHosts(service="a", cell="c1", epoch=2, sequence=5, hosts=off), 2.0)
-    assert not table.apply(ComputeHosts(service="a", cell="c1", epoch=1, sequence=9, hosts=off), 2.0)
+    assert table.apply(HostStates(service="a", cell="c1", epoch=2, sequence=5, hosts=host, complete=True), 1.0)
+    assert not table.apply(HostStates(service="a", cell="c1", epoch=2, sequence=5, hosts=off), 2.0)
+    assert not table.apply(HostStates(service="a", cell="c1", epoch=1, sequence=9, hosts=off), 2.0)
     assert table.enabled[0]
-    assert table.apply(ComputeHosts(service="b", cell="c1", epoch=1, sequence=1, hosts=host), 2.0)
+    assert table.apply(HostStates(service="b", cell="c1", epoch=1, sequence=1, hosts=host), 2.0)
     assert table.services[table.service[0]].name == "a", "it lists the host, and is up"
-    assert table.apply(ComputeHosts(service="a", cell="c1", epoch=2, sequence=6, complete=True), 3.0)
+    assert table.apply(HostStates(service="a", cell="c1", epoch=2, sequence=6, complete=True), 3.0)
     assert table.service[0] == -1
-    assert table.apply(ComputeHosts(service="b", cell="c1", epoch=1, sequence=2, hosts=host), 3.0)
+    assert table.apply(HostStates(service="b", cell="c1", epoch=1, sequence=2, hosts=host), 3.0)
     assert table.services[table.service[0]].name == "b"
     # A host that b no longer lists has no service; a's own full list without it does not take it from b.
-    assert table.apply(ComputeHosts(service="a", cell="c1", epoch=2, sequence=7, complete=True), 3.0)
+    assert table.apply(HostStates(service="a", cell="c1", epoch=2, sequence=7, complete=True), 3.0)
     assert table.services[table.service[0]].name == "b"
-    assert table.apply(ComputeHosts(service="b", cell="c1", epoch=1, sequence=3, complete=True), 3.0)
+    assert table.apply(HostStates(service="b", cell="c1", epoch=1, sequence=3, complete=True), 3.0)
     assert table.service[0] == -1 and table.find("n1") == [uuid]
 
 

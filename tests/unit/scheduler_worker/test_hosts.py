@@ -15,7 +15,7 @@ from bus.clock import SystemClock, new_uuid
 from bus.consuming.outcome import Done, Received
 from bus.contracts.actions import ActionKind
 from bus.contracts.base import Meta
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceStates
+from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceStates
 from bus.contracts.drains import DrainRecord, DrainState, DrainTarget
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.objects import Aggregate, FenceRecord, HostDecision, ObjectKind, StoredObject
@@ -35,17 +35,17 @@ from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
 def test_services_that_a_cell_makes_up_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "MAX_SERVICES", 3)
     table = hosts.HostTable()
-    applied = [table.apply(ComputeHosts(service=f"s{n}", cell="c1", epoch=1, sequence=1), 0.0) for n in range(5)]
+    applied = [table.apply(HostStates(service=f"s{n}", cell="c1", epoch=1, sequence=1), 0.0) for n in range(5)]
     assert applied == [True, True, True, False, False]
-    assert table.apply(ComputeHosts(service="s0", cell="c1", epoch=1, sequence=2), 1.0)
+    assert table.apply(HostStates(service="s0", cell="c1", epoch=1, sequence=2), 1.0)
     assert len(table.services) == 3
 
 
 def report(
     sequence: int, *named: str, first_sequence: int = 0, pages: int = 1, complete: bool = False, epoch: int = 1
-) -> ComputeHosts:
+) -> HostStates:
     listed = tuple(HostReport(uuid=f"{name * 8}-0000-4000-8000-000000000000", name=name) for name in named)
-    return ComputeHosts(
+    return HostStates(
         service="s",
         cell="c1",
         epoch=epoch,
@@ -76,7 +76,7 @@ HOST = "10000000-0000-4000-8000-000000000001"
 def announce(table: hosts.HostTable, cell: str, sequence: int, now_s: float, service: str = "s") -> str:
     """Announce the host there; returns the cell it is in then."""
     reports = (HostReport(uuid=HOST, name="h"),)
-    table.apply(ComputeHosts(service=service, cell=cell, epoch=1, sequence=sequence, hosts=reports), now_s)
+    table.apply(HostStates(service=service, cell=cell, epoch=1, sequence=sequence, hosts=reports), now_s)
     index = table.index_of(HOST)
     assert index is not None
     return table.cells[table.cell[index]]
@@ -91,7 +91,7 @@ def services(*names: str) -> hosts.HostTable:
     table = hosts.HostTable()
     for n, name in enumerate(names):
         reports = (HostReport(uuid=f"{n}0000000-0000-4000-8000-000000000001", name=f"h{n}"),)
-        table.apply(ComputeHosts(service=name, cell="c1", epoch=1, sequence=1, hosts=reports, complete=True), 0.0)
+        table.apply(HostStates(service=name, cell="c1", epoch=1, sequence=1, hosts=reports, complete=True), 0.0)
     return table
 
 
@@ -122,7 +122,7 @@ async def test_item_16_reports_of_very_many_hosts_are_not_taken_in_one_turn_of_t
     listener = HostsListener(bus, table, WorkerTable(), WaitingTable(), clock=clock, rng=rng, again_s=60.0)
     batch = [
         Received(
-            ComputeHosts(
+            HostStates(
                 service=f"s{service}",
                 cell="c1",
                 epoch=1,

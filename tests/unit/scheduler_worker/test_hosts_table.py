@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceRemoved, ServiceStates
+from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceRemoved, ServiceStates
 from bus.contracts.operations import AdminState, HostAdminState
 from scheduler_worker.hosts import host_table as hosts
 from scheduler_worker.hosts.host_table import (
@@ -24,7 +24,7 @@ from scheduler_worker.selection.host_view import HostsView, Membership
 U = {name: f"{name}0000000-0000-4000-8000-000000000001" for name in "abcde"}
 A, B = U["a"], U["b"]
 SILENT, STOPPED = "service.silent", "service.stopped"
-Event = tuple[float, ComputeHosts | ServiceStates | ServiceRemoved | Callable[[HostTable], object]]
+Event = tuple[float, HostStates | ServiceStates | ServiceRemoved | Callable[[HostTable], object]]
 
 
 def told(
@@ -33,7 +33,7 @@ def told(
 ) -> Event:  # fmt: skip
     reports = tuple(HostReport(uuid=U[one], name=one, owner=owner, **host or {}) for one in named)
     more = {"cell": "c1", "epoch": 1, "sequence": 1, **more}
-    return at, ComputeHosts(service=service, hosts=reports, ring_term=ring[0], ring_number=ring[1], **more)
+    return at, HostStates(service=service, hosts=reports, ring_term=ring[0], ring_number=ring[1], **more)
 
 
 def listed(*down: str, at: float = 1.0, number: int = 1, code: str = SILENT, epoch: int = 1, **more: Any) -> Event:
@@ -54,7 +54,7 @@ def table_of(*events: Event) -> HostTable:
     for at, event in events:
         if isinstance(event, ServiceRemoved):
             table.delete_service(event, at)
-        elif isinstance(event, ComputeHosts | ServiceStates):
+        elif isinstance(event, HostStates | ServiceStates):
             table.apply(event, at)
         else:
             event(table)
@@ -312,7 +312,7 @@ def test_the_cell_of_a_host_is_that_which_reported_it_last_else_that_of_placemen
 
 def test_a_host_is_found_by_its_uuid_or_by_the_name_it_has_now() -> None:
     table = table_of(told("ab"))
-    table.apply(ComputeHosts(service="s", cell="c1", epoch=1, sequence=2, hosts=(HostReport(uuid=A, name="b"),)), 0.0)
+    table.apply(HostStates(service="s", cell="c1", epoch=1, sequence=2, hosts=(HostReport(uuid=A, name="b"),)), 0.0)
     assert [table.find(word) for word in ("a", "b", A, "c")] == [[], [B, A], [A], []]
     table.apply(told("b", sequence=3)[1], 0.0)  # type: ignore[arg-type]
     assert table.names == ["b", "b"] and table.find("b") == [B, A], "as announced first"
@@ -331,7 +331,7 @@ def test_columns_hold_what_a_service_reports_and_grow(monkeypatch: pytest.Monkey
     named = tuple(HostReport(uuid=uuid, name="h", **more) for uuid, more in zip(U.values(), reports, strict=True))
     table = table_of(told("", "other"))
     for sequence, some in ((1, named), (2, named[2:3])):
-        table.apply(ComputeHosts(service="s", cell="c1", epoch=1, sequence=sequence, hosts=some), 0.0)
+        table.apply(HostStates(service="s", cell="c1", epoch=1, sequence=sequence, hosts=some), 0.0)
     assert len(table.service) == 8, "by doubling"
     index = np.arange(5)
     view = HostsView(

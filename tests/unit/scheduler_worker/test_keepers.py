@@ -13,7 +13,7 @@ import pytest
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received, Refuse
 from bus.contracts.base import Meta
-from bus.contracts.cell import ComputeHosts, HostReport
+from bus.contracts.cell import HostReport, HostStates
 from bus.contracts.objects import FenceRecord, ObjectKind, StoredObject
 from bus.contracts.operations import AdminState, SetAdminState
 from nova_scheduler.rpc.intake import TopicIntake
@@ -90,7 +90,7 @@ def test_the_host_that_a_command_means(cell: str | None, host: str, fences: dict
     hosts.table = hosts.selector.table = HostTable()
     for sequence, names in ((1, ("h0", "h1")), (2, ("h0",))):
         reports = tuple(HostReport(uuid=hosts.uuids[int(name[1])], name=name) for name in names)
-        reported = ComputeHosts(
+        reported = HostStates(
             service="s", cell="c1", epoch=1, sequence=sequence, hosts=reports, complete=True
         )  # fmt: skip
         hosts.table.apply(reported, 0.0)
@@ -122,7 +122,7 @@ async def test_a_listener_applies_what_its_own_cell_reports_and_counts_its_hosts
         hosts = tuple(
             HostReport(uuid=f"{at:08}-0000-4000-8000-000000000000", name=f"h{at}") for at in (first, first + 1)
         )
-        message = ComputeHosts(service="s", cell=cell, epoch=1, sequence=1, hosts=hosts, complete=True)
+        message = HostStates(service="s", cell=cell, epoch=1, sequence=1, hosts=hosts, complete=True)
         assert await listener([Received(message=message, meta=Meta(id="m"), bus="c1", queue="q")]) == [Done()]
         assert len(table) == metrics_module.KNOWN_HOSTS._value.get() == 2
 

@@ -17,8 +17,8 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import (
     CellServiceDelete,
     CellServiceDeleted,
-    ComputeHosts,
     HostReport,
+    HostStates,
     ServiceDown,
     ServiceStates,
 )
@@ -442,7 +442,7 @@ async def test_a_host_is_not_fenced_as_long_as_its_service_may_not_have_reported
     refused = await outcome_of(fence, "m2")
     assert isinstance(refused, Refuse) and refused.code == "host.cell_silent"
     there = (HostReport(uuid=hosts.uuids[0], name="h0"),)
-    report = ComputeHosts(service="s1", cell="c1", epoch=1, sequence=1, hosts=there, complete=True)
+    report = HostStates(service="s1", cell="c1", epoch=1, sequence=1, hosts=there, complete=True)
     table.apply(ServiceStates(cell="c1", term=1, number=1, up=1), site.cluster.clock.monotonic())
     assert isinstance(await outcome_of(fence, "m3"), Refuse)
     table.apply(report, site.cluster.clock.monotonic())

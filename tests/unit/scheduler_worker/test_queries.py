@@ -13,7 +13,7 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received, Refuse
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildQuery, BuildRecord, BuildState, HostsQuery
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceStates
+from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceStates
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.objects import FenceRecord, ObjectLogQuery, ObjectsQuery
 from bus.contracts.operations import AdminState, HostAdminState, ServicesPage, ServicesQuery
@@ -80,9 +80,7 @@ async def test_hosts_follow_the_last_one_of_the_page_before() -> None:
 
     def rename(names: str, sequence: int) -> None:
         reports = tuple(HostReport(uuid=uuid, name=name) for uuid, name in zip(hosts.uuids, names, strict=True))
-        message = ComputeHosts(
-            service="compute-c1", cell="c1", epoch=1, sequence=sequence, hosts=reports, complete=True
-        )
+        message = HostStates(service="compute-c1", cell="c1", epoch=1, sequence=sequence, hosts=reports, complete=True)
         assert hosts.table.apply(message, 0.0)
 
     rename("abbz", 2)
@@ -128,7 +126,7 @@ def not_reported() -> tuple[Hosts, dict[str, FenceRecord]]:
     hosts = Hosts([PLENTY] * 2, cells=["c1", "c1"])
     hosts.table = hosts.selector.table = HostTable()
     report = HostReport(uuid=hosts.uuids[0], name="h0")
-    hosts.table.apply(ComputeHosts(service="s0", cell="c1", epoch=1, sequence=1, hosts=(report,), complete=True), 0.0)
+    hosts.table.apply(HostStates(service="s0", cell="c1", epoch=1, sequence=1, hosts=(report,), complete=True), 0.0)
     states = {NOT_IN_PLACEMENT: AdminState.FENCED, IN_CELL: AdminState.FENCED, ENDED: AdminState.ENABLED}
     hosts.table.apply_decisions(
         {

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.clock import new_uuid
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceRemoved
+from bus.contracts.cell import HostReport, HostStates, ServiceRemoved
 from bus.contracts.placement import GroupPolicy, LocatePage, ServerGroup
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.filters.affinity import (
@@ -67,7 +67,7 @@ def test_a_service_with_the_best_hosts_does_not_have_all_alternates() -> None:
     parts = {"dead": range(100), "b": range(100, 110), "c": range(110, 120)}
     for sequence, (service, numbers) in enumerate(parts.items()):
         reported = tuple(HostReport(uuid=hosts.uuids[at], name=f"h{at}") for at in numbers)
-        hosts.table.apply(ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=reported), 0.0)
+        hosts.table.apply(HostStates(service=service, cell="c1", epoch=1, sequence=sequence, hosts=reported), 0.0)
     choices = pick(hosts, 40)
     assert all(sorted(services_of(hosts, choice)) == ["b", "c", "dead"] for choice in choices)
     named = Counter(hosts.name(one.row) for choice in choices if choice for one in choice.alternates)
@@ -274,7 +274,7 @@ def by_memory(memory: Sequence[int], services: str = "", **more: Any) -> Hosts:
         for sequence, (at, service) in enumerate(enumerate(services)):
             reported = (HostReport(uuid=hosts.uuids[at], name=f"h{at}"),)
             hosts.table.apply(
-                ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence + 1, hosts=reported), 0.0
+                HostStates(service=service, cell="c1", epoch=1, sequence=sequence + 1, hosts=reported), 0.0
             )
     return hosts
 

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import FunnelStep
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceStates
+from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceStates
 from bus.contracts.objects import GroupDefinition
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import GroupPolicy, ServerGroup
@@ -269,7 +269,7 @@ def test_requests_share_a_ranking_whose_images_differ_in_what_no_filter_reads() 
 def named_world() -> Hosts:
     """h0, h1 of c1; h0 of another uuid that has left; h1 in placement under another name; `old` in placement alone."""
     hosts = Hosts([PLENTY] * 2)
-    gone = ComputeHosts(service="x", cell="c2", epoch=1, sequence=1, hosts=(HostReport(uuid=ABSENT, name="h0"),))
+    gone = HostStates(service="x", cell="c2", epoch=1, sequence=1, hosts=(HostReport(uuid=ABSENT, name="h0"),))
     hosts.table.apply(gone, 0.0)
     hosts.table.apply(replace(gone, sequence=2, hosts=(), complete=True), 0.0)
     renamed = replace(hosts.states[1], name="book1")
@@ -317,7 +317,7 @@ def test_which_hosts_a_word_means(
 
 def test_hosts_that_a_service_reports_and_placement_does_not_have() -> None:
     hosts = named_world()
-    more = ComputeHosts(service="y", cell="c2", epoch=1, sequence=1, hosts=(HostReport(uuid=ABSENT, name="y"),))
+    more = HostStates(service="y", cell="c2", epoch=1, sequence=1, hosts=(HostReport(uuid=ABSENT, name="y"),))
     assert hosts.selector.not_in_placement() == []
     hosts.table.apply(more, 0.0)
     assert hosts.selector.not_in_placement() == [ABSENT]
@@ -331,7 +331,7 @@ def test_a_host_that_is_reported_later_is_found() -> None:
     hosts = Hosts([PLENTY])
     other = replace(hosts.states[0], uuid=UUID, root_uuid=UUID, name="x")
     hosts.replica.load([*hosts.states, other], 1)
-    more = ComputeHosts(service="y", cell="c2", epoch=1, sequence=1, hosts=(HostReport(uuid=UUID, name="x"),))
+    more = HostStates(service="y", cell="c2", epoch=1, sequence=1, hosts=(HostReport(uuid=UUID, name="x"),))
     assert hosts.selector.reported_in_placement().tolist() == [0]
     hosts.table.apply(more, 0.0)
     assert hosts.selector.reported_in_placement().tolist() == [0, 1]

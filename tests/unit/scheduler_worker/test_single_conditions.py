@@ -12,7 +12,7 @@ from bus.consuming.outcome import Retry
 from bus.contracts.actions import ActionState
 from bus.contracts.base import Refusal
 from bus.contracts.build import FunnelStep
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceRemoved
+from bus.contracts.cell import HostReport, HostStates, ServiceRemoved
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import ClaimOutcome, ClaimResult, GroupPolicy, ServerGroup
 from bus.faults import DatabaseUnavailable
@@ -50,7 +50,7 @@ def test_of_hosts_with_one_name_one_counts_that_has_left_while_a_decision_about_
 ) -> None:
     hosts = Hosts([PLENTY])
     hosts.table.apply(
-        ComputeHosts(service="old", cell="c1", epoch=1, sequence=1, hosts=(HostReport(uuid=HOST, name="h0"),)), 0.0
+        HostStates(service="old", cell="c1", epoch=1, sequence=1, hosts=(HostReport(uuid=HOST, name="h0"),)), 0.0
     )
     hosts.table.delete_service(ServiceRemoved(service="old", cell="c1", at=1.0), 0.0)
     if is_decided:
@@ -269,7 +269,7 @@ def test_a_service_that_is_not_heard_any_more_loses_its_host_to_another_of_its_c
 
 def test_of_two_hosts_with_one_name_the_one_in_placement_counts_though_no_service_has_it() -> None:
     hosts = Hosts([PLENTY])
-    other = ComputeHosts(
+    other = HostStates(
         service="other", cell="c2", epoch=1, sequence=1, hosts=(HostReport(uuid=HOST, name="h0"),), complete=True
     )
     hosts.table.apply(other, 0.0)

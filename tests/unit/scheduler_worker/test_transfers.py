@@ -112,7 +112,9 @@ def test_a_departure_counts_by_its_attempt_whatever_its_number(first_attempt: in
     departure = replace(DEPARTURE, spec=SPEC, sequence=number)
     assert command == replace(BUILD, transfer=departure, sequence=number)
     assert (batch.actions[REQUEST].cell, batch.actions[REQUEST].host) == ("c2", "host-2")
-    assert (kept(batch).command, kept(batch).back) == (command, (HOME,)), "it is commanded again when it is silent"
+    assert (kept(batch).command, kept(batch).home_hosts) == (command, (HOME,)), (
+        "it is commanded again when it is silent"
+    )
 
 
 @pytest.mark.parametrize(("first_attempt", "cell"), [(6, "c1"), (2, "c3")])
@@ -186,7 +188,7 @@ def test_what_has_no_host_has_the_one_that_is_claimed_for_it() -> None:
 
 
 BUILT_THERE = replace(BUILD, transfer=DEPARTURE)
-AWAY = replace(TRANSFER, command=BUILT_THERE, back=(HOME,))
+AWAY = replace(TRANSFER, command=BUILT_THERE, home_hosts=(HOME,))
 DONE = ActionEvent(
     **NAMES, state=ActionState.DONE, sequence=30, terminal=True, condition=Condition.ACTIVE, host="host-2"
 )

@@ -1,4 +1,4 @@
-"""Sort the tables of each `codes.toml` by their names, after texts rows have renamed codes."""
+"""Sorts the rows of each `codes.toml` by their names: `python -m lab.reference.sort_codes`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ def main() -> None:
     for path in map(Path, listed.stdout.split()):
         text = path.read_text()
         head, *tables = re.split(r"^(?=\[)", text, flags=re.MULTILINE)
-        tables = [one.rstrip("\n") for one in tables]
-        again = head + "\n\n".join(sorted(tables, key=lambda one: one.partition("]")[0].strip('["'))) + "\n"
-        if again != text:
-            path.write_text(again)
-            print(path)
+        rows = sorted((one.rstrip("\n") for one in tables), key=lambda one: one.partition("]")[0].strip('["'))
+        if (ordered := head + "\n\n".join(rows) + "\n") != text:
+            path.write_text(ordered)
+            print(path)  # noqa: T201
 
 
 if __name__ == "__main__":
