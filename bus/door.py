@@ -1,4 +1,4 @@
-"""One request of a project by the door, when the project has its turn: what a program does that serves several."""
+"""Sends a request to queue `scheduler.door` when its project has its turn: for a program that serves several."""
 
 from __future__ import annotations
 

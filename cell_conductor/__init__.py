@@ -1,1 +1,1 @@
-"""Builds, moves and deletes instances in one cell; retries alternates without asking above."""
+"""Builds, moves and deletes instances in one cell; retries alternates without asking a scheduler."""

@@ -36,7 +36,7 @@ REPLIES: tuple[tuple[type[Message], type[Message]], ...] = (
 
 
 class PendingRequest(Struct, frozen=True):
-    """A query about one instance, to placement or to compute services."""
+    """A request about one instance, to placement or to compute services."""
 
     instance: Instance
     message: AwaitedRequest

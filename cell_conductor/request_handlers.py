@@ -40,7 +40,7 @@ LOST = Refusal(code="build.lost", reason="no compute service that is up has a ma
 
 
 class RequestHandlers:
-    """Queues conductor.requests, .given_up and .results. They carry requests for instances, and results of attempts."""
+    """Queues conductor.requests, .dead_letters and .results: requests for instances, and results of attempts."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ def action_queried(message: CellActionQuery, at: float, cause: str = "") -> Acti
 def transfer_event(
     message: CellTransferOut, at: float, cause: str = "", dead_letter_reason: Refusal | None = None
 ) -> Event:
-    """The event that a CellDepart brings."""
+    """The event that a CellTransferOut brings."""
     if message.ended:
         return _event(TransferEnded, message, at)
     request, cause = CellAction(**_common(message, CellAction), offload=True), cause or message.request_id

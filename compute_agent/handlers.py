@@ -130,7 +130,7 @@ class ComputeHandlers:
         """ReportHosts: one report answers all requests. Heartbeats show whether another process has this service's
         name.
         """
-        # ServiceOutdated, InventoryStale: the messages that the cell and placement have received under this name.
+        # ServiceSuperseded, InventoryStale: the messages that the cell and placement have received under this name.
         # ReserveMachines: the quarantined machines on its hosts. RescanHosts: hosts to report by a scan that begins
         # after it.
         outcomes = [self._refusal(received) or DONE for received in batch]

@@ -1,5 +1,5 @@
-"""The handlers of placement's queues. A handler takes a batch of messages and returns one outcome for each. One takes
-cells into use and out of use, as the schedulers have recorded them.
+"""The handlers of placement's queues. A handler takes a batch of messages and returns one outcome for each.
+`CellFollower` takes cells into use and out of use, as the schedulers have recorded them.
 """
 
 from __future__ import annotations

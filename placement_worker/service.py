@@ -113,9 +113,9 @@ class PlacementService:
         """Apply claims, releases, reverts and swaps as one group, in order, each with its own outcome. Raises
         Transient.
 
-        bus: the bus on which they arrived. For items of a cell's bus, providers of another cell are `gone`, and a
-        consumer that holds them is `consumer_conflict`. marks: of the cell's database, when each was decided; one of a
-        lower incarnation than the highest is refused.
+        bus: the bus on which they arrived. For items of a cell's bus, providers of another cell are
+        `provider_removed`, and a consumer that holds them is `consumer_conflict`. marks: of the cell's database, when
+        each was decided; one of a lower incarnation than the highest is refused.
         """
         group, mark = ClaimGroup(items, [one.database_incarnation for one in marks]), self._marks.hear(bus, marks)
         await self._know(group.classes)

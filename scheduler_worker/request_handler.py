@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 
 class RequestHandler:
-    """Handles queue `scheduler.requests`, and the messages that it has given up."""
+    """Handles the three queues of requests (`REQUEST_QUEUES`), and their dead letters."""
 
     def __init__(
         self,

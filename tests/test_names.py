@@ -125,6 +125,47 @@ def test_a_name_in_a_docstring_is_one_of_ours() -> None:
     assert wrong == []
 
 
+# What docstrings name that is not ours: other programs, formats, an example of a mistyped field, a pattern.
+NO_NAMES_OF_OURS = {
+    *("messagingv2", "serialize_remote_exception", "rebooting", "ExportTraceServiceRequest", "ipmi", "redfish"),
+    *("enospc", "ra_log_wal", "sd_notify", "hostt", "prefix_key"),
+}
+FILES_OF_OTHERS = ("nova/", "_drivers/")
+
+
+def test_a_name_in_a_docstring_exists() -> None:
+    """`name` in backticks is in the product's code as a name or a text, or an SQL function; `file.py` is a file."""
+    files = [f"/{path.relative_to(ROOT)}" for path in sources(*OURS, *TESTING)]
+    known = {part for file in files for part in file.removesuffix(".py").split("/")}
+    for path in sources(*OURS):
+        known.update(name for node in nodes(path) for name in _words_of(node))
+    for path in (path for package in OURS for path in (ROOT / package).rglob("*.sql")):
+        known.update(re.findall(r"(?i)\bfunction (\w+)", path.read_text()))
+    unknown = [
+        (name, where(path, getattr(node, "lineno", 1)))
+        for path in sources(*OURS)
+        for node in nodes(path)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for name in re.findall(r"(?<!`)`([A-Za-z_]\w*|[\w/]+\.py)`(?!`)", ast.get_docstring(node) or "")
+        if name not in known
+        and not name.startswith(FILES_OF_OTHERS)
+        and not (name.endswith(".py") and any(file.endswith(f"/{name}") for file in files))
+    ]
+    assert [one for one in unknown if one[0] not in NO_NAMES_OF_OURS] == []
+    assert NO_NAMES_OF_OURS - {name for name, _ in unknown} == set(), "no docstring names these any more"
+
+
+def _words_of(node: ast.AST) -> Iterator[str]:
+    """The names that a node has, and a text of one word."""
+    match node:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            yield name
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+            yield name
+        case ast.Constant(value=str(text)) if text.isidentifier():
+            yield text
+
+
 def _dotted_in(page: str) -> list[str]:
     text = (ROOT / "docs" / "reference" / f"{page}.md").read_text()
     return [f"{first}.{second}" for first, second in re.findall(r"\b([a-z_]+)\.(?=([a-z_]+)\b)", text)]

@@ -129,7 +129,7 @@ async def gather(
 ) -> Facts:
     """Read everything. Facts that the caller received itself (events, changes) are passed through.
 
-    unread: cells that are not read (`unreadable`).
+    unread: cells that are not read (`readable_cells.unreadable`).
     """
     site = await with_added_cells(site, unread)
     environment = site.environment("check")

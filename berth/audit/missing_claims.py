@@ -1,8 +1,8 @@
-"""Instances that run on a host and hold nothing there in placement: after a book was restored to before their claim.
+"""Instances that run on a host and hold nothing there in placement: its database was restored to before their claim.
 
-Their room is offered to others. The cell's record has what each should hold, so it can be claimed again. A book that
-has carried out a claim of the forgotten history is ahead of the record: it has a later attempt, which the record takes
-over first, on proof by the host's own report that the machine is there.
+Their room is offered to others. The cell's record has what each should hold, so it can be claimed again. A
+placement that has carried out a claim of the forgotten history is ahead of the record: it has a later attempt, which
+the record takes over first, on proof by the host's own report that the machine is there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Audits a running system at intervals: where its book, its records and its hosts disagree."""
+"""Audits a running system at intervals: where placement, its records and its hosts disagree."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ RENEW_LEADERSHIP_S = 2.0
 FAIL_OVER_AGAIN_S = 5.0  # builds that came to a service that is down all the same are looked for this often
 # For so long after the database may have lost commits: the results that they recorded come again first.
 AFTER_DISCONNECT_S = 10.0
-ASK_AGAIN_S = 30.0  # while no scheduler answers what the top has heard of the database
+ASK_AGAIN_S = 30.0  # while no scheduler answers what they have heard of the database
 FARTHEST_INCARNATION = 1000  # no database is restored more often than this between two of its copies
 MAX_RECOVERIES_BY_ONE = (
     10  # recoveries that one service alone may begin while this process runs: it may be out of its mind

@@ -1,4 +1,4 @@
-"""What the top has of a cell's instances, as `reconcile` takes it: from the pages that schedulers send. Pure."""
+"""What the schedulers have of a cell's instances, as `reconcile` takes it: from the pages that they send. Pure."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def contents_of(query: CellRecovering, page: CellKnown) -> PageContents | None:
 
 
 def known_instance(record: KnownRecord, page: CellKnown) -> KnownInstance:
-    """The top's record of one instance, for the cell that a page is for. A build that no cell has, or that has failed,
-    is nowhere by the map.
+    """The schedulers' record of one instance, for the cell that a page is for. A build that no cell has, or that has
+    failed, is nowhere by the map.
     """
     state = record.state
     is_mapped = record.cell is not None and state in _MAPPED

@@ -1,4 +1,4 @@
-"""Asks the schedulers what the top has of this cell, for a recovery, and takes their pages: queue
+"""Asks the schedulers what they have of this cell, for a recovery, and takes their pages: queue
 `conductor.known.{process}`. One page is asked for at a time, again and again until it has come.
 """
 
@@ -35,11 +35,11 @@ OwnInstances = Callable[[str, str, int], Awaitable[Sequence[str]]]
 
 
 class KnownPart(Struct, frozen=True):
-    """What the top knows of the instances with the uuids of one range."""
+    """What the schedulers know of the instances with the uuids of one range."""
 
     after: str  # the range begins behind this uuid
     last: str  # the range ends with this uuid ("": it has no end)
-    instances: Mapping[str, KnownInstance]  # those that the top has in the cell, and those that the cell has
+    instances: Mapping[str, KnownInstance]  # those that the schedulers have in the cell, and those that the cell has
     fences: tuple[CellFence, ...] = ()  # fences of hosts in the range
     marks: tuple[DatabaseMark, ...] = ()  # marks of the cell's database that were heard above (for `is_behind`)
 
@@ -92,12 +92,14 @@ class KnownReader:
         raise Transient(f"{MAX_PARTS} pages have come, and there are more", code="known.endless")
 
     async def marks(self, database_incarnation: int) -> Collection[DatabaseMark]:
-        """What the top has heard of the cell's database; none, if nobody answers at once. As `parts`, one at a time."""
+        """What the schedulers have heard of the cell's database; none, if nobody answers at once. As `parts`, one
+        at a time.
+        """
         answer = await self._ask(database_incarnation, after=LAST_UUID, times=1)
         return answer.marks
 
     async def asked(self, database_incarnation: int, instances: Sequence[str]) -> Mapping[str, KnownInstance]:
-        """What the top has of these, wherever they are. As `parts`, one at a time."""
+        """What the schedulers have of these, wherever they are. As `parts`, one at a time."""
         found, left = dict[str, KnownInstance](), list(instances)
         while left:
             answer = await self._ask(database_incarnation, asked=tuple(left[:MAX_ASKED]))

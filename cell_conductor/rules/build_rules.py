@@ -276,7 +276,7 @@ def destroy(instance: Instance, event: DeleteRequested, context: StepContext) ->
 
 
 def mark_lost(instance: Instance, event: Destroyed | MachineMissing, context: StepContext) -> Step:
-    """An active instance is gone from its host: fence possible remains, release, and end as failed."""
+    """An active instance is gone from its host: possible remains are destroyed, then release, and end as failed."""
     # Its host answers so as well, if the deadline of its build commanded the end of what was not built: it ends this
     # attempt wherever it comes up again.
     if not step.current_destroyed(instance, event):

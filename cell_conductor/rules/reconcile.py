@@ -1,5 +1,6 @@
 """What is true of one instance once its cell's database was restored: from its record, from the machines that the
-compute services list of it, and from the top's record. Pure, and idempotent: with its own result it comes to the same.
+compute services list of it, and from the schedulers' record. Pure, and idempotent: with its own result it comes to
+the same.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ ATTEMPTS_PER_INCARNATION = 1000
 
 
 class InstanceFacts:
-    """All that is known of an instance. record: on record. known: the top's record, if that counts. base: the newer of
-    both. own: the machines with the cell's tag about which no operator has decided, newest last. failed: what failed
-    builds may have left, which is no machine of it.
+    """All that is known of an instance. record: on record. known: the schedulers' record, if that counts. base: the
+    newer of both. own: the machines with the cell's tag about which no operator has decided, newest last. failed: what
+    failed builds may have left, which is no machine of it.
     """
 
     def __init__(
@@ -112,14 +113,14 @@ class InstanceFacts:
 
     @property
     def is_off_as_recorded(self) -> bool:
-        """Whether its host is off, and the top has it there, too: by a fence alone no instance ends."""
+        """Whether its host is off, and the schedulers have it there, too: by a fence alone no instance ends."""
         places = None if self.known is None else self.known.hosts_in_this_cell
         at = None if self.base is None else self.base.host_uuid
         return at in self.off and (places is None or at in places)
 
     @property
     def may_be_absent(self) -> bool:
-        """Whether a host that has not listed may have a machine of it: its places; any, without the top's record."""
+        """Whether a host that has not listed may have a machine of it: its places; any, if schedulers told nothing."""
         return bool(self.unseen if self.known is None else self.unseen & self.places)
 
     @cached_property
@@ -388,7 +389,7 @@ def _ends(facts: InstanceFacts, result: Reconciled) -> bool:
 
 def _numbered(facts: InstanceFacts, record: Instance | None, incarnation: int) -> Instance | None:
     """Above all numbers that were seen, and the floor of the incarnation. Of one that waits, or has left or is deleted,
-    the numbers stay comparable with the top's.
+    the numbers stay comparable with the schedulers'.
     """
     if record is None or record.phase in IN_OTHER_CELL:
         return record
@@ -492,7 +493,7 @@ def _has_arrived(kind: ActionKind, base: Instance, chosen: ListedMachine) -> boo
 
 
 def _requests(facts: InstanceFacts) -> tuple[tuple[str, ActionKind], ...]:
-    """Those under way, by the record and by the top: the record may be from before."""
+    """Those under way, by the record and by the schedulers': the record may be from before."""
     found: dict[str, ActionKind] = {}
     if facts.base is not None and facts.base.action is not None:
         found[facts.base.action.request_id] = facts.base.action.kind

@@ -135,7 +135,7 @@ def recovered(
     step = _with_commands(record, result.commands, at, context)
     if (state := _unreported_state(record, known)) is not None:
         step = after(step, emit_event(replace(step.instance, answered=True), state, at, context, terminal=True))
-    for ended in result.ended if record.spec is not None else ():  # of a tombstone the top asks
+    for ended in result.ended if record.spec is not None else ():  # of a tombstone the schedulers ask
         step = after(step, notify_end(step.instance, ended, at, context))
     if not result.ended and _is_otherwise(record, known):
         step = after(step, notify_condition(step.instance, at, context))

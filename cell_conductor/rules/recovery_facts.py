@@ -13,10 +13,10 @@ from cell_conductor.state.instance import BlockedReason, EndedAction, Instance, 
 
 
 class KnownInstance(Struct, frozen=True, kw_only=True):
-    """The top's record of one instance."""
+    """The schedulers' record of one instance."""
 
-    is_old: bool = False  # whether the top was restored itself
-    exists: bool = True  # whether the top's map has it
+    is_old: bool = False  # whether the schedulers' database was restored itself
+    exists: bool = True  # whether the schedulers' map has it
     is_active: bool = True
     is_deleted: bool = False
     is_in_other_cell: bool = False

@@ -30,8 +30,8 @@ class StepContext(Struct, frozen=True, kw_only=True):
     down: Mapping[str, Lease] = {}
     fences: Mapping[str, Fence] = {}  # hosts on which nothing is started at all, by uuid
     quarantined: AbstractSet[str] = frozenset()  # instances of which a host has a machine that no record explains
-    # {(host, instance): attempt} of those machines that an operator keeps: no command of a step (`table.step`) destroys
-    # them, or begins another one in their place.
+    # {(host, instance): attempt} of those machines that an operator keeps: no command of a step (`transition.step`)
+    # destroys them, or begins another one in their place.
     protected: Mapping[tuple[str, str], int] = {}
     claim_retry_s: float = 15.0
     answer_timeout_s: float = 10.0
@@ -60,7 +60,7 @@ class Step(Struct, frozen=True):
 
     instance: Instance
     commands: tuple[Message, ...] = ()
-    resend: bool = False  # every order of the record is sent as well, also those that were sent before (`orders`)
+    resend: bool = False  # every command of the record is sent as well, also those that were sent before
 
 
 def await_placement(
@@ -71,7 +71,7 @@ def await_placement(
 
 
 def enter_claiming(instance: Instance, next_state: State, at: float, context: StepContext) -> Instance:
-    """Placement is to claim for it. then: what it comes to when placement has."""
+    """Placement is to claim for it. next_state: what it comes to when placement has."""
     return await_placement(instance, State.CLAIMING, at, context, next_state=next_state)
 
 
@@ -86,7 +86,7 @@ def release_after_destroy(instance: Instance, at: float, context: StepContext) -
 
 
 def enter_destroying(instance: Instance, next_state: State, at: float, context: StepContext) -> Instance:
-    """Its hosts are to destroy what the desired state of that row says (`orders`)."""
+    """Its hosts are to destroy what the desired state of that row says (`commands.commands_of`)."""
     return replace(
         instance, state=State.DESTROYING, next_state=next_state, deadline=at + context.destroy_retry_s, since=at
     )

@@ -182,8 +182,8 @@ class DatabaseOutdated(DatabaseForbidden):
 
 
 def state_of(recorded: RecordedMarks, stated: Stated, own: DatabaseMark, *, is_on_other_server: bool) -> DatabaseState:
-    """The state of a database with these marks on record. own: what this process knew before. is_elsewhere: on another
-    server than recorded. Raises DatabaseOutdated, and Unrecognised: it is not known yet.
+    """The state of a database with these marks on record. own: what this process knew before. is_on_other_server: on
+    another server than recorded. Raises DatabaseOutdated, and Unrecognised: it is not known yet.
     """
     # Where a service is up and has not stated its mark, another server counts as behind.
     incarnation = recorded.own.database_incarnation

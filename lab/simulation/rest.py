@@ -450,7 +450,7 @@ def _running(world: World) -> Iterator[RunningFact]:
     """The machines that really run; on hosts that burnt down whatever its owner still takes for alive.
 
     Of those no report comes any more, not even that a machine was lost just before: that each was once built there by
-    its attempt is seen at every commit (`active_was_built`).
+    its attempt is seen at every commit (`watch`, breach `active_was_built`).
     """
     burnt: dict[tuple[str, str], int] = {}
     for service, fleet in world.fleets.items():

@@ -91,9 +91,8 @@ class ClaimedProvider(Struct, frozen=True):
 
 
 class ConsumerState(Struct, frozen=True):
-    """A consumer and its allocations. claim_owner: whose claim it is ('': unknown). With an empty holding the row is
-    only a
-    fence: attempts up to `attempt` are refused, and where it has a claim owner that last attempt of this claim owner
+    """A consumer and its allocations. claim_owner: whose claim it is ('': unknown). Without allocations the
+    row is only a fence: attempts up to `attempt` are refused, this last one, where it has a claim owner, to that owner
     alone.
     """
 

@@ -357,9 +357,7 @@ async def sharing_providers(connection: asyncpg.Connection) -> frozenset[str]:
 
 
 async def generations(connection: asyncpg.Connection) -> dict[str, int]:
-    """Return the generation of every consumer. Call this function before anything else about the consumers is read (see
-    `give_back`).
-    """
+    """Return the generation of every consumer. Call it before anything else about the consumers is read."""
     return dict(await fetch(connection, _GENERATIONS))
 
 

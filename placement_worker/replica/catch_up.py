@@ -1,4 +1,4 @@
-"""Brings a copy of the replica up to the head of the feed: by changes, after a snapshot where they do not reach back.
+"""Brings a replica up to the head of the feed: by changes, after a snapshot where they do not reach back.
 
 A snapshot is loaded page by page, with turns of the event loop in between. Its pages are of several numbers of the
 feed: until the changes that were committed meanwhile are applied to them, they are a state that never was. So the

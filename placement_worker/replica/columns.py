@@ -124,7 +124,7 @@ class InventoryNumbers(NamedTuple):
 
 NO_INVENTORY = InventoryNumbers(0, 1, 0, 1, 0, 0, 1.0)
 
-# The columns of InventoryKinds.
+# The columns of DistinctInventories.
 CAPACITY, MIN_UNIT, MAX_UNIT, STEP_SIZE, TOTAL, UNRESERVED = range(6)
 
 

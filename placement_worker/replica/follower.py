@@ -1,9 +1,10 @@
 """Keeps a replica up to date: loads a snapshot, then applies the change feed, and requests missing changes.
 
 The queue is bound before the snapshot is requested, so no change is missed in between. The follower requests changes
-from placement after a hole in the numbers, a head that stays ahead of the replica, another incarnation (the replica was
-restored, or its standby promoted), silence, and a lost connection, with which the broker has deleted the private queue.
-It requests a new snapshot when the feed no longer reaches back to the replica, or has another incarnation.
+from placement after a hole in the numbers, a head that stays ahead of the replica, another incarnation (placement's
+database was restored, or its standby promoted), silence, and a lost connection, with which the broker has deleted the
+private queue. It requests a new snapshot when the feed no longer reaches back to the replica, or has another
+incarnation.
 """
 
 from __future__ import annotations

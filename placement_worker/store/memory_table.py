@@ -1,4 +1,4 @@
-"""The committed rows of placement in memory, which outlive the placement workers that use them (memory.py)."""
+"""The committed rows of placement in memory, which outlive the placement workers that use them (`memory_rows.py`)."""
 
 from __future__ import annotations
 

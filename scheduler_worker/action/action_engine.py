@@ -160,7 +160,7 @@ class ActionEngine:
         return outcomes | await self._write(to_write, known, chosen, admit)
 
     def check(self, pending: PendingAction, known: ActionContext) -> Answered | Refusal | None:
-        """Whether the request can be made of the instance as it is on record (see `check_move`)."""
+        """Whether the request can be made of the instance as it is on record (see `check_action`)."""
         return check_action(pending, known, self._selector, same_host=self._selector.config.allow_resize_to_same_host)
 
     # --- choose

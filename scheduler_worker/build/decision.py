@@ -75,7 +75,7 @@ def conclude_unplaced(
 ) -> DecidedBuild | Retry:
     """The conclusion about a build that is not placed: its delivery ends it, or no host can take it as configured.
 
-    why: no host can take it. actor: who concludes, and when.
+    unsatisfiable: why no host can take it. actor: who concludes, and when.
     """
     if unsatisfiable is None:
         assert pending.delivery.refusal is not None

@@ -60,7 +60,7 @@ Admission = Start | Continue | Answered
 
 
 def admit_expired(pending: PendingBuild, *, is_recorded: bool, has_claim: bool) -> PendingBuild | Outcome:
-    """A build that `is_unwanted`, as it is processed; its outcome if its requester has left it. has_claim: an instance
+    """A build that `is_expired`, as it is processed; its outcome if its requester has left it. has_claim: an instance
     of it holds what it may have claimed, so its record is lost.
     """
     # With a claim it is built where the claim is, or runs there already; one that is refused now is left to that cell.

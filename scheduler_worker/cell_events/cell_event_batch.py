@@ -75,9 +75,9 @@ def apply_action_event(
 
 # --- Requests that end in another cell than they begin in (decision 0021).
 #
-# The instance's cell is commanded to give it up (`CellDepart`), and reports what it had. With that the other cell is
-# commanded to build it, and the map names that one, in one transaction. Where it has no host for it, the instance comes
-# home in the same way.
+# The instance's cell is commanded to give it up (`CellTransferOut`), and reports what it had. With that the other cell
+# is commanded to build it, and the map names that one, in one transaction. Where it has no host for it, the instance
+# comes home in the same way.
 
 
 def is_owner(cell: str, cell_transfer: CellTransfer, build: RecordedBuild | None) -> bool:

@@ -90,7 +90,7 @@ def resumed_delivery(attempt: int, *, is_warming_up: bool, last: bool = False) -
 def classify_delivery(
     received: Received, *, is_warming_up: bool = False, recorded_since: float = 0.0
 ) -> RequestDelivery:
-    """The delivery of a request that has just been taken. is_warming_up: as `taken_up` has it. recorded_since: the
+    """The delivery of a request that has just been taken. is_warming_up: as in `resumed_delivery`. recorded_since: the
     records of requests that were sent before may have been purged (seconds since the epoch).
     """
     is_dead_letter = received.queue == DEAD_LETTERS

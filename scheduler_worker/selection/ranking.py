@@ -95,8 +95,8 @@ class Ranking:
         self, excluded: Container[int], *, subset: int, alternates: int, full_hosts: Container[int] = NONE_FULL
     ) -> Choice | None:
         """The best host that still fits and is not excluded (rows of the replica), with its alternates. `subset`: it is
-        drawn at random from this many of the best. full: hosts excluded here and in every later pick with the same
-        `full`, drawn once.
+        drawn at random from this many of the best. full_hosts: excluded here and in every later pick with the same
+        `full_hosts`, drawn once.
         """
         if full_hosts is not self._full:
             self._put_back(self._full_drawn)

@@ -73,7 +73,7 @@ class RequestSpec(Struct, frozen=True, kw_only=True):
         return replace(self, related=related, key=(*self.key, instance_uuid))
 
     def without_related(self) -> RequestSpec:
-        """The same before `with_peers`: its ranking is shared with requests that have other peers, or none."""
+        """The same before `with_related`: its ranking is shared with requests related to others, or to none."""
         return self if self.related is None else replace(self, related=None, key=self.key[:-1])
 
     def with_members(self, members: Mapping[str, int]) -> RequestSpec:

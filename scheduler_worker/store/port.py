@@ -171,7 +171,7 @@ class SchedulerStore(Flushed, Protocol):
         # For PostgreSQL an optimistic unit is one round trip instead of five.
 
     def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
-        """A durable transaction for operations."""
+        """A durable transaction that also reads and writes actions, drains and operators' objects."""
 
     async def objects(self, unless: str | None = None) -> RecordedObjects | None:
         """All objects of operators; None when their token is `unless`."""

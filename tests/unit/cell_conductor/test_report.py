@@ -173,7 +173,7 @@ async def guarded(instances: Sequence[Instance]) -> AsyncIterator[tuple[MemoryIn
 
 
 def report_of_source(instances: Sequence[Instance], database_id: str, *, is_newer: bool = True) -> HostStates:
-    """Attempt 1 of each still runs on the source, by this report. is_later: of a scan that began after their records
+    """Attempt 1 of each still runs on the source, by this report. is_newer: of a scan that began after their records
     became what they are.
     """
     machines = tuple(Running(instance_uuid=one.uuid, attempt=1, database_id=database_id) for one in instances)

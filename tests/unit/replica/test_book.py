@@ -1,4 +1,4 @@
-"""The replica's replica: what follows what, and a follower that catches up."""
+"""A replica of placement: what follows what, and a follower that catches up."""
 
 from __future__ import annotations
 
