@@ -1,6 +1,5 @@
-"""What is true of one instance once its cell's database was restored: from its record, from the machines that the
-compute services list of it, and from the schedulers' record. Pure, and idempotent: with its own result it comes to
-the same.
+"""What is true of one instance once its cell's database was restored: from its record, from what compute services list
+of it, and from the schedulers' record. Pure, and idempotent: with its own result it comes to the same.
 """
 
 from __future__ import annotations
