@@ -26,6 +26,7 @@ from nova_scheduler.cloud.state import NovaState, host_table
 from nova_scheduler.config import NOT_OWNED, NotificationSettings, NovaConfig, as_amqp
 from nova_scheduler.decide.decision_log import CallRecorder, PublishedCalls
 from nova_scheduler.decide.notifications import NovaNotifier
+from nova_scheduler.decide.placer_requests import PlacerRequests
 from nova_scheduler.decide.select_destinations import Destinations
 from nova_scheduler.rpc.server import CallDispatcher, RpcServer
 from nova_scheduler.stock.forwarder import Fallback, StockForwarder
@@ -79,11 +80,11 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> W
         nova_state,
         poller,
         follower,
+        requests=PlacerRequests(selector, nova_state, config, lacking=lacking),
         configure=partial(configure, selector, nova_state, scheduler),
         notifier=notifier,
-        config=config,
         clock=env.clock,
-        lacking=lacking,
+        in_shadow=config.shadow,
         recorder=calls,
     )
     fallback = _fallback(env, config)

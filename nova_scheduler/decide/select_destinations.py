@@ -5,66 +5,45 @@ claimed. Nothing is kept: the state is Nova's and placement's.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Annotated, Any, Final, Protocol
-from uuid import NAMESPACE_OID, UUID, uuid5
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
-import msgspec
 import structlog
-from msgspec import Meta as Bound
 from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.base import MAX_REASON, Uuid, reason_of
+from bus.contracts.base import MAX_REASON
 from bus.contracts.cell import Selection
 from bus.contracts.nova_calls import MAX_NAMED as MAX_EXPLAINED
 from bus.contracts.nova_calls import CallDecision, DecisionStep
-from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_NAMED, ServerGroup
 from bus.faults import Transient
 from nova_scheduler.cloud.poller import CASTS, NovaStateUpdates
 from nova_scheduler.cloud.state import NovaState
-from nova_scheduler.config import NovaConfig
 from nova_scheduler.decide.decision_log import ANSWERED, SHADOWED, CallRecorder, lost_of, placed, steps_of
+from nova_scheduler.decide.placer_requests import PlacerRequests, SelectArguments, claim_owner_of, parse_arguments
 from nova_scheduler.decide.selection import Primitive, legacy, primitive
-from nova_scheduler.request.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused, parse_request_spec
-from nova_scheduler.request.resource_request import ResourceRequest, named_nodes, resource_request, undecided
+from nova_scheduler.request.request_spec import NotDecided, NovaRequest, parse_request_spec
+from nova_scheduler.request.resource_request import named_nodes
 from nova_scheduler.wire.envelope import Call, RemoteFault, no_such_method, no_valid_host
-from placement_worker.replica.request import Query
 from scheduler_worker.build.decision import CONTENDED
-from scheduler_worker.build.placement_state import (
-    ClaimsContended,
-    ExternalClaim,
-    HostClaimed,
-    PlacementRequest,
-    PlacementResult,
-)
+from scheduler_worker.build.placement_state import ClaimsContended, HostClaimed, PlacementRequest, PlacementResult
 from scheduler_worker.build.placer import NEWEST_WAIT_S, ReplicaFollower
-from scheduler_worker.filters.image import ImagePropertiesFilter, supports
 from scheduler_worker.placement_client import PlacementUnavailable
-from scheduler_worker.records.build_record import Gang
 from scheduler_worker.selection.explain import NoValidHost, message_of
-from scheduler_worker.selection.flavor_query import TRAIT_KEY
 from scheduler_worker.selection.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.selection.selector import Selector
 
 log = structlog.get_logger("nova")
 
 METHOD: Final = "select_destinations"
-NOTHING: Final = Query()
-OWNER_TRAIT: Final = "OWNER_NOVA"
-ARCHITECTURE: Final = "hw_architecture"
 ENOUGH: Final = "There are not enough hosts available."  # Nova's own sentence, where there is no better one
 # What a call claims whose client has been answered, or has given up, nobody would release.
 OUTLIVED: Final = "The server does not wait for a host any more."
 CLAIMED: Final = "A host was claimed for the server before, and how it is placed cannot be decided any more."
 UNSUITED: Final = "The host of the instance does not support the image."
 MAX_UUID: Final = 64  # letters of a cell's that are logged
-MAX_ASKED_FOR: Final = 10  # hosts that the placer names for one instance
 CellHosts = tuple[str, tuple[Selection, ...]]  # a cell, and its hosts for one instance
-_WORD = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
 
 class PlacerPort(Protocol):
@@ -95,16 +74,6 @@ class SelectionContended(Transient):
     code = CONTENDED
 
 
-class SelectArguments(Struct, frozen=True, kw_only=True):
-    """The arguments of a call, version 4.5."""
-
-    spec_obj: Any
-    # None from a conductor older than Nova 16
-    instance_uuids: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_CLAIMS_TOGETHER)] | None = None
-    return_objects: bool = False
-    return_alternates: bool = False
-
-
 class Ended(Struct, frozen=True, kw_only=True):
     """Why a call ends without hosts."""
 
@@ -113,19 +82,6 @@ class Ended(Struct, frozen=True, kw_only=True):
     # lost, funnel: with them
     lost: tuple[str, ...] = ()
     funnel: tuple[DecisionStep, ...] = ()
-
-
-class NovaInstance(Struct, frozen=True, kw_only=True):
-    """One instance of a call, as the placer takes it (`SchedulableRequest`)."""
-
-    instance_uuid: str
-    project_id: str
-    user_id: str
-    server_group: ServerGroup | None = None
-    different_host: tuple[str, ...] = ()
-    same_host: tuple[str, ...] = ()
-    ignore_hosts: tuple[str, ...] = ()
-    max_attempts: int | None = None
 
 
 class Destinations:
@@ -139,12 +95,11 @@ class Destinations:
         source: NovaStateUpdates,
         follower: ReplicaFollower,
         *,
+        requests: PlacerRequests,
         configure: Callable[[], None],  # puts newer state of Nova into the selector
         notifier: Notifier,
-        config: NovaConfig,
         clock: Clock,
-        # enabled filters that berth does not have: every call is left to the fallback then
-        lacking: Sequence[str] = (),
+        in_shadow: bool = False,
         recorder: CallRecorder | None = None,  # takes how each call was decided
     ) -> None:
         self._placer = placer
@@ -152,16 +107,12 @@ class Destinations:
         self._nova_state = nova_state
         self._source = source
         self._follower = follower
+        self._requests = requests
         self._configure = configure
         self._notifier = notifier
         self._clock = clock
         self._recorder = recorder or CallRecorder()
-        self._events = SHADOWED if config.shadow else ANSWERED
-        self._settings = config.prefilters
-        self._enabled = frozenset(one.rpartition(".")[2] for one in config.enabled_filters)
-        self._lacking = lacking
-        self._default_architecture = config.image_properties_default_architecture
-        self._has_fallback = bool(config.fallback_url)
+        self._events = SHADOWED if in_shadow else ANSWERED
         self._roots: object = None  # of placement, as they were looked at last
         self._unnamed: frozenset[str] = frozenset()  # those of them that Nova has named no compute node for
 
@@ -173,7 +124,7 @@ class Destinations:
             return self._source.apply_cast(call.method, call.arguments)
         if call.method != METHOD or not call.is_answered:  # for nobody, a cast would claim
             raise no_such_method(call.method)
-        asked = _arguments(call.arguments)
+        asked = parse_arguments(call.arguments)
         try:
             return await self._decided(call, asked)
         except NotDecided:
@@ -189,7 +140,7 @@ class Destinations:
         if may_be_outlived and not await self._source.waits_for_host(asked.instance_uuids):
             log.info("nova.call_outlived", request_id=call.request_id, instances=asked.instance_uuids)
             raise self._refused(call, asked, Ended(reason=OUTLIVED))
-        why = undecided(request, self._settings, self._enabled, self._lacking)
+        why = self._requests.undecided(request)
         if why is not None:
             raise why
         await self._source.prepare(self._to_meet(request))
@@ -197,7 +148,7 @@ class Destinations:
         asked_for = request.requested_destination
         if asked_for is not None and asked_for.cell is not None and not self._nova_state.has_cell(asked_for.cell.uuid):
             log.warning("nova.cell_unknown", cell=asked_for.cell.uuid[:MAX_UUID], request_id=call.request_id)
-        self._check_architecture(request)
+        self._requests.check_architecture(request)
         begun_at = self._clock.time()
         try:
             found = await self._hosts(call, asked, request)
@@ -224,11 +175,11 @@ class Destinations:
         instances = asked.instance_uuids or ()
         ended: Ended | None = None
         for is_last in (False, True):
-            found = self._spec(request)
+            found = self._requests.spec(request)
             if isinstance(found, Unsatisfiable):
                 ended = Ended(reason=f"{found.reason}.", step=found.step)
-            for spec in () if isinstance(found, Unsatisfiable) else self._own_cell_first(request, found):
-                results = await self._placer.place(self._requests(call, asked, request, spec))
+            for spec in () if isinstance(found, Unsatisfiable) else self._requests.own_cell_first(request, found):
+                results = await self._placer.place(self._requests.for_instances(call, asked, request, spec))
                 claimed = [one for one in results if isinstance(one, HostClaimed)]
                 if len(claimed) == len(results):
                     claimed = without_siblings(claimed, self._selector.config.max_attempts)
@@ -272,12 +223,12 @@ class Destinations:
 
         For another scheduler's choice, which holds its claims already: what Placement has granted is not looked at.
         """
-        asked = _arguments(call.arguments)
+        asked = parse_arguments(call.arguments)
         request = parse_request_spec(asked.spec_obj)
-        spec = self._spec(request)
+        spec = self._requests.spec(request)
         if isinstance(spec, Unsatisfiable) or request.is_rebuild:
             return ""
-        requests = self._requests(call, asked, request, spec)
+        requests = self._requests.for_instances(call, asked, request, spec)
         for (host, node), located in zip(hosts, await self._placer.located(requests), strict=False):
             for uuid in self._nova_state.nodes_named(host, node):
                 if (rejected := self._selector.rejects(uuid, located)) is not None:
@@ -298,98 +249,6 @@ class Destinations:
     def _unknown(self) -> tuple[str, ...]:
         replica = self._selector.replica
         return self._nova_state.unknown(replica.uuids_of(replica.rows_of_roots()))
-
-    def _spec(self, request: NovaRequest) -> RequestSpec | Unsatisfiable:
-        """The spec of a request. One for pinned CPUs takes others where a host does not offer these apart, as in Nova,
-        which asks twice: with NUMATopologyFilter such requests are not decided here.
-        """
-        translate = partial(
-            resource_request, request, self._settings, self._nova_state, requires_owner=self._owns_all()
-        )
-        asked = translate(pinning=True)
-        if isinstance(asked, Unsatisfiable):
-            return asked
-        is_asked_twice = asked.cpu_pinning_requested and not self._settings.disable_fallback_pcpu_query
-        second = translate(pinning=False) if is_asked_twice else None
-        destination = request.requested_destination
-        cell = None
-        if destination is not None and destination.cell is not None and not destination.allow_cross_cell_move:
-            cell = destination.cell.uuid
-        spec = RequestSpec(
-            query=asked.query,
-            otherwise=second.query if isinstance(second, ResourceRequest) else None,
-            flavor=request.flavor.name,
-            project_id=request.project_id or "",
-            extra_specs=request.flavor.extra_specs,
-            availability_zone=request.availability_zone,
-            image_properties=self._image_properties(request),
-            forced=bool(request.force_hosts or request.force_nodes),
-            cell=cell,
-        )
-        return replace(spec, key=(msgspec.json.encode(spec, order="sorted").decode(),))
-
-    def _own_cell_first(self, request: NovaRequest, spec: RequestSpec) -> list[RequestSpec]:
-        """The spec; where the server may leave its cell first within that, which Nova weighs above all."""
-        asked = request.requested_destination
-        own = None if spec.cell is not None or asked is None or asked.cell is None else asked.cell.uuid
-        if own is None or own in self._selector.table.disabled_cells:
-            return [spec]
-        return [replace(spec, cell=own, key=(*spec.key, own)), spec]
-
-    def _image_properties(self, request: NovaRequest) -> dict[str, str]:
-        """As filters read them, required traits among them."""
-        image = request.image_or_none
-        default = {ARCHITECTURE: self._default_architecture} if self._default_architecture else {}
-        named = {name: str(value) for name, value in image.properties.items() if value is not None}
-        return default | named | {f"{TRAIT_KEY}{trait}": "required" for trait in image.traits_required}
-
-    def _check_architecture(self, request: NovaRequest) -> None:
-        """Raises NotDecided: no host's processor has the architecture of the image. A hypervisor may emulate it, which
-        Nova's API does not tell.
-        """
-        wanted = self._image_properties(request).get(ARCHITECTURE)
-        if not self._has_fallback or not wanted or ImagePropertiesFilter.name not in self._enabled:
-            return
-        if not any(supports(one, [wanted.lower(), "", ""]) for one in self._nova_state.supported()):
-            raise NotDecided("architecture", wanted)
-
-    def _owns_all(self) -> bool:
-        """Whether all of Nova's hosts have the trait of their owner, so that it can be required."""
-        view = self._selector.all_hosts()
-        view = view.subset(view.known)
-        return bool(len(view)) and bool(view.has_trait(OWNER_TRAIT).all())
-
-    def _requests(
-        self, call: Call, asked: SelectArguments, request: NovaRequest, spec: RequestSpec
-    ) -> list[PlacementRequest]:
-        """The instances as the placer takes them: several together or not at all."""
-        assert asked.instance_uuids is not None
-        uuids = tuple(dict.fromkeys(asked.instance_uuids))
-        gang = Gang(uuid=uuids[0], size=len(uuids), min_count=len(uuids)) if len(uuids) > 1 else None
-        group = request.instance_group
-        members = _uuids(group.members or (), "group") if group is not None else ()
-        one = NovaInstance(
-            instance_uuid=uuids[0],
-            project_id=_word(request.project_id, "project_id"),
-            user_id=_word(request.user_id or call.context.get("user_id") or "unknown", "user_id"),
-            server_group=_server_group(group),
-            different_host=_hinted(request, "different_host") if "DifferentHostFilter" in self._enabled else (),
-            same_host=_hinted(request, "same_host") if "SameHostFilter" in self._enabled else (),
-            ignore_hosts=tuple(
-                uuid for host in request.ignore_hosts or () for uuid in self._nova_state.nodes_named(host)
-            ),
-            # Some of them will be hosts of the call's other instances.
-            max_attempts=min(self._selector.config.max_attempts + len(uuids) - 1, MAX_ASKED_FOR)
-            if asked.return_alternates and asked.return_objects
-            else 1,
-        )
-        external, run = ExternalClaim(group_members=members), claim_owner_of(call)
-        return [
-            PlacementRequest(
-                request=replace(one, instance_uuid=uuid), spec=spec, claim_owner=run, gang=gang, external=external
-            )
-            for uuid in uuids
-        ]
 
     def _ended(self, spec: RequestSpec, results: Sequence[PlacementResult]) -> Ended:
         """Why not all of the instances have a host. Raises Transient: it is not known, or worth another try."""
@@ -423,14 +282,7 @@ class Destinations:
             node, cell = self._nova_state.node(host), self._nova_state.cell_of(host)
             if node is None or cell is None:
                 continue
-            spec = RequestSpec(
-                query=NOTHING,
-                flavor=request.flavor.name,
-                project_id=request.project_id or "",
-                extra_specs=request.flavor.extra_specs,
-                image_properties=self._image_properties(request),
-            )
-            rejected = self._selector.suits_rebuild(host, spec)
+            rejected = self._selector.suits_rebuild(host, self._requests.spec_of_rebuild(request))
             if rejected is None:
                 stays = Selection(host_uuid=host, host=node.nodename, service=node.host, allocations={})
                 return cell, (replace(stays, zone=self._selector.zone_of(host)),)
@@ -464,13 +316,6 @@ def without_siblings(claimed: Sequence[HostClaimed], most: int) -> list[HostClai
     ]
 
 
-def claim_owner_of(call: Call) -> str:
-    """The name of a call's claims: the same when its message is delivered again."""
-    if _WORD.fullmatch(call.unique_id):
-        return call.unique_id
-    return uuid5(NAMESPACE_OID, f"{call.unique_id} {call.message_id}").hex
-
-
 def ended_by(spec: RequestSpec, results: Sequence[PlacementResult], name_of: Callable[[int], str]) -> Ended:
     """The end of a call by its results: of several, the first that no host could take explains it. name_of: of a row of
     the replica.
@@ -482,52 +327,3 @@ def ended_by(spec: RequestSpec, results: Sequence[PlacementResult], name_of: Cal
         reason, funnel = message_of(spec, first.funnel), steps_of(first, name_of)
         return Ended(reason=reason, step=funnel[-1].step if funnel else "", lost=lost, funnel=funnel)
     return Ended(reason=getattr(first, "reason", "") or ENOUGH, step=getattr(first, "code", ""), lost=lost)
-
-
-def _arguments(arguments: Mapping[str, object]) -> SelectArguments:
-    try:
-        return msgspec.convert(arguments, SelectArguments)
-    except msgspec.ValidationError as error:
-        raise SpecRefused(f"arguments: {reason_of(error)}") from None
-
-
-def _word(value: object, name: str) -> str:
-    """An id as placement takes one. Raises NotDecided: one of another form, as a directory may give users."""
-    if not isinstance(value, str) or not value:
-        raise SpecRefused(f"{name}: a text")
-    if not _WORD.fullmatch(value):
-        raise NotDecided(name, "berth takes ids of 1 to 64 letters, digits, _ and -")
-    return value
-
-
-def _uuids(values: Sequence[str], name: str) -> tuple[str, ...]:
-    try:
-        return tuple(dict.fromkeys(msgspec.convert(values, tuple[Uuid, ...])))
-    except msgspec.ValidationError:
-        raise SpecRefused(f"{name}: an instance is named by its uuid") from None
-
-
-def _hinted(request: NovaRequest, name: str) -> tuple[str, ...]:
-    """The instances that a hint names. What is no uuid, a server's name for one, names an instance that there is not:
-    Nova's API takes any text, keeps it with the server, and sends it again with each move. Raises NotDecided.
-    """
-    found: dict[str, None] = {}
-    for one in request.hints.get(name, ()):
-        try:
-            found[str(UUID(one))] = None
-        except ValueError:
-            found[str(uuid5(NAMESPACE_OID, one))] = None
-    if len(found) > MAX_NAMED:
-        raise NotDecided("hint", f"{name} names more than {MAX_NAMED} instances")
-    return tuple(found)
-
-
-def _server_group(group: NovaGroup | None) -> ServerGroup | None:
-    """The server group of a request. Raises NotDecided: of a policy that berth does not know."""
-    if group is None or group.group_policy is None:
-        return None
-    try:
-        rules = {"max_per_host": int(group.rules.get("max_server_per_host", 1))}
-        return msgspec.convert({"uuid": group.uuid, "policy": group.group_policy, **rules}, ServerGroup)
-    except (msgspec.ValidationError, ValueError):
-        raise NotDecided("group_policy", "a rule of the server group that berth does not know") from None

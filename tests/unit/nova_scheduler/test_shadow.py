@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from bus.contracts.cell import Selection
 from bus.faults import DatabaseUnavailable
 from nova_scheduler.decide.decision_log import EVENTS, SHADOWED
+from nova_scheduler.decide.placer_requests import PlacerRequests
 from nova_scheduler.decide.select_destinations import Destinations
 from nova_scheduler.decide.selection import primitive
 from nova_scheduler.request.request_spec import NotDecided
@@ -75,10 +75,11 @@ class World:
             here.facts,
             here,
             here,
+            requests=PlacerRequests(here.selector, here.facts, here.nova),
             configure=lambda: None,
             notifier=here,
-            config=replace(here.nova, shadow=True),
             clock=here.clock,
+            in_shadow=True,
         )
         self.made = 0
         self.relay = ShadowingForwarder(self, self.stock, here.replica, here.clock)

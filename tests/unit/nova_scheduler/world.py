@@ -14,6 +14,7 @@ from bus.contracts.cell import HostReport, HostStates
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from nova_scheduler.cloud.state import ComputeNode, NovaState, host_table, supported_instances
 from nova_scheduler.config import NOVA_FILTERS, NovaConfig
+from nova_scheduler.decide.placer_requests import PlacerRequests
 from nova_scheduler.decide.select_destinations import Destinations
 from nova_scheduler.decide.selection import Primitive, versioned
 from nova_scheduler.wire.envelope import Call
@@ -120,11 +121,11 @@ class Cloud:
             self.facts,
             self,
             self,
+            requests=PlacerRequests(self.selector, self.facts, self.nova, lacking=self.lacking),
             configure=lambda: None,
             notifier=self,
-            config=self.nova,
             clock=self.clock,
-            lacking=self.lacking,
+            in_shadow=self.nova.shadow,
         )
 
     async def open(self) -> Cloud:
