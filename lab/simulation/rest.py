@@ -374,11 +374,11 @@ def _schedulers_know_hosts(world: World) -> Iterator[str]:
             for host in fleet.hosts if service not in world.dead else ():
                 index = table.index_of(host.plan.uuid)
                 holder = -1 if index is None else int(table.service[index])
-                if index is None or holder < 0 or table.services[holder].name != service:
+                if index is None or holder < 0 or table.services.states[holder].name != service:
                     yield f"schedulers_know_the_hosts: {name} does not know {host.plan.name} of {service}"
                 elif bool(table.enabled[index]) is not host.enabled:
                     yield f"schedulers_know_the_hosts: {name} takes {host.plan.name} for what it was"
-        for known in table.services if table is not None else ():
+        for known in table.services.states if table is not None else ():
             if known.name in world.dead and known.down is None:
                 yield f"schedulers_know_the_hosts: {name} takes the dead service {known.name} for alive"
 

@@ -16,6 +16,7 @@ from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceRemov
 from scheduler_worker.config import Aggregate
 from scheduler_worker.filters.image import ANY, SUPPORTED
 from scheduler_worker.hosts.host_table import HostTable
+from scheduler_worker.hosts.service_directory import ServiceDirectory
 from scheduler_worker.selection.host_view import Membership
 
 MAX_NODES = 1_000_000
@@ -85,7 +86,7 @@ class NovaAggregate(Struct, frozen=True, kw_only=True):
 
 def host_table() -> HostTable:
     """A table for this state. Nova lists a nova-compute until it is deleted, and it has its hosts until then."""
-    return HostTable(down_hold_s=math.inf)
+    return HostTable(ServiceDirectory(down_hold_s=math.inf))
 
 
 class _Announced(Struct, frozen=True):

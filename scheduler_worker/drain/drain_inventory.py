@@ -88,7 +88,7 @@ class DrainInventory:
         if kind is DrainTarget.SERVICE and len({cell_of(one.uuid) for one in hosts}) > 1:
             reason = f"services of several cells are called {name}: name the cell"
             return Refusal(code="service.ambiguous", reason=reason)
-        if kind is DrainTarget.CELL and not self._selector.table.is_complete(name, self._clock.monotonic()):
+        if kind is DrainTarget.CELL and not self._selector.table.services.is_complete(name, self._clock.monotonic()):
             reason = f"not every compute service of {name} is known here, nor which hosts it has"
             return Refusal(code=CELL_SILENT, reason=reason)
         if len(hosts) > MAX_DRAINED:
@@ -108,8 +108,8 @@ class DrainInventory:
         if kind is DrainTarget.CELL:  # besides, those that their service lists no more
             rows = self._selector.reported_in_placement()
             there = rows[np.isin(table.cell[rows], [at for at, cell in enumerate(table.cells) if cell == name])]
-            return {*map(table.uuids.__getitem__, there.tolist()), *await found(name, table.services_in(name))}
-        return {uuid for cell in table.cells_of_service(name) for uuid in await found(cell, [name])}
+            return {*map(table.uuids.__getitem__, there.tolist()), *await found(name, table.services.names_in(name))}
+        return {uuid for cell in table.services.cells_of(name) for uuid in await found(cell, [name])}
 
     def _aggregates_of(self, name: str) -> list[str]:
         return [one.uuid for one in self._selector.membership.aggregates if name in (one.name, one.uuid)]

@@ -87,7 +87,7 @@ async def find_cells(selector: Selector, api: Bus, uuids: Collection[str]) -> No
 
     A host's cell is that which first reported it. api: the bus to placement.
     """
-    for cell, service in selector.table.dead_not_reported()[:MAX_SERVICES]:
+    for cell, service in selector.table.services.dead_not_reported()[:MAX_SERVICES]:
         unknown = sorted(uuid for uuid in uuids if selector.table.last_cell_of(uuid) is None)
         if not unknown:
             return

@@ -20,7 +20,8 @@ from bus.faults import Transient
 from bus.transport import BusError
 from bus.yielding import yield_to_loop
 from scheduler_worker import metrics as metrics_module
-from scheduler_worker.hosts.host_table import NO_SERVICE, HostTable
+from scheduler_worker.hosts.host_table import HostTable
+from scheduler_worker.hosts.service_directory import NO_SERVICE
 from scheduler_worker.hosts.waiting_builds import WaitingTable
 from scheduler_worker.hosts.worker_table import WorkerTable
 from scheduler_worker.placement_client import PlacementUnavailable, answer_or_raise
@@ -96,7 +97,7 @@ class HostsListener:
             while True:
                 await self._clock.sleep(RECONNECT_CHECK_S)
                 now_s = self._clock.monotonic()
-                may_lack = now_s - requested_at >= RECONNECT_GRACE_S and self._table.knows_more(self._bus.name)
+                may_lack = now_s - requested_at >= RECONNECT_GRACE_S and self._table.services.knows_more(self._bus.name)
                 if not self._requested or now_s >= due or may_lack:
                     break
 
@@ -106,7 +107,7 @@ class HostsListener:
             await self._bus.publish(ReportHosts())
         except BusError:
             return False
-        self._table.count_request(self._bus.name, self._clock.monotonic())
+        self._table.services.count_request(self._bus.name, self._clock.monotonic())
         return True
 
     def _pause(self) -> float:
@@ -126,11 +127,12 @@ async def hosts_of_services(
     """
     # This scheduler may have been started after the service died. The cell of hosts that are not reported is known from
     # then on.
-    table, indexes = selector.table, {name: selector.table.service_of(cell, name) for name in services}
+    table, indexes = selector.table, {name: selector.table.services.index_of(cell, name) for name in services}
     rows = selector.reported_in_placement()
     last = np.isin(table.last_service[rows], [index for index in indexes.values() if index != NO_SERVICE])
     found = {table.uuids[row]: table.names[row] for row in rows[last].tolist()}
-    silent = [one for one, index in indexes.items() if index == NO_SERVICE or table.services[index].down is not None]
+    states = table.services.states
+    silent = [one for one, index in indexes.items() if index == NO_SERVICE or states[index].down is not None]
     for start in range(0, len(silent), SERVICES_AT_ONCE):
         part = silent[start : start + SERVICES_AT_ONCE]
         queries = [ServiceHostsQuery(service=one, cell=cell, limit=MAX_SERVICE_HOSTS) for one in part]

@@ -19,7 +19,7 @@ from bus.contracts.objects import Aggregate, ChangedObject, DeletedService, Host
 from bus.contracts.operations import AdminState, DeleteHost, DeleteService, HostDeleted, ServiceDeleted
 from bus.contracts.placement import ProviderTreeDelete, ProviderTreeDeleted
 from scheduler_worker.fleet.host_listener import MAX_SERVICE_HOSTS, hosts_of_services
-from scheduler_worker.hosts.host_table import NO_SERVICE
+from scheduler_worker.hosts.service_directory import NO_SERVICE
 from scheduler_worker.objects.object_registry import Made, ObjectRegistry
 from scheduler_worker.records.drain_record import drain_of
 from scheduler_worker.records.fence_record import fence_of
@@ -178,7 +178,7 @@ class HostRemoval:
         message_id: of the command.
         """
         name = command.service
-        found = self._selector.table.cells_of_service(name) if command.cell is None else [command.cell]
+        found = self._selector.table.services.cells_of(name) if command.cell is None else [command.cell]
         if not found:
             return Refusal(code=UNKNOWN, reason=f"there is no compute service {name}")
         if len(found) > 1:
@@ -188,8 +188,8 @@ class HostRemoval:
         if bus is None:
             return Refusal(code=NO_CELL, reason=f"there is no cell {cell}")
         table = self._selector.table
-        index = table.service_of(cell, name)
-        if index != NO_SERVICE and table.services[index].down is None:
+        index = table.services.index_of(cell, name)
+        if index != NO_SERVICE and table.services.states[index].down is None:
             return Refusal(code=UP, reason=f"the compute service {name} is up")
         hosts = await hosts_of_services(self._selector, self._api, cell, [name], timeout_s=ANSWER_S)
         kept = _host_removal_blocker(hosts.values())

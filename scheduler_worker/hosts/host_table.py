@@ -1,45 +1,31 @@
 """The host table: which compute service manages each host, its cell, whether it takes builds, in columns because every
-decision reads all. Reports may come late or twice; epoch and sequence reveal that. Services that are down are in the
-digest of a cell's conductor. An operator's decision has its own column, which no report changes.
+decision reads all. An operator's decision has its own column, which no report changes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
 
 from bus.contracts.base import MAX_REASON, Refusal
-from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceRemoved, ServiceStates
+from bus.contracts.cell import HostReport, HostStates, ServiceRemoved, ServiceStates
 from bus.contracts.operations import AdminState, HostAdminState
+from scheduler_worker.hosts.service_directory import CELL_HOLD_S, NO_RING, NO_SERVICE, ServiceDirectory, ServiceState
 
 Rows = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
-NO_RING = (0, 0)
-NO_SERVICE = -1  # no service manages this host any more
 PROJECT = "project_id"  # the attribute of a host that takes builds of one project only
 HEALTH = "health"  # the attribute of a host that reports a problem: `warning`
 OPEN, CLOSED = -1, -2  # no project: a host takes builds of all, or of none
 MAX_PROJECTS = 1_000_000
 MAX_HOSTS = 4_000_000  # reported hosts kept; a cell that reports more is broken
-MAX_SERVICES = 100_000  # compute services kept; reports of further names are ignored
 INITIAL_CAPACITY = 1024
-# A host stays with its cell this long after its service was last up: another cell cannot take its builds over.
-CELL_HOLD_S = 60.0
-# The hosts of a service that is down for this long have no service, until they are reported again. Conductors purge
-# such a service much later, and do not list it then.
-DOWN_HOLD_S = 3600.0
-# A service that is up leaves at most this many requests in a row (`HostTable.count_request`) unanswered.
-MAX_UNANSWERED = 3
 STOPPED = "service.stopped"
-UNRESPONSIVE = "service.unresponsive"
-SERVICE_DELETED = "service.deleted"
 CELL_UNKNOWN = "host.cell_unknown"  # nothing shows in which cell a host is
 SERVICE_UP = "host.service_up"
 CELL_SILENT = "host.cell_silent"
@@ -48,44 +34,12 @@ COLUMNS = ("service", "last_service", "cell", "listed", "enabled", "failed_build
 ADMIN_STATES = tuple(AdminState)  # a column holds the index of a state in this tuple; 0 is enabled
 
 
-class ServiceState(Struct):
-    """The last report of one compute service."""
-
-    name: str
-    cell: str
-    epoch: int
-    sequence: int
-    last_seen_s: float  # monotonic
-    down: ServiceDown | None = None  # why it takes no builds now
-    down_s: float = 0.0
-    first_sequence: int = 0  # the sequence of the first page of its newest full report
-    pages_received: int = 0  # of its newest full report
-    listing: int = 0  # the revision of the table at that report
-    unanswered: int = 0  # requests for its hosts that it has not answered since
-    ring: tuple[int, int] = NO_RING  # the ring membership of its newest report ((0, 0): it shares no hosts)
-    deleted: bool = False  # an operator has stated that it is gone for good, and it has reported nothing since
-
-
-class CellServiceStates(Struct):
-    """The newest digest of one cell."""
-
-    version: tuple[int, int] = (-1, 0)
-    last_seen_s: float = -math.inf  # when it, or an equal one, came (monotonic)
-    page: int = 0  # the last page of it that came
-    gathered: dict[str, ServiceDown] = {}
-    down: dict[str, ServiceDown] = {}
-    up: int = -1  # how many services it counts; -1: no digest has come yet
-
-
 class HostTable:
     """All reported hosts as columns. A host keeps its index; the service that manages it may change."""
 
-    def __init__(self, *, down_hold_s: float = DOWN_HOLD_S) -> None:
-        self._down_hold_s = down_hold_s  # so long (seconds) a service that is down has its hosts
-        self.services: list[ServiceState] = []
+    def __init__(self, services: ServiceDirectory | None = None) -> None:
+        self.services = services or ServiceDirectory()
         self.cells: list[str] = []
-        self._digests: dict[str, CellServiceStates] = {}
-        self._service_index: dict[tuple[str, str], int] = {}
         self._index: dict[str, int] = {}
         self._by_name: dict[str, list[int]] = {}
         self.uuids: list[str] = []
@@ -109,7 +63,12 @@ class HostTable:
         # {uuid: (the service that also reports this host, and was refused it; its listing then)}
         self._claims_refused: dict[str, tuple[int, int]] = {}
         self.disabled_cells: frozenset[str] = frozenset()  # by operators: they take no new builds
-        self.revision = 0  # incremented with every change that may let another set of hosts pass
+        self._revision = 0  # of the hosts alone
+
+    @property
+    def revision(self) -> int:
+        """A number that grows with every change that may let another set of hosts pass."""
+        return self._revision + self.services.revision
 
     def __len__(self) -> int:
         return len(self.uuids)
@@ -132,59 +91,22 @@ class HostTable:
     def apply(self, message: HostStates | ServiceStates, now_s: float) -> bool:
         """Apply one report. False: it is outdated, and ignored."""
         if isinstance(message, ServiceStates):
-            return self._apply_service_states(message, now_s)
-        known = self._service_index.get((message.cell, message.service))
-        if known is None and len(self.services) >= MAX_SERVICES:
+            down_long = self.services.apply_digest(message, now_s)
+            for index in down_long or ():
+                self._revision += self._leave_without_service(self.service, index)
+            return down_long is not None
+        service = self.services.apply_report(message, now_s)
+        if service is None:
             return False
-        if known is None:
-            known = self._add_service(message, now_s)
-        else:
-            service = self.services[known]
-            if (message.epoch, message.sequence) <= (service.epoch, service.sequence):
-                return False
-            if message.epoch != service.epoch:
-                service.first_sequence = 0  # its sequence starts again
-            service.epoch, service.sequence, service.last_seen_s = message.epoch, message.sequence, now_s
-            service.unanswered = 0
-            service.deleted = False
-        self._assess(self.services[known], self._digests.get(message.cell, CellServiceStates()), now_s)
-        self._apply_hosts(known, message, now_s)
-        self.revision += 1
+        if message.cell not in self.cells:
+            self.cells.append(message.cell)
+        self._apply_hosts(service, message, now_s)
+        self._revision += 1
         return True
-
-    def knows_more(self, cell: str) -> bool:
-        """Whether more services of this cell count as up here than in its digest: a conductor whose database was
-        emptied or restored while a service died has no record of it, and cannot list it as down.
-        """
-        digest = self._digests.get(cell)
-        return digest is not None and 0 <= digest.up < self._up_in(cell)
-
-    def is_complete(self, cell: str, now_s: float) -> bool:
-        """Whether every service that this cell's newest digest counts as up has reported its hosts here.
-
-        Not so of a cell without a digest, or with one that is older than CELL_HOLD_S.
-        """
-        digest = self._digests.get(cell)
-        return digest is not None and 0 <= digest.up <= self._up_in(cell) and now_s - digest.last_seen_s <= CELL_HOLD_S
-
-    def _up_in(self, cell: str) -> int:
-        return sum(service.cell == cell and service.down is None for service in self.services)
-
-    def count_request(self, cell: str, now_s: float) -> None:
-        """Every service of this cell was requested to report its hosts; one that never does so counts as down."""
-        digest = self._digests.get(cell, CellServiceStates())
-        for service in self.services:
-            if service.cell == cell:
-                service.unanswered += 1
-                self._assess(service, digest, now_s)
-
-    def down(self) -> Mask:
-        """Per service: whether its cell lists it as down. One more entry at the end stands for NO_SERVICE."""
-        return np.array([*(service.down is not None for service in self.services), True], dtype=np.bool_)
 
     def apply_decisions(self, decisions: Mapping[str, HostAdminState]) -> None:
         """Replace all decisions of operators: {uuid: decision}, also about hosts that are not reported yet."""
-        self.revision += self._decided != decisions
+        self._revision += self._decided != decisions
         self.admin[: len(self)] = 0
         for uuid, decision in decisions.items():
             index = self._index.get(uuid)
@@ -212,12 +134,12 @@ class HostTable:
         """The name of the compute service that reported a host last, whatever it does now; "": none is known."""
         index = self._index.get(uuid)
         service = NO_SERVICE if index is None else int(self.last_service[index])
-        return "" if service == NO_SERVICE else self.services[service].name
+        return "" if service == NO_SERVICE else self.services.states[service].name
 
     def claimed_also_by(self, uuid: str) -> str | None:
         """The service that is up and also reports this host, although placement has it as another service's."""
         refused = self._claims_refused.get(uuid)
-        service = None if refused is None else self.services[refused[0]]
+        service = None if refused is None else self.services.states[refused[0]]
         return service.name if service is not None and service.down is None else None
 
     def reported(self, uuid: str, cells: Iterable[str], now_s: float) -> Refusal | None:
@@ -227,7 +149,7 @@ class HostTable:
         service = self.live_service_of(uuid) or self.claimed_also_by(uuid)
         if service is not None:
             return Refusal(code=SERVICE_UP, reason=f"the compute service {service} is up and reports host {uuid}")
-        silent = [cell for cell in cells if not self.is_complete(cell, now_s)]
+        silent = [cell for cell in cells if not self.services.is_complete(cell, now_s)]
         if silent:
             reason = f"not every compute service of {', '.join(silent)} is known here: one may report host {uuid}"
             return Refusal(code=CELL_SILENT, reason=reason[:MAX_REASON])
@@ -249,46 +171,18 @@ class HostTable:
         """The hosts (uuids) that belong to a drain, and the decisions about them."""
         return {uuid: decision for uuid, decision in self._decided.items() if decision.drain == drain}
 
-    def cells_of_service(self, name: str) -> list[str]:
-        """The cells that have a compute service of this name: one that is reported, or that its cell lists as down."""
-        reported = {one.cell for one in self.services if one.name == name and not one.deleted}
-        return sorted(reported | {cell for cell, digest in self._digests.items() if name in digest.down})
-
-    def services_in(self, cell: str) -> list[str]:
-        """The compute services of a cell: those that are reported, and those that it lists as down."""
-        reported = {one.name for one in self.services if one.cell == cell and not one.deleted}
-        return sorted(reported.union(self._digests[cell].down if cell in self._digests else ()))
-
-    def dead_not_reported(self) -> list[tuple[str, str]]:
-        """(cell, service) of those that a cell lists as down and that have reported nothing here, in order."""
-        down = {(cell, name) for cell, digest in self._digests.items() for name in digest.down}
-        return sorted(down - self._service_index.keys())
-
-    def down_of(self, cell: str, service: str) -> ServiceDown:
-        """Why a service is down that its cell lists."""
-        return self._digests[cell].down[service]
-
-    def service_of(self, cell: str, name: str) -> int:
-        """The index of a compute service; NO_SERVICE: it has not reported itself here, or is deleted."""
-        index = self._service_index.get((cell, name), NO_SERVICE)
-        return NO_SERVICE if index != NO_SERVICE and self.services[index].deleted else index
-
     def delete_service(self, removed: ServiceRemoved, now_s: float) -> None:
         """Drop a compute service that is gone for good; it is back once it reports its hosts."""
-        index = self._service_index.get((removed.cell, removed.service))
-        if index is None:
-            return
-        service = self.services[index]
-        service.deleted, service.down_s = True, now_s
-        self.revision += 1
-        service.down = ServiceDown(
-            service=removed.service,
-            epoch=service.epoch,
-            code=SERVICE_DELETED,
-            reason="an operator has stated that it is gone",
-        )
-        self.service[: len(self)][self.service[: len(self)] == index] = NO_SERVICE
-        self.last_service[: len(self)][self.last_service[: len(self)] == index] = NO_SERVICE
+        index = self.services.delete(removed, now_s)
+        if index is not None:
+            for column in (self.service, self.last_service):
+                self._leave_without_service(column, index)
+
+    def _leave_without_service(self, column: npt.NDArray[np.int32], service: int) -> bool:
+        """Whether a host of this column had the service; it has none now."""
+        left = column[: len(self)] == service
+        column[: len(self)][left] = NO_SERVICE
+        return bool(left.any())
 
     def is_down(self, uuid: str) -> bool:
         """Whether the compute service of a host is known, and is down."""
@@ -300,68 +194,18 @@ class HostTable:
         index = self._index.get(uuid)
         if index is None or self.service[index] == NO_SERVICE:
             return None
-        return self.services[int(self.service[index])]
-
-    def _apply_service_states(self, digest: ServiceStates, now_s: float) -> bool:
-        """A digest counts when all its pages have come; until then, and for ever if a page is lost, the previous digest
-        counts.
-        """
-        known = self._digests.setdefault(digest.cell, CellServiceStates())
-        version = (digest.term, digest.number)
-        if digest.page == 1:
-            if version <= known.version:
-                return False
-            known.version, known.page, known.gathered = version, 0, {}
-        if version != known.version or digest.page != known.page + 1:
-            return False
-        known.page = digest.page
-        known.gathered.update((down.service, down) for down in digest.down)
-        if digest.page < digest.pages:
-            return True
-        known.down, known.gathered, known.last_seen_s, known.up = known.gathered, {}, now_s, digest.up
-        for index, service in enumerate(self.services):
-            if service.cell == digest.cell:
-                self._assess(service, known, now_s)
-                if service.down is not None and now_s - service.down_s > self._down_hold_s:
-                    left = self.service[: len(self)] == index
-                    self.service[: len(self)][left] = NO_SERVICE
-                    self.revision += bool(left.any())
-        return True
-
-    def _assess(self, service: ServiceState, digest: CellServiceStates, now_s: float) -> None:
-        """The state that its cell lists for this service's present epoch or a later one; otherwise
-        its silence decides.
-        """
-        if service.deleted:
-            return
-        down = digest.down.get(service.name)
-        if down is not None and down.epoch < service.epoch:
-            down = None
-        if down is None and service.unanswered > MAX_UNANSWERED:
-            reason = f"it answered none of the last {service.unanswered} questions for its hosts"
-            down = ServiceDown(service=service.name, epoch=service.epoch, code=UNRESPONSIVE, reason=reason)
-        if service.down is None:
-            service.down_s = now_s  # if it is down from now on
-        self.revision += (down is None) is not (service.down is None)
-        service.down = down
-
-    def _add_service(self, message: HostStates, now_s: float) -> int:
-        self.services.append(ServiceState(message.service, message.cell, message.epoch, message.sequence, now_s))
-        self._service_index[message.cell, message.service] = len(self.services) - 1
-        if message.cell not in self.cells:
-            self.cells.append(message.cell)
-        return len(self.services) - 1
+        return self.services.states[int(self.service[index])]
 
     def _apply_hosts(self, service: int, message: HostStates, now_s: float) -> None:
         cell = self.cells.index(message.cell)
-        state = self.services[service]
+        state = self.services.states[service]
         state.ring = (message.ring_term, message.ring_number)
         first_sequence = message.first_sequence or (message.sequence if message.complete else 0)
         if first_sequence and first_sequence != state.first_sequence:
             state.first_sequence, state.pages_received, state.listing = first_sequence, 0, self.revision
         for host in message.hosts:
             if host.owner is not None:
-                self._refuse(host.uuid, service, self.service_of(message.cell, host.owner))
+                self._refuse(host.uuid, service, self.services.index_of(message.cell, host.owner))
                 continue
             if host.uuid in self._claims_refused and self._claims_refused[host.uuid][0] == service:
                 del self._claims_refused[host.uuid]
@@ -388,19 +232,14 @@ class HostTable:
             return False
         if holder.down is not None:
             return holder.down.code != STOPPED and now_s - holder.down_s <= CELL_HOLD_S
-        return self._is_seen(holder, now_s)
-
-    def _is_seen(self, service: ServiceState, now_s: float) -> bool:
-        """Whether this service or its cell's conductor has published something recently."""
-        digest = self._digests.get(service.cell)
-        return now_s - max(service.last_seen_s, digest.last_seen_s if digest else -math.inf) <= CELL_HOLD_S
+        return self.services.is_seen(holder, now_s)
 
     def _refuse(self, uuid: str, service: int, owner: int) -> None:
         """Placement has this host as the owner's, so it does not belong to this service. It is the owner's again if
         this one was taken to have succeeded it: the owner is down, and still has what runs there.
         """
         if uuid in self._claims_refused or len(self._claims_refused) < MAX_HOSTS:
-            self._claims_refused[uuid] = (service, self.services[service].listing)
+            self._claims_refused[uuid] = (service, self.services.states[service].listing)
         index = self._index.get(uuid)
         if index is not None and self.service[index] == service:
             self.service[index] = owner
@@ -411,16 +250,16 @@ class HostTable:
         """Whether another service of this cell has the host, and this one does not take it over: in a ring, by a newer
         membership; otherwise while the other one is up and lists it (placement decides which of the two has it).
         """
-        index, ring = self._index.get(uuid), self.services[service].ring
+        index, ring = self._index.get(uuid), self.services.states[service].ring
         if index is None or self.service[index] in (NO_SERVICE, service):
             return False
-        holder = self.services[int(self.service[index])]
-        if holder.cell != self.services[service].cell or holder.down is not None:
+        holder = self.services.states[int(self.service[index])]
+        if holder.cell != self.services.states[service].cell or holder.down is not None:
             return False
         if ring != NO_RING:
             return ring < holder.ring
         is_listed = bool(self.listed[index] == holder.listing)
-        return holder.ring == NO_RING and is_listed and self._is_seen(holder, now_s)
+        return holder.ring == NO_RING and is_listed and self.services.is_seen(holder, now_s)
 
     def _put(self, host: HostReport, service: int, cell: int) -> None:
         index = self._index.get(host.uuid)
@@ -435,7 +274,7 @@ class HostTable:
         self.warning[index] = host.attributes.get(HEALTH) == "warning"
         self.service[index] = self.last_service[index] = service
         self.cell[index] = cell
-        self.listed[index] = self.services[service].listing
+        self.listed[index] = self.services.states[service].listing
         self.enabled[index] = host.enabled
         self.failed_builds[index] = host.failed_builds
 

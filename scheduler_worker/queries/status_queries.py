@@ -20,7 +20,8 @@ from bus.contracts.operations import AdminState, ServiceRecord, ServicesPage, Se
 from bus.contracts.workers import WorkersQuery
 from bus.yielding import YieldingParts, yield_to_loop
 from scheduler_worker.fleet.metrics_listener import host_metrics_page
-from scheduler_worker.hosts.host_table import NO_SERVICE, HostTable, Mask, Rows
+from scheduler_worker.hosts.host_table import HostTable, Mask, Rows
+from scheduler_worker.hosts.service_directory import NO_SERVICE
 from scheduler_worker.hosts.worker_table import WorkerTable
 from scheduler_worker.objects.object_registry import ObjectRegistry
 from scheduler_worker.selection.selector import Selector
@@ -96,13 +97,13 @@ def _outside_placement(selector: Selector, query: HostsQuery) -> Iterator[_Host]
 def _matching(
     hosts: Iterable[_Host], query: HostsQuery, selector: Selector, fences: Mapping[str, FenceRecord]
 ) -> list[_Host]:
-    down = selector.table.down()
+    down = selector.table.services.down()
     return sorted((one for one in hosts if _matches(one, query, selector, fences, down)), key=_order_of(query))
 
 
 def _records(listed: Sequence[_Host], selector: Selector, fences: Mapping[str, FenceRecord]) -> Iterator[HostRecord]:
     """The records of hosts in order, less those that have left placement since they were listed."""
-    down = selector.table.down()
+    down = selector.table.services.down()
     rows = {one.uuid: row for one in listed if (row := selector.replica.row_of(one.uuid)) is not None}
     kept = [one for one in listed if one.uuid in rows or not one.is_in_placement]
     in_placement = dict(
@@ -187,7 +188,7 @@ def _record(
         uuid=one.uuid,
         name=one.name,
         cell=cell,
-        service=None if service == NO_SERVICE else table.services[service].name,
+        service=None if service == NO_SERVICE else table.services.states[service].name,
         reported=index is not None,
         up=_is_up(selector, index, down),
         enabled=False if index is None else bool(table.enabled[index] and not table.admin[index]),
@@ -240,10 +241,10 @@ class StatusHandler:
         known = len(table)
         usable = table.enabled[:known] & (table.admin[:known] == 0)
         # One index more at the frontend: hosts without a service (NO_SERVICE is -1).
-        managed = np.bincount(table.service[:known] + 1, minlength=len(table.services) + 1)
-        enabled = np.bincount(table.service[:known] + 1, weights=usable, minlength=len(table.services) + 1)
+        managed = np.bincount(table.service[:known] + 1, minlength=len(table.services.states) + 1)
+        enabled = np.bincount(table.service[:known] + 1, weights=usable, minlength=len(table.services.states) + 1)
         in_placement = np.bincount(
-            table.service[self._selector.reported_in_placement()] + 1, minlength=len(table.services) + 1
+            table.service[self._selector.reported_in_placement()] + 1, minlength=len(table.services.states) + 1
         )
         reported = [
             ServiceRecord(
@@ -259,7 +260,7 @@ class StatusHandler:
                 enabled=int(enabled[index + 1]),
                 in_placement=int(in_placement[index + 1]),
             )
-            for index, one in enumerate(table.services)
+            for index, one in enumerate(table.services.states)
             if not one.deleted
         ]
         found = sorted((*reported, *_dead_not_reported(table)), key=lambda one: (one.cell, one.name))
@@ -269,7 +270,7 @@ class StatusHandler:
 
 def _dead_not_reported(table: HostTable) -> list[ServiceRecord]:
     """Services that have been dead since before this scheduler's start."""
-    found = [(cell, table.down_of(cell, name)) for cell, name in table.dead_not_reported()]
+    found = [(cell, table.services.down_of(cell, name)) for cell, name in table.services.dead_not_reported()]
     return [
         ServiceRecord(
             name=down.service,

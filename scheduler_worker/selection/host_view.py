@@ -58,7 +58,7 @@ class HostView(Struct, frozen=True):
 class HostsView(Struct, eq=False):
     """Some hosts at one moment. `rows` are rows of the replica, `index` the same hosts' indexes in the host table.
 
-    `down`: per service, whether it is down at this moment (see HostTable.down). `metrics`: of the hosts of the table.
+    `down`: per service, whether it is down at this moment (`ServiceDirectory.down`). `metrics`: of the table's hosts.
     """
 
     replica: Replica

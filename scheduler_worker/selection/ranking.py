@@ -203,7 +203,7 @@ class Ranking:
         replica = self.view.replica
         if not (found := options_on(replica, self.spec, row, limit=limit)):
             return None
-        service = self.view.table.services[self._services.item(position)].name
+        service = self.view.table.services.states[self._services.item(position)].name
         return RankedHost(replica.uuid_of(row), row, position, -score_, found, service)
 
     def _best_heap(self) -> HostHeap | None:
@@ -228,7 +228,7 @@ class Ranking:
 
     def _sorted(self, rng: Random, *, shuffle: bool) -> dict[int, HostHeap]:
         """The hosts by cell, so that alternates of one cell are found without a walk over all hosts."""
-        services = len(self.view.table.services) + 1
+        services = len(self.view.table.services.states) + 1
         keys = self._cells * services + self._services
         if len(self.view.table.cells) * services <= RADIX_KEYS:
             keys = keys.astype(np.uint16)

@@ -18,7 +18,8 @@ from placement_worker.replica.replica import Replica
 from placement_worker.replica.request import RejectedRoots, rejected_roots
 from scheduler_worker.config import Aggregate, SchedulerConfig
 from scheduler_worker.hosts.host_metrics import HostMetricsTable
-from scheduler_worker.hosts.host_table import NO_SERVICE, HostTable, Mask, Rows
+from scheduler_worker.hosts.host_table import HostTable, Mask, Rows
+from scheduler_worker.hosts.service_directory import NO_SERVICE
 from scheduler_worker.selection.assumed_usage import AssumedUsage
 from scheduler_worker.selection.choice import CellBatching, RankedHost
 from scheduler_worker.selection.explain import NoValidHost, funnel_step
@@ -180,7 +181,7 @@ class Selector:
     def not_in_placement(self) -> list[str]:
         """The hosts that a service which is up reports and the replica does not have."""
         table = self.table
-        missing = ~table.down()[table.service[: len(table)]]
+        missing = ~table.services.down()[table.service[: len(table)]]
         missing[self.reported_in_placement()] = False
         return [table.uuids[index] for index in np.flatnonzero(missing).tolist()]
 
@@ -272,7 +273,7 @@ class Selector:
         return Selection(
             host_uuid=host_uuid,
             host=self.table.names[at],
-            service=service if manager == NO_SERVICE else self.table.services[manager].name,
+            service=service if manager == NO_SERVICE else self.table.services.states[manager].name,
             allocations={provider: dict(amounts) for provider, amounts in allocations.items()},
             spec_generations=dict(spec_generations),
             zone=self.zone_of(host_uuid),
@@ -315,9 +316,8 @@ class Selector:
         return self._view(rows)
 
     def _view(self, rows: Rows) -> HostsView:
-        return HostsView(
-            self.replica, self.table, self.membership, rows, self._index_of(rows), self.table.down(), self.metrics
-        )
+        index, down = self._index_of(rows), self.table.services.down()
+        return HostsView(self.replica, self.table, self.membership, rows, index, down, self.metrics)
 
     def _passing(self, spec: RequestSpec, *, explain: bool) -> HostFiltering:
         """Search, then run each filter in order; the funnel counts the hosts that each step left."""

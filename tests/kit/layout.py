@@ -25,6 +25,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "scheduler_worker.config",
         "scheduler_worker.filters.image",
         "scheduler_worker.hosts.host_table",
+        "scheduler_worker.hosts.service_directory",
         "scheduler_worker.placement_client",
         "scheduler_worker.plugins",
         "scheduler_worker.records.build_record",

@@ -22,7 +22,7 @@ from compute_sim.driver import SimulatedDriver
 from ironic_sync.domain import position
 from ironic_sync.domain import rules as ironic_rules
 from placement_worker.domain.allocation_migration import _Migration
-from scheduler_worker.hosts.host_table import HostTable
+from scheduler_worker.hosts.service_directory import ServiceDirectory
 
 
 def flip_ignored() -> AbstractContextManager[Any]:
@@ -93,10 +93,10 @@ def reshape_loses_an_allocation() -> AbstractContextManager[Any]:
 def dead_service_still_chosen() -> AbstractContextManager[Any]:
     """Hosts whose service is down are chosen like any other."""
 
-    def down(self: HostTable) -> Any:
-        return np.zeros(len(self.services) + 1, dtype=np.bool_)
+    def down(self: ServiceDirectory) -> Any:
+        return np.zeros(len(self.states) + 1, dtype=np.bool_)
 
-    return patch.object(HostTable, "down", down)
+    return patch.object(ServiceDirectory, "down", down)
 
 
 def change_not_reported() -> AbstractContextManager[Any]:

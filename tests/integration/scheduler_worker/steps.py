@@ -162,7 +162,7 @@ async def digests(world: World, *down: str, number: int = 1, cells: tuple[str, .
             ServiceStates(cell=cell, term=1, number=number, page=1, pages=1, up=up, down=silent)
         )
     tables = world.tables.values()
-    await until(lambda: all(t.is_complete(cell, world.clock.monotonic()) for t in tables for cell in cells))
+    await until(lambda: all(t.services.is_complete(cell, world.clock.monotonic()) for t in tables for cell in cells))
     await until(lambda: all(sum(t.down()[:-1]) == len(down) for t in tables))
 
 

@@ -352,7 +352,7 @@ async def test_the_fence_of_a_dead_host_that_is_not_reported_is_acknowledged_by_
     dead = await dead_in_placement(world)
     gone = ServiceDown(service="s9", epoch=1, code="service.silent")
     await world.buses["c1"].publish(ServiceStates(cell="c1", term=1, number=1, down=(gone,)))
-    await until(lambda: world.tables["s1"].dead_not_reported() == [("c1", "s9")])
+    await until(lambda: world.tables["s1"].services.dead_not_reported() == [("c1", "s9")])
     page = await world.answer(ServicesQuery(up=False), ServicesPage)
     (listed,) = page.services
     assert (listed.cell, listed.name, listed.up, listed.code, listed.reported) == ("c1", "s9", False, gone.code, False)

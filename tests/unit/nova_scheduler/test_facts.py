@@ -19,7 +19,7 @@ from nova_scheduler.cloud.cells import ConfiguredCells
 from nova_scheduler.cloud.poller import ASK_LIMIT_S, MAX_ASKED, NovaStatePoller
 from nova_scheduler.cloud.rest import NovaRefused, NovaUnavailable
 from nova_scheduler.cloud.state import NovaAggregate, NovaService, NovaState, host_table, supported_instances
-from scheduler_worker.hosts.host_table import DOWN_HOLD_S
+from scheduler_worker.hosts.service_directory import DOWN_HOLD_S
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.nova_scheduler.facts_kit import CELL1, CELL2, MemoryNova, World, down, node, up, uuid_of
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts

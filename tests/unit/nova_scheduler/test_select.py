@@ -27,7 +27,7 @@ from nova_scheduler.request.request_spec import NotDecided, SpecRefused
 from nova_scheduler.wire.envelope import Call, RemoteFault
 from placement_worker.domain.allocations import Replace
 from placement_worker.domain.claim_ledger import ConsumerWrite
-from scheduler_worker.hosts.host_table import DOWN_HOLD_S
+from scheduler_worker.hosts.service_directory import DOWN_HOLD_S
 from scheduler_worker.placement_client import PlacementUnavailable
 from tests.unit.nova_scheduler.world import CELLS, FLAVOR, PLENTY, Cloud, destination, group, hosts_of, request_spec
 

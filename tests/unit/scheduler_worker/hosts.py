@@ -102,7 +102,7 @@ class Hosts:
     def view(self) -> HostsView:
         rows = np.array([self.replica.row_of(uuid) for uuid in self.uuids], dtype=np.intp)
         index = np.array([self.table.index_of(uuid) for uuid in self.uuids], dtype=np.intp)
-        down = self.table.down()
+        down = self.table.services.down()
         metrics = self.selector.metrics
         return HostsView(
             self.replica, self.table, self.selector.membership, rows=rows, index=index, down=down, metrics=metrics

@@ -55,14 +55,14 @@ def test_old_reports_lose_and_a_host_moves_between_services() -> None:
     assert not table.apply(HostStates(service="a", cell="c1", epoch=1, sequence=9, hosts=off), 2.0)
     assert table.enabled[0]
     assert table.apply(HostStates(service="b", cell="c1", epoch=1, sequence=1, hosts=host), 2.0)
-    assert table.services[table.service[0]].name == "a", "it lists the host, and is up"
+    assert table.services.states[table.service[0]].name == "a", "it lists the host, and is up"
     assert table.apply(HostStates(service="a", cell="c1", epoch=2, sequence=6, complete=True), 3.0)
     assert table.service[0] == -1
     assert table.apply(HostStates(service="b", cell="c1", epoch=1, sequence=2, hosts=host), 3.0)
-    assert table.services[table.service[0]].name == "b"
+    assert table.services.states[table.service[0]].name == "b"
     # A host that b no longer lists has no service; a's own full list without it does not take it from b.
     assert table.apply(HostStates(service="a", cell="c1", epoch=2, sequence=7, complete=True), 3.0)
-    assert table.services[table.service[0]].name == "b"
+    assert table.services.states[table.service[0]].name == "b"
     assert table.apply(HostStates(service="b", cell="c1", epoch=1, sequence=3, complete=True), 3.0)
     assert table.service[0] == -1 and table.find("n1") == [uuid]
 

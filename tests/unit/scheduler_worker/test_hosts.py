@@ -23,8 +23,9 @@ from bus.contracts.operations import AdminState
 from bus.memory import MemoryBroker, MemoryTransport
 from scheduler_worker.fleet.host_listener import HOSTS_AT_ONCE, HostsListener
 from scheduler_worker.fleet.removal import removal_blocker, traces, with_entry
-from scheduler_worker.hosts import host_table as hosts
+from scheduler_worker.hosts import service_directory
 from scheduler_worker.hosts.host_table import HostTable
+from scheduler_worker.hosts.service_directory import NO_SERVICE
 from scheduler_worker.hosts.waiting_builds import WaitingTable
 from scheduler_worker.hosts.worker_table import WorkerTable
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
@@ -33,12 +34,12 @@ from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
 
 
 def test_services_that_a_cell_makes_up_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "MAX_SERVICES", 3)
-    table = hosts.HostTable()
+    monkeypatch.setattr(service_directory, "MAX_SERVICES", 3)
+    table = HostTable()
     applied = [table.apply(HostStates(service=f"s{n}", cell="c1", epoch=1, sequence=1), 0.0) for n in range(5)]
     assert applied == [True, True, True, False, False]
     assert table.apply(HostStates(service="s0", cell="c1", epoch=1, sequence=2), 1.0)
-    assert len(table.services) == 3
+    assert len(table.services.states) == 3
 
 
 def report(
@@ -57,13 +58,13 @@ def report(
     )
 
 
-def managed(table: hosts.HostTable) -> str:
-    return "".join(name for index, name in enumerate(table.names) if table.service[index] != hosts.NO_SERVICE)
+def managed(table: HostTable) -> str:
+    return "".join(name for index, name in enumerate(table.names) if table.service[index] != NO_SERVICE)
 
 
 def test_a_service_that_began_anew_counts_its_pages_anew() -> None:
     """It may have died within a report that had the number of its first one now."""
-    table = hosts.HostTable()
+    table = HostTable()
     table.apply(report(1, "a", first_sequence=1, pages=3), 0.0)
     table.apply(report(1, "b", first_sequence=1, pages=2, epoch=2), 1.0)
     table.apply(report(2, "c", first_sequence=1, pages=2, epoch=2, complete=True), 1.0)
@@ -73,7 +74,7 @@ def test_a_service_that_began_anew_counts_its_pages_anew() -> None:
 HOST = "10000000-0000-4000-8000-000000000001"
 
 
-def announce(table: hosts.HostTable, cell: str, sequence: int, now_s: float, service: str = "s") -> str:
+def announce(table: HostTable, cell: str, sequence: int, now_s: float, service: str = "s") -> str:
     """Announce the host there; returns the cell it is in then."""
     reports = (HostReport(uuid=HOST, name="h"),)
     table.apply(HostStates(service=service, cell=cell, epoch=1, sequence=sequence, hosts=reports), now_s)
@@ -87,8 +88,8 @@ def digest(number: int, *down: str, term: int = 1, page: int = 1, pages: int = 1
     return ServiceStates(cell="c1", term=term, number=number, page=page, pages=pages, down=named)
 
 
-def services(*names: str) -> hosts.HostTable:
-    table = hosts.HostTable()
+def services(*names: str) -> HostTable:
+    table = HostTable()
     for n, name in enumerate(names):
         reports = (HostReport(uuid=f"{n}0000000-0000-4000-8000-000000000001", name=f"h{n}"),)
         table.apply(HostStates(service=name, cell="c1", epoch=1, sequence=1, hosts=reports, complete=True), 0.0)
@@ -97,14 +98,14 @@ def services(*names: str) -> hosts.HostTable:
 
 def test_the_newest_whole_digest_of_a_cell_names_which_services_are_down() -> None:
     table = services("a", "b")
-    assert table.apply(digest(5, "a"), 1.0) and table.down().tolist() == [True, False, True]
+    assert table.apply(digest(5, "a"), 1.0) and table.services.down().tolist() == [True, False, True]
     assert not table.apply(digest(5, "b"), 1.0) and not table.apply(digest(4), 1.0), "older, or the same again"
-    assert table.apply(digest(6, "a", pages=2), 2.0) and table.down().tolist() == [True, False, True]
-    assert table.apply(digest(6, "b", page=2, pages=2), 2.0) and table.down().tolist() == [True, True, True]
+    assert table.apply(digest(6, "a", pages=2), 2.0) and table.services.down().tolist() == [True, False, True]
+    assert table.apply(digest(6, "b", page=2, pages=2), 2.0) and table.services.down().tolist() == [True, True, True]
     table.apply(digest(7, pages=3), 3.0)
     assert not table.apply(digest(7, page=3, pages=3), 3.0), "page 2 was lost"
-    assert table.down().tolist() == [True, True, True]
-    assert table.apply(digest(1, term=2), 4.0) and table.down().tolist() == [False, False, True]
+    assert table.services.down().tolist() == [True, True, True]
+    assert table.apply(digest(1, term=2), 4.0) and table.services.down().tolist() == [False, False, True]
     assert not table.apply(digest(99, "a"), 5.0), "of a keeper that was replaced"
 
 

@@ -11,13 +11,14 @@ import pytest
 from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceRemoved, ServiceStates
 from bus.contracts.operations import AdminState, HostAdminState
 from scheduler_worker.hosts import host_table as hosts
-from scheduler_worker.hosts.host_table import (
+from scheduler_worker.hosts.host_table import HostTable
+from scheduler_worker.hosts.service_directory import (
     CELL_HOLD_S,
     DOWN_HOLD_S,
     MAX_UNANSWERED,
     NO_SERVICE,
     UNRESPONSIVE,
-    HostTable,
+    ServiceDirectory,
 )
 from scheduler_worker.selection.host_view import HostsView, Membership
 
@@ -46,7 +47,7 @@ def gone(service: str, at: float = 1.0, cell: str = "c1") -> Event:
 
 
 def asked(times: int, cell: str = "c1", at: float = 5.0) -> Event:
-    return at, lambda table: [table.count_request(cell, at) for _ in range(times)]
+    return at, lambda table: [table.services.count_request(cell, at) for _ in range(times)]
 
 
 def table_of(*events: Event) -> HostTable:
@@ -64,7 +65,7 @@ def table_of(*events: Event) -> HostTable:
 def holders(table: HostTable) -> dict[str, str]:
     """{host: cell/service}, of those that a service has."""
     return {
-        name: f"{table.cells[table.cell[at]]}/{table.services[table.service[at]].name}"
+        name: f"{table.cells[table.cell[at]]}/{table.services.states[table.service[at]].name}"
         for at, name in enumerate(table.names)
         if table.service[at] != NO_SERVICE
     }
@@ -174,9 +175,9 @@ def test_which_other_service_reports_a_host(events: tuple[Event, ...], by: str |
 
 def test_a_refused_host_is_taken_to_be_left_with_its_owner() -> None:
     table = table_of(told(service="t"), told("b"), told(service="t", owner="s", sequence=2))
-    assert [table.services[at].name for at in table.last_service[:2]] == ["s", "s"]
+    assert [table.services.states[at].name for at in table.last_service[:2]] == ["s", "s"]
     table = table_of(told(), told("b", "t"), told(service="t", owner="u", sequence=2))
-    assert [table.services[at].name for at in table.last_service[:2]] == ["s", "t"]
+    assert [table.services.states[at].name for at in table.last_service[:2]] == ["s", "t"]
 
 
 def test_refused_hosts_are_bounded_and_those_known_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,9 +218,9 @@ def test_refused_hosts_are_bounded_and_those_known_are_followed(monkeypatch: pyt
 )
 def test_why_a_service_is_down(events: tuple[Event, ...], code: str | None) -> None:
     table = table_of(*events)
-    down = table.services[0].down
+    down = table.services.states[0].down
     assert (down and down.code) == code
-    assert table.down().tolist() == [code is not None, True]
+    assert table.services.down().tolist() == [code is not None, True]
     assert table.live_service_of(A) == (None if code else "s")
     assert table.is_down(A) is (code not in (None, "service.deleted"))
     assert table.is_down(B) is False
@@ -246,7 +247,7 @@ def test_whether_a_table_has_all_or_more_than_a_cell_counts(
     events: tuple[Event, ...], now: float, more: bool, complete: bool
 ) -> None:
     table = table_of(*events)
-    assert (table.knows_more("c1"), table.is_complete("c1", now)) == (more, complete)
+    assert (table.services.knows_more("c1"), table.services.is_complete("c1", now)) == (more, complete)
 
 
 def decided(state: AdminState = AdminState.DISABLED, name: str = "h", uuid: str = A, **more: Any) -> HostAdminState:
@@ -293,13 +294,14 @@ def test_the_revision_rises_where_other_hosts_may_pass(
 
 def test_services_by_name_and_the_dead_that_reported_nothing() -> None:
     table = table_of(told(), told("b", **OTHER), told("c", "t"), listed("s", "dead", epoch=3), listed("x", **OTHER))
-    assert [table.cells_of_service(name) for name in ("s", "t", "dead", "none")] == [["c1", "c2"], ["c1"], ["c1"], []]
-    assert table.dead_not_reported() == [("c1", "dead"), ("c2", "x")]
-    assert table.down_of("c1", "dead").epoch == 3
+    known = table.services
+    assert [known.cells_of(name) for name in ("s", "t", "dead", "none")] == [["c1", "c2"], ["c1"], ["c1"], []]
+    assert known.dead_not_reported() == [("c1", "dead"), ("c2", "x")]
+    assert known.down_of("c1", "dead").epoch == 3
     table.delete_service(ServiceRemoved(service="s", cell="c2"), 1.0)
-    assert [table.service_of(cell, "s") for cell in ("c1", "c2", "c3")] == [0, NO_SERVICE, NO_SERVICE]
-    assert table.cells_of_service("s") == ["c1"] and table.cells == ["c1", "c2"]
-    assert HostTable().service_of("c1", "s") == NO_SERVICE
+    assert [known.index_of(cell, "s") for cell in ("c1", "c2", "c3")] == [0, NO_SERVICE, NO_SERVICE]
+    assert known.cells_of("s") == ["c1"] and table.cells == ["c1", "c2"]
+    assert ServiceDirectory().index_of("c1", "s") == NO_SERVICE
 
 
 def test_the_cell_of_a_host_is_that_which_reported_it_last_else_that_of_placement() -> None:
@@ -335,7 +337,7 @@ def test_columns_hold_what_a_service_reports_and_grow(monkeypatch: pytest.Monkey
     assert len(table.service) == 8, "by doubling"
     index = np.arange(5)
     view = HostsView(
-        None, table, Membership([]), rows=index, index=index, down=table.down(), metrics=None,  # type: ignore[arg-type]
+        None, table, Membership([]), rows=index, index=index, down=table.services.down(), metrics=None,  # type: ignore[arg-type]
     )  # fmt: skip
     columns = view.enabled, view.failed_builds, view.warning, view.open_to("p"), view.open_to("q"), view.service
     assert [column.tolist()[2:] for column in columns] == [

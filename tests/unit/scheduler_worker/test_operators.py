@@ -43,8 +43,8 @@ from scheduler_worker.fleet.cell_connections import CHECK_S, CellConnections
 from scheduler_worker.fleet.fence_publisher import FencePublisher
 from scheduler_worker.fleet.host_listener import MAX_SERVICE_HOSTS, Warmup
 from scheduler_worker.fleet.removal import HostRemoval
-from scheduler_worker.hosts import host_table as hosts
 from scheduler_worker.hosts.host_table import HostTable
+from scheduler_worker.hosts.service_directory import DOWN_HOLD_S, NO_SERVICE
 from scheduler_worker.objects.consistency import changed_object
 from scheduler_worker.objects.object_registry import MakeChange, ObjectRegistry
 from scheduler_worker.operator_handler import OperatorHandler, RefusedCommands
@@ -255,11 +255,11 @@ async def test_one_that_is_down_for_long_is_kept_by_the_hosts_that_it_reported()
     """Its hosts had no service any more, and it was forgotten with 100 of them in placement."""
     known, bus = Hosts([PLENTY] * 2), Answering()
     known.table.apply(down(1), 1.0)
-    for number, now_s in enumerate((2.0, 2.0 + hosts.DOWN_HOLD_S), start=2):
+    for number, now_s in enumerate((2.0, 2.0 + DOWN_HOLD_S), start=2):
         known.table.apply(down(number), now_s)
         refused = await forgetter(known, bus).delete_service(COMMAND, "m")
         assert isinstance(refused, Refusal) and refused.code == "service.has_hosts", now_s
-    assert known.table.service[0] == hosts.NO_SERVICE and bus.ordered == []
+    assert known.table.service[0] == NO_SERVICE and bus.ordered == []
     known.give_up()
     assert isinstance(await forgetter(known, bus).delete_service(COMMAND, "m"), ServiceDeleted), (
         "it lists none of them any more"

@@ -352,7 +352,7 @@ def test_hosts_without_a_service_are_never_chosen_whatever_filters_there_are(off
 
 def test_cells_are_kept_apart_however_many_services_there_are() -> None:
     hosts = by_memory([9, 8, 7, 6], cells=["c1", "c2", "c1", "c2"])
-    hosts.table.services += [hosts.table.services[1]] * 69_998
+    hosts.table.services.states += [hosts.table.services.states[1]] * 69_998
     hosts.table.service[[1, 3]] = 61_071  # in 16 bits its place would be that of the other cell's service
     assert names(hosts, hosts.selector.rank(hosts.spec(), hosts.rng).pick((), subset=1, alternates=3)) == "02"
 

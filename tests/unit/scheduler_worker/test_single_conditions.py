@@ -264,7 +264,7 @@ def test_a_service_that_is_not_heard_any_more_loses_its_host_to_another_of_its_c
     table = HostTable()
     assert announce(table, "c1", 1, 0.0, "s1") == "c1"
     announce(table, "c1", 1, 100_000.0, "s2")
-    assert table.services[int(table.service[0])].name == "s2"
+    assert table.services.states[int(table.service[0])].name == "s2"
 
 
 def test_of_two_hosts_with_one_name_the_one_in_placement_counts_though_no_service_has_it() -> None:
