@@ -28,7 +28,8 @@ from nova_scheduler.decide.decision_log import CallRecorder, PublishedCalls
 from nova_scheduler.decide.notifications import NovaNotifier
 from nova_scheduler.decide.placer_requests import PlacerRequests
 from nova_scheduler.decide.select_destinations import Destinations
-from nova_scheduler.rpc.server import CallDispatcher, RpcServer
+from nova_scheduler.rpc.dispatcher import CallDispatcher
+from nova_scheduler.rpc.server import RpcServer
 from nova_scheduler.stock.forwarder import Fallback, StockForwarder
 from nova_scheduler.stock.shadow import GrantedClaims, ShadowingForwarder, UpstreamDecides
 from nova_scheduler.wire.queues import RabbitOptions

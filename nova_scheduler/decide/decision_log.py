@@ -33,6 +33,7 @@ from bus.contracts.nova_calls import (
     NovaCall,
 )
 from bus.transport import BusError
+from nova_scheduler.request.request_spec import NotDecided
 from nova_scheduler.wire.envelope import Call
 from scheduler_worker.build.placement_state import HostClaimed
 from scheduler_worker.selection.explain import FailedClaim, NoValidHost
@@ -187,6 +188,17 @@ def steps_of(result: NoValidHost, name_of: Callable[[int], str]) -> tuple[Decisi
 def lost_of(claims: Iterable[FailedClaim]) -> tuple[str, ...]:
     """The first of the claims that got nothing, in words."""
     return tuple(one.what[:MAX_REASON] for one in islice(claims, MAX_LOST))
+
+
+def not_decided(call: Call, why: NotDecided) -> CallDecision:
+    """Of a call that is left to the fallback."""
+    return CallDecision(
+        event=NOT_DECIDED,
+        request_id=call.request_id,
+        project_id=call.project_id,
+        reason=why.reason[:MAX_REASON],
+        detail=why.detail[:MAX_REASON],
+    )
 
 
 def placed(event: str, call: Call, instances: Sequence[str], results: Sequence[HostClaimed]) -> CallDecision:

@@ -7,35 +7,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
 
 import structlog
-from msgspec import structs
 
 from bus.clock import Clock
-from bus.contracts.base import MAX_REASON
-from bus.contracts.nova_calls import CallDecision
-from bus.faults import BrokenInvariant, Fault, Transient
+from bus.faults import BrokenInvariant, Fault
 from bus.rabbitmq.channels import RabbitDelivery
 from bus.rabbitmq.transport import RabbitSubscription, RabbitTransport
-from bus.retrying import NOVA_CALL, NOVA_REPLY, Retrying
-from bus.transport import BusError, BusForbidden, BusUnavailable, Outgoing
-from nova_scheduler.decide.decision_log import NOT_DECIDED, CallRecorder
+from bus.transport import BusError, BusUnavailable
+from nova_scheduler.decide.decision_log import CallRecorder, not_decided
 from nova_scheduler.metrics import CALL_S, CALLS, IN_FLIGHT
 from nova_scheduler.request.request_spec import NotDecided
-from nova_scheduler.rpc.intake import LIMIT, TopicIntake, unblocked
+from nova_scheduler.rpc.casts import CastQueue
+from nova_scheduler.rpc.deliveries import DeliveredCall, parse_delivery
+from nova_scheduler.rpc.dispatcher import CallDispatcher, RetryingDispatcher
+from nova_scheduler.rpc.intake import TopicIntake, unblocked
+from nova_scheduler.rpc.replies import ReplySender, remember
 from nova_scheduler.stock.forwarder import Fallback, ForwardFailed, count_forwarded
 from nova_scheduler.wire.envelope import (
     CALL_LIMIT_S,
     Call,
-    CallUnreadable,
     RemoteFault,
     encode_failure,
-    encode_heartbeat,
     encode_result,
     no_valid_host,
-    parse_call,
 )
 from nova_scheduler.wire.methods import check_method, label_of, result_of_base
 from nova_scheduler.wire.queues import FRONTENDS, TOPIC, RabbitOptions, fanout_queue, frontends_queue, topic_queue
@@ -45,56 +41,6 @@ log = structlog.get_logger("nova")
 PREFETCH = 32  # calls in flight of one queue; others are left for other schedulers
 CASTS = 64
 LAST_REPLIES = 0.1  # the part of the time to stop in which the clients of calls at the fallback are told
-SHORTEST_HEARTBEAT_S = 1.0  # as oslo.messaging: a client that wants more has given a wrong timeout
-REMEMBERED = 1024  # ids of calls that were answered, and reply queues that are gone
-
-
-class CallDispatcher(Protocol):
-    """What answers calls. The server has checked method and version, and answers `ping` itself."""
-
-    async def call(self, call: Call) -> object:
-        """The result of a call as JSON values; ignored for casts, which come one after the other. May be cancelled, and
-        called again with the same `unique_id` after any part was done. Raises RemoteFault, which the client raises;
-        NotDecided: forwarded to a stock nova-scheduler; Transient: called again until the client gives up.
-        """
-        # Any other exception is logged, and the client told that the call failed.
-
-
-class _DeliveredCall:
-    """A call in flight, and its deliveries: more than one after the connection was lost; none: it does not come again,
-    as the queue of the frontends has refused it, or its acknowledgement is on the way.
-    """
-
-    def __init__(self, call: Call, deliveries: Iterable[RabbitDelivery]) -> None:
-        self.call = call
-        self.deliveries = list(deliveries)
-        self.acknowledged = False
-
-    def join(self, deliveries: Iterable[RabbitDelivery]) -> None:
-        """The same call was delivered again."""
-        self.deliveries += deliveries
-        if self.acknowledged:
-            self.acknowledge()
-
-    async def acknowledge_first(self) -> None:
-        """Acknowledge it: it has no slot of the topic any more, and is not delivered again. Raises BusUnavailable: it
-        may be.
-        """
-        if self.deliveries and not self.acknowledged:
-            newest, self.deliveries = self.deliveries[-1], []
-            await newest.acknowledged()
-        self.acknowledge()
-
-    def acknowledge(self) -> None:
-        """Acknowledge it."""
-        self.acknowledged = True
-        for delivery in self.deliveries:
-            delivery.ack()
-
-    def requeue(self) -> None:
-        """Have it delivered again."""
-        for delivery in self.deliveries:
-            delivery.nack(requeue=True)
 
 
 class RpcServer:
@@ -122,21 +68,21 @@ class RpcServer:
         prefetch: int = PREFETCH,  # calls in flight of one queue
     ) -> None:
         self._transport = transport
-        self._dispatcher = dispatcher
+        self._dispatcher = RetryingDispatcher(dispatcher, clock, rng)
+        self._casts = CastQueue(self._dispatcher, fallback)
+        self._replies = ReplySender(transport, clock, rng)
         self._options = options
         self._clock = clock
-        self._rng = rng
         self._fallback = fallback
         self._recorder = recorder or CallRecorder()
         self._prefetch = prefetch
         self._topics = [topic_queue(options, control_exchange, key) for key in (TOPIC, f"{TOPIC}.{host}")]
         self._frontends = frontends_queue(options, control_exchange)
         self._fanout = fanout_queue(options, TOPIC, unique)
-        self._next_offset: int | None = None  # of the stream
         # A call is handed over once to each connection: tasks beyond the slots are those of lost connections.
         self._slots = asyncio.Semaphore(prefetch)
-        self._calls: dict[str, _DeliveredCall] = {}  # by unique id
-        self._tasks: dict[asyncio.Task[None], _DeliveredCall] = {}
+        self._calls: dict[str, DeliveredCall] = {}  # by unique id
+        self._tasks: dict[asyncio.Task[None], DeliveredCall] = {}
         self._intake = TopicIntake(
             transport,
             FRONTENDS,
@@ -144,9 +90,7 @@ class RpcServer:
             refused=lambda call: self._carry(call, ()),
             changed=self._open_intakes,
         )
-        self._casts: asyncio.Queue[tuple[Call, RabbitDelivery]] = asyncio.Queue()
         self._answered: dict[str, None] = {}
-        self._gone: dict[str, None] = {}  # reply queues that do not exist any more
         self._subscriptions: list[RabbitSubscription] = []  # of the casts, and of the frontends
         self._intakes: list[RabbitSubscription] = []  # of the topic
         self._is_full = False
@@ -163,10 +107,10 @@ class RpcServer:
     async def start(self) -> None:
         """Take calls from now on, and casts."""
         self._broken = asyncio.get_running_loop().create_future()
-        stream = self._offset if self._options.rabbit_stream_fanout else dict
+        stream = self._casts.stream_offset if self._options.rabbit_stream_fanout else dict
         consume = self._transport.consume_external
         self._subscriptions = [
-            await consume(self._fanout.name, self._on_cast, prefetch=CASTS, arguments=stream),
+            await consume(self._fanout.name, self._casts.add_fanout, prefetch=CASTS, arguments=stream),
             await consume(FRONTENDS, self._on_delivery, prefetch=self._prefetch),
         ]
         for queue in self._topics:
@@ -177,7 +121,7 @@ class RpcServer:
         assert self._broken is not None, "started"
         loops = [
             asyncio.create_task(self._intake.run(), name="nova entrance"),
-            asyncio.create_task(self._carry_out_casts(), name="nova casts"),
+            asyncio.create_task(self._casts.run(), name="nova casts"),
         ]
         try:
             done, _ = await asyncio.wait({*loops, self._broken}, return_when=asyncio.FIRST_COMPLETED)
@@ -281,54 +225,25 @@ class RpcServer:
             delivered.join(deliveries)
         elif call.unique_id in self._answered:
             CALLS.labels(label_of(call), "repeated").inc()
-            _DeliveredCall(call, deliveries).acknowledge()
+            DeliveredCall(call, deliveries).acknowledge()
         else:
-            self._start(_DeliveredCall(call, deliveries))
+            self._start(DeliveredCall(call, deliveries))
 
     def _call_of(self, delivery: RabbitDelivery) -> Call | None:
         """The call that is to be answered. A cast is put to the others."""
-        call = self._parsed(delivery, fanout=False)
+        call = parse_delivery(delivery, fanout=False)
         if call is not None and call.unread:
             log.warning(call.unread, queue=delivery.routing_key)
             self._carry(call, (delivery,))  # to its answer
             return None
         if call is None or call.is_answered:
             return call
-        self._casts.put_nowait((call, delivery))
+        self._casts.add(call, delivery)
         return None
-
-    def _on_cast(self, delivery: RabbitDelivery) -> None:
-        offset = delivery.headers.get("x-stream-offset")
-        if isinstance(offset, int):
-            self._next_offset = offset + 1
-        call = self._parsed(delivery, fanout=True)
-        if call is not None:
-            self._casts.put_nowait((call, delivery))
-
-    def _parsed(self, delivery: RabbitDelivery, *, fanout: bool) -> Call | None:
-        """The call of a delivery. One that is none is rejected."""
-        compression = delivery.headers.get("compression", "")
-        try:
-            return parse_call(
-                delivery.body,
-                compression=compression if isinstance(compression, str) else "?",
-                fanout=fanout,
-                redelivered=delivery.redelivered,
-                limit_s=_limit_s(delivery),
-            )
-        except CallUnreadable as error:
-            log.warning("nova.call_unreadable", reason=str(error), queue=delivery.routing_key)
-            CALLS.labels("other", "unreadable").inc()
-            delivery.nack(requeue=False)
-            return None
-
-    def _offset(self) -> dict[str, str | int]:
-        """Where in the stream the consumption begins: after what was received; at first with what comes from now on."""
-        return {"x-stream-offset": "next" if self._next_offset is None else self._next_offset}
 
     # --- calls
 
-    def _start(self, delivered: _DeliveredCall) -> None:
+    def _start(self, delivered: DeliveredCall) -> None:
         if delivered.call.unique_id:
             self._calls[delivered.call.unique_id] = delivered
         task = asyncio.create_task(self._carry_out(delivered), name=f"nova {delivered.call.method}")
@@ -345,14 +260,14 @@ class RpcServer:
         if error is not None and self._broken is not None and not self._broken.done():
             self._broken.set_exception(error)
 
-    def _forget(self, delivered: _DeliveredCall) -> None:
+    def _forget(self, delivered: DeliveredCall) -> None:
         """It has ended here: delivered again, it begins anew."""
         if self._calls.get(delivered.call.unique_id) is delivered:
             del self._calls[delivered.call.unique_id]
 
-    async def _carry_out(self, delivered: _DeliveredCall) -> None:
+    async def _carry_out(self, delivered: DeliveredCall) -> None:
         call, begun_s = delivered.call, self._clock.monotonic()
-        heartbeats = asyncio.create_task(self._send_heartbeats(call), name="nova heartbeats")
+        heartbeats = asyncio.create_task(self._replies.send_heartbeats(call), name="nova heartbeats")
         try:
             async with asyncio.timeout(min(call.limit_s or CALL_LIMIT_S, CALL_LIMIT_S)):
                 outcome, body = await self._answer(delivered)
@@ -366,38 +281,30 @@ class RpcServer:
             self._forget(delivered)  # before it comes again
             delivered.requeue()
         else:
-            if body and not await self._reply(call, body):
+            if body and not await self._replies.send(call, body):
                 outcome = "undeliverable"
-            _remember(self._answered, call.unique_id)
+            remember(self._answered, call.unique_id)
             delivered.acknowledge()
         CALLS.labels(label_of(call), outcome).inc()
         CALL_S.observe(self._clock.monotonic() - begun_s)
 
-    async def _answer(self, delivered: _DeliveredCall) -> tuple[str, bytes | None]:
+    async def _answer(self, delivered: DeliveredCall) -> tuple[str, bytes | None]:
         """The outcome of a call, and the body of its reply; None: it has none here, and is delivered again. Raises
         BrokenInvariant.
         """
         call = delivered.call
-        ids = (call.message_id, self._new_id())
+        ids = (call.message_id, self._replies.new_id())
         try:
             if (basic := result_of_base(call)) is not None:
                 return "answered", encode_result(*ids, basic[0])
             check_method(call)
             async with self._slots:
-                result = await self._retried(call)
+                result = await self._dispatcher.call(call)
             return "answered", encode_result(*ids, result)
         except RemoteFault as fault:
             return f"raised {fault.class_name}", encode_failure(*ids, fault)
         except NotDecided as undecided:
-            self._recorder.record_decision(
-                CallDecision(
-                    event=NOT_DECIDED,
-                    request_id=call.request_id,
-                    project_id=call.project_id,
-                    reason=undecided.reason[:MAX_REASON],
-                    detail=undecided.detail[:MAX_REASON],
-                )
-            )
+            self._recorder.record_decision(not_decided(call, undecided))
             return await self._forwarded(delivered, undecided.reason, ids)
         except BrokenInvariant:
             raise
@@ -410,9 +317,7 @@ class RpcServer:
         # Another exception than NoValidHost has Nova set a running server that was to be moved to ERROR.
         return "failed", encode_failure(*ids, no_valid_host(f"The scheduler could not decide: {code}."))
 
-    async def _forwarded(
-        self, delivered: _DeliveredCall, reason: str, ids: tuple[str, str]
-    ) -> tuple[str, bytes | None]:
+    async def _forwarded(self, delivered: DeliveredCall, reason: str, ids: tuple[str, str]) -> tuple[str, bytes | None]:
         if self._fallback is None:
             count_forwarded(reason, "no_fallback")
             return "undecided", encode_failure(
@@ -436,83 +341,3 @@ class RpcServer:
         except BusError as error:  # it has not left: another frontend may get it, and forwards it then
             log.warning("nova.call_uncertain", code=error.code, reason=str(error), request_id=delivered.call.request_id)
             return "given back", None
-
-    async def _retried(self, call: Call) -> object:
-        return await Retrying(NOVA_CALL, self._clock, self._rng).call(
-            lambda: self._dispatcher.call(call), lambda error: isinstance(error, Transient)
-        )
-
-    async def _send_heartbeats(self, call: Call) -> None:
-        """Tell the client twice within its timeout that its call is under way; the first time soon, as it may have
-        waited in a queue.
-        """
-        every_s, wait_s = call.timeout_s / 2, SHORTEST_HEARTBEAT_S
-        while every_s >= SHORTEST_HEARTBEAT_S:
-            await self._clock.sleep(wait_s)
-            wait_s = every_s
-            with contextlib.suppress(BusError):  # the next one is soon
-                await self._publish(call, encode_heartbeat(call.message_id, self._new_id()))
-
-    async def _reply(self, call: Call, body: bytes) -> bool:
-        """Whether the client's queue has the reply. It is tried again while the queue does not exist."""
-        policy = structs.replace(NOVA_REPLY, lasts_s=0.0) if call.reply_queue in self._gone else NOVA_REPLY
-        try:
-            await Retrying(policy, self._clock).call(
-                lambda: self._publish(call, body),
-                lambda error: isinstance(error, BusError) and not isinstance(error, BusForbidden),
-            )
-        except BusError as error:
-            _remember(self._gone, call.reply_queue)
-            log.warning("nova.reply_undeliverable", code=error.code, queue=call.reply_queue, request_id=call.request_id)
-            return False
-        self._gone.pop(call.reply_queue, None)
-        return True
-
-    async def _publish(self, call: Call, body: bytes) -> None:
-        await self._transport.publish(
-            Outgoing(exchange="", routing_key=call.reply_queue, body=body, mandatory=True, message_id=call.message_id)
-        )
-
-    def _new_id(self) -> str:
-        return f"{self._rng.getrandbits(128):032x}"
-
-    # --- casts
-
-    async def _carry_out_casts(self) -> None:
-        """One after the other, in the order in which they came. Raises BrokenInvariant."""
-        while True:
-            call, delivery = await self._casts.get()
-            outcome = "handled"
-            try:
-                check_method(call)
-                async with asyncio.timeout(CALL_LIMIT_S):
-                    await self._retried(call)
-            except (RemoteFault, NotDecided):
-                outcome = "refused"
-            except BrokenInvariant:
-                raise
-            except Exception as error:  # of one cast, whose client does not wait for anything
-                outcome = "failed"
-                log.exception("nova.call_failed", method=call.method, code=getattr(error, "code", ""))
-            if call.fanout and self._fallback is not None:
-                with contextlib.suppress(BusError):  # the stock scheduler reads what it has missed by itself
-                    await self._fallback.forward(call)
-            CALLS.labels(label_of(call), outcome).inc()
-            delivery.ack()
-
-
-def _limit_s(delivery: RabbitDelivery) -> float | None:
-    """How long (seconds) the client of a call waits: by the header, which it has in the queue of the frontends
-    alone.
-    """
-    told = delivery.headers.get(LIMIT)
-    return told if isinstance(told, int | float) and 0 < told <= CALL_LIMIT_S else delivery.expiration_s
-
-
-def _remember(known: dict[str, None], name: str) -> None:
-    """Add a name; the oldest are forgotten."""
-    if name:
-        known.pop(name, None)
-        known[name] = None
-        while len(known) > REMEMBERED:
-            del known[next(iter(known))]

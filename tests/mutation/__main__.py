@@ -54,7 +54,7 @@ ONLY_WITH_SERVERS = (
     "bus/persistence/address.py", "bus/persistence/database.py", "bus/persistence/database_faults.py",
     "bus/persistence/guarded_statement.py", "bus/persistence/migrations.py", "bus/persistence/revision.py",
     "bus/persistence/rights.py", "bus/persistence/tables.py", "bus/rabbitmq/*",
-    "nova_scheduler/rpc/intake.py", "nova_scheduler/rpc/server.py", "nova_scheduler/stock/forwarder.py",
+    "nova_scheduler/rpc/*", "nova_scheduler/stock/forwarder.py",
     "placement_worker/operations/*", "placement_worker/rest/*",
     "placement_worker/store/feed.py", "placement_worker/store/trees.py",
     "scheduler_worker/drain/drain_controller.py",

@@ -30,6 +30,7 @@ from nova_scheduler.config import NotificationSettings, NovaConfig
 from nova_scheduler.decide.notifications import END, START, NovaNotifier
 from nova_scheduler.metrics import NOTIFICATIONS
 from nova_scheduler.request.request_spec import NotDecided
+from nova_scheduler.rpc import replies
 from nova_scheduler.rpc import server as rpc_server
 from nova_scheduler.rpc.server import RpcServer
 from nova_scheduler.wire.envelope import Call, parse_call
@@ -187,7 +188,7 @@ async def test_a_call_ends_when_its_client_gives_up(vhost: str, client: Client) 
 async def test_a_reply_to_a_client_that_is_gone_is_dropped(
     vhost: str, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rpc_server, "NOVA_REPLY", structs.replace(rpc_server.NOVA_REPLY, lasts_s=0.5))
+    monkeypatch.setattr(replies, "NOVA_REPLY", structs.replace(replies.NOVA_REPLY, lasts_s=0.5))
     dispatcher = Instructed(named)
     async with front(vhost, dispatcher) as server:
         await client.send(_reply_q="reply_gone")

@@ -11,7 +11,8 @@ from typing import Any
 
 from bus.clock import SystemClock
 from bus.rabbitmq.transport import RabbitTransport
-from nova_scheduler.rpc.server import CallDispatcher, RpcServer
+from nova_scheduler.rpc.dispatcher import CallDispatcher
+from nova_scheduler.rpc.server import RpcServer
 from nova_scheduler.stock.forwarder import Fallback, StockForwarder
 from nova_scheduler.stock.shadow import ShadowingForwarder, UpstreamDecides
 from nova_scheduler.wire.envelope import Call
