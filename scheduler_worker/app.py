@@ -39,6 +39,7 @@ from scheduler_worker.hosts.waiting_builds import WaitingTable
 from scheduler_worker.hosts.worker_table import WorkerTable
 from scheduler_worker.objects.configured import configured
 from scheduler_worker.objects.object_registry import ObjectRegistry
+from scheduler_worker.objects.operator_changes import OperatorChanges
 from scheduler_worker.operator_handler import ControlListener, OperatorHandler, RefusedCommands
 from scheduler_worker.placement_client import BusClaims
 from scheduler_worker.queries.record_queries import QueryHandler
@@ -95,7 +96,7 @@ def build(
     service.add_preparation(lambda: links.entered(config.cell_wait_s))
     service.add_preparation(parts.warmup.begin)
     connections = add_cells(parts, registry, links, lambda: {*relay.missing, *unanswered.cells})
-    queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=connections)
+    queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, cells=connections)
     status = StatusHandler(parts.selector, parts.workers, registry, clock=env.clock)
     add_requests(parts, queries, status, requests)
     return service
@@ -232,6 +233,7 @@ def _add_objects(
     changes = OperatorHandler(
         registry,
         parts.selector,
+        OperatorChanges(registry, parts.store, parts.selector, clock=bus.clock),
         drains,
         removal,
         refused=RefusedCommands(parts.store),
