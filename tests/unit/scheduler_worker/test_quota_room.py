@@ -24,7 +24,7 @@ from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.claims import PlacementClaims
 from tests.kit.sent import Sent
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
-from tests.unit.scheduler_worker.test_moves import Follower
+from tests.unit.scheduler_worker.test_moves import Follower, reload
 
 VM, OTHER, REQUEST = (f"{n}0000000-0000-4000-8000-000000000001" for n in "abd")
 QUOTA = {"VCPU": 10, INSTANCES: 5}
@@ -78,8 +78,6 @@ async def test_a_move_is_held_to_the_room_that_a_build_is_held_to(
 
     claims = Located()
     claims.host = hosts.uuids[0]
-
-    async def reload() -> None: ...
 
     rng = random.Random(5)
     destinations = DestinationChooser(claims, hosts.selector, Follower(), clock=clock, rng=rng, reload=reload)

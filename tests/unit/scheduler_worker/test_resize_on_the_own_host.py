@@ -20,7 +20,7 @@ from scheduler_worker.records.action_record import ActionContext
 from scheduler_worker.records.build_record import RecordedBuild
 from tests.kit.claims import PlacementClaims
 from tests.unit.scheduler_worker.hosts import Hosts
-from tests.unit.scheduler_worker.test_moves import Follower
+from tests.unit.scheduler_worker.test_moves import Follower, reload
 
 VM, REQUEST, CHILD, POOL, RACK = (f"{n}0000000-0000-4000-8000-000000000001" for n in "adcfe")
 
@@ -71,9 +71,6 @@ async def test_both_sizes_count_once(now: str, then: str, fits: bool) -> None:
     holding = {root: {"VCPU": size.vcpus}, CHILD: {"VGPU": vgpus}, POOL: {"DISK_GB": size.disk_gb}}
     full_tree(hosts, holding)
     claims = PlacementClaims()
-
-    async def reload() -> None: ...
-
     rng = random.Random(5)
     destinations = DestinationChooser(claims, hosts.selector, Follower(), clock=clock, rng=rng, reload=reload)
     claims.held[VM] = ConsumerRecord(
