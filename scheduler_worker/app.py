@@ -19,6 +19,7 @@ from bus.service.worker_heartbeat import add_heartbeat
 from placement_worker.replica.follower import Follower
 from placement_worker.replica.replica import Replica
 from scheduler_worker.action.action_engine import ActionEngine
+from scheduler_worker.action.destination import DestinationChooser
 from scheduler_worker.build.build_engine import SchedulingEngine
 from scheduler_worker.cell_events.cell_event_recorder import CellEventRecorder
 from scheduler_worker.cell_link import SchedulerParts, add_cells, add_requests, cell_links, metrics_consumer, new_relay
@@ -38,6 +39,7 @@ from scheduler_worker.hosts.waiting_builds import WaitingTable
 from scheduler_worker.hosts.worker_table import WorkerTable
 from scheduler_worker.objects.configured import configured
 from scheduler_worker.objects.object_registry import ObjectRegistry
+from scheduler_worker.objects.operator_changes import OperatorChanges
 from scheduler_worker.operator_handler import ControlListener, OperatorHandler, RefusedCommands
 from scheduler_worker.placement_client import BusClaims
 from scheduler_worker.queries.record_queries import QueryHandler
@@ -67,14 +69,14 @@ def build(
     relay = new_relay(parts)
     follower = Follower(parts.api, parts.selector.replica, process=env.process, clock=env.clock)
     registry = ObjectRegistry(parts.store, parts.selector, config, clock=env.clock, cells=cells)
-    engine, actions = _engines(parts, follower, registry)
+    engine, destinations, actions = _engines(parts, follower, registry)
     _add_store_and_replica(parts, relay, follower)
     add_heartbeat(service, env, parts.api, "scheduler")
-    drains = _add_drains(parts, registry, actions, follower)
+    drains = _add_drains(parts, registry, destinations, actions, follower)
     removal = HostRemoval(parts.store, registry, parts.selector, parts.api, lambda: links.buses, clock=env.clock)
     _add_objects(parts, registry, drains, removal)
     measured = _add_host_metrics(parts)
-    writer = CellEventRecorder(parts.store, clock=env.clock, choose=actions.choose_now)
+    writer = CellEventRecorder(parts.store, clock=env.clock, choose=destinations.choose_now)
     links = cell_links(parts, relay, registry, writer, measured)
     _add_fences(parts, registry, links)
     wait_for_backlog = partial(relay.wait_for_backlog, API)
@@ -94,7 +96,7 @@ def build(
     service.add_preparation(lambda: links.entered(config.cell_wait_s))
     service.add_preparation(parts.warmup.begin)
     connections = add_cells(parts, registry, links, lambda: {*relay.missing, *unanswered.cells})
-    queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=connections)
+    queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, cells=connections)
     status = StatusHandler(parts.selector, parts.workers, registry, clock=env.clock)
     add_requests(parts, queries, status, requests)
     return service
@@ -150,8 +152,8 @@ def _parts(
 
 def _engines(
     parts: SchedulerParts, follower: Follower, registry: ObjectRegistry
-) -> tuple[SchedulingEngine, ActionEngine]:
-    """The engine of builds and deletes, and the engine of moves."""
+) -> tuple[SchedulingEngine, DestinationChooser, ActionEngine]:
+    """The engine of builds and deletes; what chooses hosts of moves, and their engine."""
     env, config = parts.env, parts.config
     engine = SchedulingEngine(
         parts.store,
@@ -163,17 +165,16 @@ def _engines(
         config=config,
         process=parts.process,
     )
-    actions = ActionEngine(
-        parts.store,
+    destinations = DestinationChooser(
         parts.claims,
         parts.selector,
         follower,
         clock=env.clock,
         rng=random.Random(f"moves {env.process}"),
         reload=registry.reload,
-        process=parts.process,
     )
-    return engine, actions
+    actions = ActionEngine(parts.store, parts.selector, destinations, clock=env.clock, process=parts.process)
+    return engine, destinations, actions
 
 
 def _add_store_and_replica(parts: SchedulerParts, relay: Relay, follower: Follower) -> None:
@@ -194,12 +195,16 @@ def _add_store_and_replica(parts: SchedulerParts, relay: Relay, follower: Follow
 
 
 def _add_drains(
-    parts: SchedulerParts, registry: ObjectRegistry, actions: ActionEngine, follower: Follower
+    parts: SchedulerParts,
+    registry: ObjectRegistry,
+    destinations: DestinationChooser,
+    actions: ActionEngine,
+    follower: Follower,
 ) -> DrainController:
     """The tasks that empty hosts: drains, and evacuations of fenced hosts."""
     clock = parts.env.clock
     holders = DrainInventory(parts.store, parts.selector, follower, parts.api, warmup=parts.warmup, clock=clock)
-    planner = DrainPlanner(parts.selector, actions, holders, clock=clock)
+    planner = DrainPlanner(parts.selector, destinations, holders, clock=clock)
     emptier = HostEmptier(parts.store, actions, holders, planner.order, warmup=parts.warmup, clock=clock)
     drains = DrainController(
         parts.store,
@@ -228,6 +233,7 @@ def _add_objects(
     changes = OperatorHandler(
         registry,
         parts.selector,
+        OperatorChanges(registry, parts.store, parts.selector, clock=bus.clock),
         drains,
         removal,
         refused=RefusedCommands(parts.store),

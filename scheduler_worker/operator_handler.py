@@ -22,6 +22,7 @@ from scheduler_worker.hosts.host_table import CELL_SILENT, CELL_UNKNOWN
 from scheduler_worker.hosts.worker_table import WorkerTable
 from scheduler_worker.objects.fence_rules import fence_from_decision
 from scheduler_worker.objects.object_registry import TOO_LATE, ObjectRegistry
+from scheduler_worker.objects.operator_changes import OperatorChanges
 from scheduler_worker.requests.request_delivery import classify_delivery
 from scheduler_worker.selection.selector import Selector
 from scheduler_worker.store.port import SchedulerStore
@@ -74,6 +75,7 @@ class OperatorHandler:
         self,
         registry: ObjectRegistry,
         selector: Selector,
+        changes: OperatorChanges,
         drains: DrainController,
         removal: HostRemoval,
         *,
@@ -82,6 +84,7 @@ class OperatorHandler:
         warmup: Warmup,
     ) -> None:
         self._registry = registry
+        self._changes = changes
         self._drains = drains
         self._removal = removal
         self._refused_before = refused
@@ -129,7 +132,7 @@ class OperatorHandler:
         """Raises Transient. decided: the command about one host that is carried out by this change."""
         if fenced := fence_from_decision(change):
             await self._find_cells(fenced)
-        return await self._registry.change(change, received.meta.id, decided=decided, is_late=received.is_late)
+        return await self._changes.apply(change, received.meta.id, decided=decided, is_late=received.is_late)
 
     def _answered(self, answer: Message | Refusal, received: Received) -> Outcome:
         """The outcome of a command by its answer."""

@@ -100,7 +100,7 @@ class DrainController:
 
     async def start(self, command: DrainStart, is_late: Callable[[], bool] = never) -> DrainResult | Refusal:
         """Put a drain on record and disable its hosts, unless an instance cannot move. is_late: as for
-        `ObjectRegistry.change`. Raises Transient, or RequestRefused.
+        `ObjectRegistry.write`. Raises Transient, or RequestRefused.
         """
         known = self._registry.drains.get(command.drain)
         if known is None:
@@ -124,7 +124,7 @@ class DrainController:
     async def command(
         self, command: DrainCommand, message_id: str, is_late: Callable[[], bool] = never
     ) -> DrainResult | Refusal:
-        """Pause, resume or stop a drain. Raises Transient. is_late: as for `ObjectRegistry.change`."""
+        """Pause, resume or stop a drain. Raises Transient. is_late: as for `ObjectRegistry.write`."""
         now = self._clock.time()
         actor = ChangeActor(command.by, command.reason or f"drain {command.action}", now)
 

@@ -18,8 +18,8 @@ from bus.contracts.drains import DrainPlan, DrainQuery, DrainRecord, DrainTarget
 from bus.contracts.placement import LocatePage
 from bus.yielding import yield_to_loop
 from placement_worker.replica.request import total_resources
-from scheduler_worker.action.action_checks import Located
-from scheduler_worker.action.action_engine import ActionEngine, Chosen
+from scheduler_worker.action.action_checks import Located, check_action
+from scheduler_worker.action.destination import Chosen, DestinationChooser
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.drain.drain_inventory import DrainInventory
 from scheduler_worker.drain.drain_steps import DRAIN_KINDS, UNCONFIRMED, NextMove, level_of, next_moves
@@ -92,9 +92,11 @@ class _Choices:
 class DrainPlanner:
     """Makes plans for one scheduler."""
 
-    def __init__(self, selector: Selector, actions: ActionEngine, holders: DrainInventory, *, clock: Clock) -> None:
+    def __init__(
+        self, selector: Selector, destinations: DestinationChooser, holders: DrainInventory, *, clock: Clock
+    ) -> None:
         self._selector = selector
-        self._actions = actions
+        self._destinations = destinations
         self._inventory = holders
         self._clock = clock
 
@@ -156,7 +158,7 @@ class DrainPlanner:
         now = self._clock.time()
         pending = [PendingAction(batch_index=0, request=one.request, taken_at=now, delivery=LAST) for one in planned]
         contexts = {one.key: move.instance.known for one, move in zip(pending, planned, strict=True)}
-        located = await self._actions.locate(pending, contexts)
+        located = await self._destinations.locate(pending, contexts)
         found: list[PlannedMove] = []
         choices.hold()
         try:
@@ -179,12 +181,12 @@ class DrainPlanner:
         self, pending: PendingAction, one: InstanceOnHost, located: Located, blocked: Mapping[str, str]
     ) -> Chosen:
         """Hosts for one instance, or why there are none. It never waits, so a slice is planned on one state."""
-        result = self._actions.check(pending, one.known)
+        result = check_action(pending, one.known, self._selector)
         if isinstance(result, Refusal):
             return Chosen(failure=result)
         if one.source.uuid not in located.page.hosts.get(one.instance_uuid, ()):
             return Chosen(failure=Refusal(code="instance.elsewhere", reason="placement knows it on another host"))
-        found = await self._actions.choose(pending, one.known, located, planned=blocked)
+        found = await self._destinations.choose(pending, one.known, located, planned=blocked)
         return Chosen(failure=Refusal(code=found.code, reason=found.reason)) if isinstance(found, Retry) else found
 
 

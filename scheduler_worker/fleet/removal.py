@@ -128,7 +128,9 @@ class HostRemoval:
         kept = self._selector.table.reported(uuid, cells, now_s) or await self._kept_by_instances(uuid)
         if kept is not None:
             return kept
-        stands = removal_blocker((await self._registry.recorded()).objects, uuid, self._registry.cells_in_use())
+        present = await self._store.objects()
+        assert present is not None
+        stands = removal_blocker(present.objects, uuid, self._registry.cells_in_use())
         if stands is not None:
             return stands
         delete = ProviderTreeDelete(root_uuid=uuid)

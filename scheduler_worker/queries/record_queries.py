@@ -13,12 +13,11 @@ from bus.contracts.actions import ActionPage, ActionQuery
 from bus.contracts.base import Message, Refusal
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, TimelineEntry
 from bus.contracts.drains import DrainQuery, DrainsQuery
-from bus.contracts.objects import CellsQuery, ObjectLogQuery, ObjectsQuery
+from bus.contracts.objects import CellsQuery, ObjectLogPage, ObjectLogQuery, ObjectsPage, ObjectsQuery
 from bus.faults import RequestRefused, Transient
 from scheduler_worker.drain.drain_controller import DrainController
 from scheduler_worker.fleet.cell_connections import CellConnections
 from scheduler_worker.hosts.waiting_builds import WaitingTable
-from scheduler_worker.objects.object_registry import ObjectRegistry
 from scheduler_worker.records.build_record import is_search
 from scheduler_worker.store.port import SchedulerStore
 
@@ -35,11 +34,9 @@ class QueryHandler:
         waiting: WaitingTable,
         *,
         clock: Clock,
-        objects: ObjectRegistry,
         cells: CellConnections,
     ) -> None:
         self._store = store
-        self._objects = objects
         self._cells = cells
         self._drains = drains
         self._waiting = waiting
@@ -65,6 +62,20 @@ class QueryHandler:
         at, instance = last or (None, None)
         builds = tuple(map(self._with_timeline, found))
         return BuildPage(builds=builds, searched_to=at, searched_to_instance=instance)
+
+    async def _objects(self, query: ObjectsQuery) -> ObjectsPage:
+        """In order of kind and name."""
+        found = await self._store.objects()
+        assert found is not None
+        wanted = [
+            stored
+            for key, stored in sorted(found.objects.items())
+            if query.kind in (None, stored.kind)
+            and query.name in (None, stored.name)
+            and (query.after is None or key > query.after)
+        ]
+        more = len(wanted) > query.limit
+        return ObjectsPage(revision=found.revision, objects=tuple(wanted[: query.limit]), more=more)
 
     def _one_of(self, found: dict[str, BuildRecord] | Refuse, uuid: str) -> Outcome:
         """The answer about one build; an empty page if it is not on record."""
@@ -95,11 +106,11 @@ class QueryHandler:
             case DrainsQuery():
                 return await self._drains.page(message)
             case ObjectsQuery():
-                return await self._objects.page(message)
+                return await self._objects(message)
             case CellsQuery():
                 return await self._cells.page()
         assert isinstance(message, ObjectLogQuery), message
-        return await self._objects.log(message)
+        return ObjectLogPage(entries=tuple(await self._store.object_log(message)))
 
 
 async def _or_refused(answer: Awaitable[T]) -> T | Refuse:

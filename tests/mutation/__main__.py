@@ -58,7 +58,8 @@ ONLY_WITH_SERVERS = (
     "placement_worker/operations/*", "placement_worker/rest/*",
     "placement_worker/store/feed.py", "placement_worker/store/trees.py",
     "scheduler_worker/drain/drain_controller.py",
-    "scheduler_worker/objects/object_registry.py", "scheduler_worker/store/object_rows.py",
+    "scheduler_worker/objects/object_registry.py", "scheduler_worker/objects/operator_changes.py",
+    "scheduler_worker/store/object_rows.py",
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from cell_conductor.table import Rule
 from compute_agent.attempts import agent
 from compute_agent.drivers.ironic.machine_change import NodeChange
 from ironic_sync.domain import position
-from scheduler_worker.action.action_engine import ActionEngine
+from scheduler_worker.action.destination import DestinationChooser
 from scheduler_worker.objects import fence_rules as fences
 
 # --- fences and evacuations
@@ -79,7 +79,7 @@ def delete_on_a_fenced_host_keeps_its_claim() -> AbstractContextManager[Any]:
 
 def choice_never_released() -> AbstractContextManager[Any]:
     """A choice for an evacuation counts as used until the next move."""
-    return patch.object(ActionEngine, "_expire_later", lambda self: None)
+    return patch.object(DestinationChooser, "_expire_later", lambda self: None)
 
 
 # --- what only a world of others meets

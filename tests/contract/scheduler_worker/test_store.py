@@ -30,6 +30,7 @@ from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.build.pending_build import PendingBuild
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.objects.object_registry import ObjectRegistry
+from scheduler_worker.objects.operator_changes import OperatorChanges
 from scheduler_worker.operator_handler import RefusedCommands
 from scheduler_worker.records.action_record import RecordedAction
 from scheduler_worker.records.build_record import Actor, BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
@@ -152,24 +153,30 @@ async def test_a_query_of_the_log_may_name_what_no_database_stores(store: Schedu
     assert await store.object_log(ObjectLogQuery(before=1, before_object=("zz\x00", "\x00"))) == []
 
 
+def kept(store: SchedulerStore) -> tuple[ObjectRegistry, OperatorChanges]:
+    selector, clock = Hosts([]).selector, SystemClock()
+    registry = ObjectRegistry(store, selector, SchedulerConfig(), clock=clock)
+    return registry, OperatorChanges(registry, store, selector, clock=clock)
+
+
 async def test_a_redelivered_change_that_was_refused_is_refused_again(store: SchedulerStore) -> None:
     """The scheduler may have died between its refusal and the acknowledgement."""
-    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock())
+    registry, changes = kept(store)
     await registry.reload()
     for _ in range(2):
         wrong = ObjectsChange(actor="me", changes=(ObjectChange(kind=F, name="gone"),))
-        answer = await registry.change(wrong, "refused")
+        answer = await changes.apply(wrong, "refused")
         assert isinstance(answer, Refusal) and answer.code == "object.unknown"
         dry = ObjectsChange(actor="me", changes=(ObjectChange(kind=F, name="new", body={"vcpus": 1}),), dry_run=True)
-        answer = await registry.change(dry, "dry")
+        answer = await changes.apply(dry, "dry")
         assert isinstance(answer, ObjectsChanged) and [one.name for one in answer.changed] == ["new"]
     made = replace(dry, dry_run=False)
-    assert await registry.change(made, "made") == ObjectsChanged(revision=2, changed=answer.changed)
-    assert await registry.change(made, "made") == ObjectsChanged(revision=2)
+    assert await changes.apply(made, "made") == ObjectsChanged(revision=2, changed=answer.changed)
+    assert await changes.apply(made, "made") == ObjectsChanged(revision=2)
 
 
 async def test_a_refusal_is_kept_and_a_change_that_was_made_is_none(store: SchedulerStore) -> None:
-    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock())
+    registry, changes = kept(store)
     refused = RefusedCommands(store)
     await registry.reload()
     refusal = Refuse("host.unknown", "there is no host h1")
@@ -177,14 +184,14 @@ async def test_a_refusal_is_kept_and_a_change_that_was_made_is_none(store: Sched
     for _ in range(2):
         await refused.add("refused", refusal)
     made = ObjectsChange(actor="me", changes=(ObjectChange(kind=F, name="new", body={"vcpus": 1}),))
-    assert isinstance(await registry.change(made, "made"), ObjectsChanged)
+    assert isinstance(await changes.apply(made, "made"), ObjectsChanged)
     assert [await refused.find(one) for one in ("refused", "made", "other")] == [refusal, None, None]
     elsewhere = await RefusedCommands(store).find("refused")
     assert elsewhere is not None and elsewhere.code == "request.refused_before"
 
 
 async def test_a_special_change_that_is_refused_was_not_handled(store: SchedulerStore) -> None:
-    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock())
+    registry, _ = kept(store)
     first: list[bool] = []
 
     async def make(unit: OperationUnit, _: RecordedObjects) -> Refusal:

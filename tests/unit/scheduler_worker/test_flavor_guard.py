@@ -10,6 +10,7 @@ from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.objects.object_registry import ObjectRegistry
+from scheduler_worker.objects.operator_changes import OperatorChanges
 from scheduler_worker.records.build_record import BuildUpdate, NewBuild, RecordedBuild, SinceBuild
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -43,12 +44,15 @@ async def test_an_instance_counts_for_the_flavor_that_it_has_now() -> None:
 
 async def test_a_flavor_that_an_instance_was_resized_to_is_not_remade_without_force() -> None:
     store = await resized_store()
-    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock())
+    selector, clock = Hosts([]).selector, SystemClock()
+    registry = ObjectRegistry(store, selector, SchedulerConfig(), clock=clock)
     await registry.open()
-    large = next(one for (kind, name), one in (await registry.recorded()).objects.items() if name == "m1.large")
+    found = await store.objects()
+    assert found is not None
+    large = found.objects[ObjectKind.FLAVOR, "m1.large"]
     body = {**large.body, "vcpus": 1}
     change = ObjectsChange(
         actor="ann", reason="", changes=(ObjectChange(kind=ObjectKind.FLAVOR, name="m1.large", body=body),)
     )
-    answer = await registry.change(change, "m1")
+    answer = await OperatorChanges(registry, store, selector, clock=clock).apply(change, "m1")
     assert isinstance(answer, Refusal) and answer.code == "object.in_use", answer

@@ -21,7 +21,8 @@ from scheduler_worker import metrics as metrics_module
 from scheduler_worker import operator_handler as changes
 from scheduler_worker.fleet.host_listener import HostsListener, Warmup
 from scheduler_worker.hosts.host_table import HostTable
-from scheduler_worker.objects.object_registry import _orders, changed_within
+from scheduler_worker.objects.object_registry import changed_within
+from scheduler_worker.objects.operator_changes import _orders
 from scheduler_worker.operator_handler import REFUSED_BEFORE, OperatorHandler, RefusedCommands
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -102,6 +103,7 @@ def test_the_host_that_a_command_means(cell: str | None, host: str, fences: dict
     handler = OperatorHandler(
         registry,
         hosts.selector,
+        never,
         never,
         never,
         refused=never,

@@ -28,8 +28,7 @@ from bus.contracts.actions import (
 from bus.contracts.base import Refusal, encode
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.catalogue import routing_key
-from bus.contracts.deploy import ImageSource, NetworkRequest
-from bus.contracts.placement import LocatePage
+from bus.contracts.deploy import ImageSource
 from bus.contracts.queues import COMMANDS, REQUEST_QUEUES
 from bus.faults import DatabaseUnavailable, RequestTimeout
 from bus.memory import MemoryBroker, MemoryTransport
@@ -44,17 +43,18 @@ from scheduler_worker.action.action_checks import (
     check_action,
     superseded_refusal,
 )
-from scheduler_worker.action.action_engine import ActionEngine, Chosen, Located
+from scheduler_worker.action.action_engine import ActionEngine
+from scheduler_worker.action.destination import DestinationChooser
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.build.pending_build import Answered
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.fleet.host_listener import Warmup
-from scheduler_worker.objects.object_registry import ObjectRegistry
 from scheduler_worker.records.action_record import ActionContext, RecordedAction
 from scheduler_worker.records.build_record import BuildUpdate, NewBuild, RecordedBuild, SinceBuild, flavors_in_use
 from scheduler_worker.request_handler import RequestHandler
 from scheduler_worker.requests.request_delivery import LAST, OVERTAKES, RETRIES, RequestDelivery
 from scheduler_worker.selection.request_spec import RequestSpec
+from scheduler_worker.selection.selector import Selector
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from scheduler_worker.store.port import OperationUnit
@@ -72,8 +72,7 @@ BUILD = RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.ACTIV
 KNOWN = ActionContext(build=BUILD, build_request=BUILT)
 LATE = RequestDelivery(attempt=OVERTAKES)
 SELECTOR = Hosts([]).selector
-ACROSS = SchedulerConfig(actions_across_cells=True)
-NETWORKS = (NetworkRequest(network=OTHER),)
+HERE_TOO = Hosts([], config=SchedulerConfig(allow_resize_to_same_host=True)).selector
 
 
 def requested(kind: ActionKind = ActionKind.STOP, **more: Any) -> ActionRequest:
@@ -103,12 +102,16 @@ def word(result: Answered | Refusal | None) -> str:
 
 
 def checked(
-    request: ActionRequest, known: ActionContext = KNOWN, delivery: RequestDelivery = LATE, *, same_host: bool = True
+    request: ActionRequest,
+    known: ActionContext = KNOWN,
+    delivery: RequestDelivery = LATE,
+    *,
+    selector: Selector = HERE_TOO,
 ) -> str:
     pending = PendingAction(batch_index=4, request=request, delivery=delivery, taken_at=1000.0)
     if known.action is not None and known.action.digest == b"its own":
         known = replace(known, action=replace(known.action, digest=pending.digest))
-    return word(check_action(pending, known, SELECTOR, same_host=same_host))
+    return word(check_action(pending, known, selector))
 
 
 # --- by what is on record
@@ -158,7 +161,7 @@ def test_a_request_named_as_its_instance_clashes_by_an_event_of_its_own() -> Non
     request = requested(request_id=UUID)
     assert checked(request) == CLASH
     pending = PendingAction(batch_index=0, request=request, delivery=LATE, taken_at=1000.0)
-    answer = check_action(pending, KNOWN, SELECTOR, same_host=True)
+    answer = check_action(pending, KNOWN, SELECTOR)
     assert isinstance(answer, Answered)
     event = answer.messages[0].message
     assert isinstance(event, ActionEvent)
@@ -217,7 +220,7 @@ def test_a_request_by_the_state_of_its_instance(request_: ActionRequest, known: 
 )
 def test_a_resize_in_place_is_for_sites_that_do_so(policy: ResizePolicy, same_host: bool, answer: str) -> None:
     request = requested(RESIZE, flavor="m1.large", policy=policy)
-    assert checked(request, same_host=same_host) == answer
+    assert checked(request, selector=HERE_TOO if same_host else SELECTOR) == answer
 
 
 # --- its image
@@ -528,13 +531,20 @@ async def store() -> Contended:
     return made
 
 
+async def reload() -> None:
+    """No newer objects are on record."""
+
+
+def choosing(hosts: Hosts) -> DestinationChooser:
+    rng = random.Random(5)
+    return DestinationChooser(
+        PlacementClaims(), hosts.selector, Follower(), clock=SystemClock(), rng=rng, reload=reload
+    )
+
+
 async def outcome_of(store: Contended, delivery: int) -> Outcome:
     hosts, clock = Hosts([PLENTY] * 2), SystemClock()
-    registry = ObjectRegistry(store, hosts.selector, hosts.config, clock=clock)
-    rng = random.Random(5)
-    engine = ActionEngine(
-        store, PlacementClaims(), hosts.selector, Follower(), clock=clock, rng=rng, reload=registry.reload
-    )
+    engine = ActionEngine(store, hosts.selector, choosing(hosts), clock=clock)
     action = ActionRequest(request_id=OVERTAKEN, instance_uuid=INSTANCE, project_id="p", kind=ActionKind.STOP)
     pending = PendingAction(
         batch_index=0,
@@ -549,9 +559,7 @@ async def test_a_request_is_made_when_all_that_it_needs_is_locked() -> None:
     """A drain with a rate waits from then on; with a long wait for the lock two of its moves began at once."""
     store, clock, hosts = MemoryBuilds(MemoryBuildTable(SystemClock()).session()), Stepping(), Hosts([PLENTY])
     store.publish_through(Sent())
-    registry = ObjectRegistry(store, hosts.selector, hosts.config, clock=clock)
-    more: Any = {"clock": clock, "rng": random.Random(5), "reload": registry.reload}
-    engine = ActionEngine(store, PlacementClaims(), hosts.selector, Follower(), **more)
+    engine = ActionEngine(store, hosts.selector, choosing(hosts), clock=clock)
 
     async def admit(_: OperationUnit, ready: Sequence[PendingAction]) -> Sequence[PendingAction]:
         clock.at += 100.0
@@ -560,53 +568,6 @@ async def test_a_request_is_made_when_all_that_it_needs_is_locked() -> None:
     await engine.process([PendingAction(batch_index=0, request=requested(), taken_at=1.0, delivery=LAST)], admit)
     (made,) = await store.actions(ActionQuery(request_id=MOVE))
     assert made.created_at == 101.0
-
-
-@pytest.mark.parametrize("actions_across_cells", [True, False], ids=["on", "switched off since"])
-async def test_a_move_of_a_cells_drain_stays_out_of_that_cell(actions_across_cells: bool) -> None:
-    hosts = Hosts(
-        [PLENTY] * 3, cells=["c", "c", "d"], config=SchedulerConfig(actions_across_cells=actions_across_cells)
-    )
-    store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
-    registry = ObjectRegistry(store, hosts.selector, hosts.config, clock=SystemClock())
-    more: Any = {"clock": SystemClock(), "rng": random.Random(5), "reload": registry.reload}
-    engine = ActionEngine(store, PlacementClaims(), hosts.selector, Follower(), **more)
-    request = requested(ActionKind.MIGRATE, user_id=CELL_DRAIN_USER)
-    known = replace(KNOWN, build_request=replace(BUILT, image=None, image_properties={}))
-    located = moves.Located(UUID, LocatePage(hosts={UUID: (hosts.uuids[0],)}), {})
-    pending = PendingAction(batch_index=0, request=request, taken_at=1.0, delivery=LAST)
-    chosen = await engine.choose(pending, known, located)
-    assert isinstance(chosen, Chosen)
-    assert [one.host for one in chosen.selections] == (["h2"] if actions_across_cells else [])
-
-
-@pytest.mark.parametrize(
-    ("is_tied", "cells", "code"),
-    [
-        (True, ("c1", "c2"), "action.across_cells"),
-        (True, ("c1", "c1"), None),
-        (True, ("c1",), "no_valid_host"),  # no other cell has a host for it, either
-        (False, ("c1", "c2"), None),
-        (False, ("c1",), "no_valid_host"),
-    ],
-)
-async def test_what_has_things_of_its_cell_finds_a_host_there_or_is_told_why(
-    is_tied: bool, cells: Sequence[str], code: str | None
-) -> None:
-    hosts, clock, store = Hosts([PLENTY] * len(cells), cells=cells, config=ACROSS), SystemClock(), Contended()
-    registry = ObjectRegistry(store, hosts.selector, hosts.config, clock=clock)
-    more: Any = {"clock": clock, "rng": random.Random(5), "reload": registry.reload}
-    engine, networks = (
-        ActionEngine(store, PlacementClaims(), hosts.selector, Follower(), **more),
-        NETWORKS if is_tied else (),
-    )
-    build = replace(BUILD, cell="c1", host="h0")
-    known = ActionContext(build=build, build_request=replace(BUILT, host=None, image=None, networks=networks))
-    pending = PendingAction(batch_index=0, request=requested(ActionKind.MIGRATE), taken_at=1.0, delivery=LAST)
-    source = Located(UUID, LocatePage(hosts={UUID: (hosts.uuids[0],)}), {})
-    chosen = await engine.choose(pending, known, source)
-    assert isinstance(chosen, Chosen)
-    assert (chosen.failure and chosen.failure.code, len(chosen.selections)) == (code, int(code is None))
 
 
 async def test_a_request_whose_instance_changed_meanwhile_is_tried_again_and_nothing_is_written(

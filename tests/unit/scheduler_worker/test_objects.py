@@ -44,6 +44,7 @@ from scheduler_worker.objects.cell_consequences import (
 from scheduler_worker.objects.configured import check_objects
 from scheduler_worker.objects.fence_rules import fence_changes
 from scheduler_worker.objects.object_registry import ObjectRegistry
+from scheduler_worker.objects.operator_changes import OperatorChanges
 from scheduler_worker.objects.zone_consequences import (
     zone_conflict,
     zones_after_removal,
@@ -400,12 +401,14 @@ async def test_objects_of_the_same_revision_of_another_history_are_loaded(site: 
     had loaded the lost one kept it: a host that is fenced on no record, or one that is fenced and takes builds.
     """
     clock, hosts, store = site.cluster.clock, site.cluster.hosts, site.store
+    elsewhere = Hosts([PLENTY] * 6, cells=["c1"] * 3 + ["c2"] * 3, config=hosts.config)
     here, there = (
-        ObjectRegistry(store, one.selector, hosts.config, clock=clock, cells=("c1", "c2"))
-        for one in (hosts, Hosts([PLENTY] * 6, cells=["c1"] * 3 + ["c2"] * 3, config=hosts.config))
+        ObjectRegistry(store, one.selector, hosts.config, clock=clock, cells=("c1", "c2")) for one in (hosts, elsewhere)
     )
     await here.open()
     await there.open()
+    of_here = OperatorChanges(here, store, hosts.selector, clock=clock)
+    of_there = OperatorChanges(there, store, elsewhere.selector, clock=clock)
     before = store._table.objects
 
     def decided(host: int) -> ObjectsChange:
@@ -414,8 +417,8 @@ async def test_objects_of_the_same_revision_of_another_history_are_loaded(site: 
             changes=(ObjectChange(kind=ObjectKind.HOST, name=hosts.uuids[host], body=body),), actor="ann"
         )
 
-    assert isinstance(await here.change(decided(0), "m1"), ObjectsChanged)
+    assert isinstance(await of_here.apply(decided(0), "m1"), ObjectsChanged)
     store._table.objects = before
-    assert isinstance(await there.change(decided(1), "m2"), ObjectsChanged)
+    assert isinstance(await of_there.apply(decided(1), "m2"), ObjectsChanged)
     await here.reload()
     assert [hosts.table.decision_of(uuid) is not None for uuid in hosts.uuids[:2]] == [False, True]

@@ -47,6 +47,7 @@ from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.hosts.service_directory import DOWN_HOLD_S, NO_SERVICE
 from scheduler_worker.objects.consistency import changed_object
 from scheduler_worker.objects.object_registry import MakeChange, ObjectRegistry
+from scheduler_worker.objects.operator_changes import OperatorChanges
 from scheduler_worker.operator_handler import OperatorHandler, RefusedCommands
 from scheduler_worker.records.build_record import BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.records.object_records import ChangeActor
@@ -324,7 +325,7 @@ class UnavailableRecord:
 def handler() -> OperatorHandler:
     """A handler that reaches nothing but that record."""
     return OperatorHandler(
-        *cast("Any", [None] * 4),
+        *cast("Any", [None] * 5),
         refused=cast("Any", UnavailableRecord()),
         find_cells=cast("Any", None),
         warmup=Warmup(Hosts([]).selector, clock=SystemClock()),
@@ -371,7 +372,7 @@ async def test_a_removed_cell_is_linked_again_whenever_a_build_is_given_to_it() 
     await registry.open()
     body = {"state": CellState.REMOVED.value, "reason": "it left"}
     change = ObjectsChange(changes=(ObjectChange(kind=ObjectKind.CELL, name="c2", body=body),), actor="ann")
-    changed = await registry.change(change, "m1")
+    changed = await OperatorChanges(registry, store, hosts.selector, clock=clock).apply(change, "m1")
     assert isinstance(changed, ObjectsChanged)
     awaited: set[str] = set()
     keeper = CellConnections(registry, store, cast("Any", links), ("c1", "c2"), awaited=lambda: awaited)
@@ -424,6 +425,7 @@ async def test_a_host_is_not_fenced_as_long_as_its_service_may_not_have_reported
     handler = OperatorHandler(
         registry,
         selector,
+        OperatorChanges(registry, store, selector, clock=site.cluster.clock),
         None,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
         refused=RefusedCommands(store),

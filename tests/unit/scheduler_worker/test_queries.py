@@ -21,7 +21,6 @@ from bus.faults import DatabaseUnavailable
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.hosts.waiting_builds import WaitingTable
-from scheduler_worker.objects.object_registry import ObjectRegistry
 from scheduler_worker.queries import status_queries
 from scheduler_worker.queries.record_queries import QueryHandler
 from scheduler_worker.queries.status_queries import StatusHandler, hosts_page
@@ -261,7 +260,7 @@ class CountingDatabase:
 async def test_builds_queried_by_name_in_one_batch_are_one_statement() -> None:
     database = CountingDatabase()
     store, nothing = cast("Any", database), cast("Any", None)
-    handler = QueryHandler(store, nothing, WaitingTable(), clock=SystemClock(), objects=nothing, cells=nothing)
+    handler = QueryHandler(store, nothing, WaitingTable(), clock=SystemClock(), cells=nothing)
     other = BuildQuery(instance_uuid=PAGE, state=BuildState.FAILED)
     queries = [BuildQuery(instance_uuid=UNKNOWN, limit=1), BuildQuery(instance_uuid=KNOWN), other] * 20
     meta = Meta(id="q", cause="q", sent_at=1.0)
@@ -289,11 +288,8 @@ class UnavailableDatabase:
 
 async def test_a_question_while_the_database_is_unavailable_is_refused_at_once() -> None:
     """Not kept until it is back: the requester would wait in vain, and be answered that there is no scheduler."""
-    hosts = Hosts([PLENTY])
-    store, clock = cast("Any", UnavailableDatabase()), SystemClock()
-    registry = ObjectRegistry(store, hosts.selector, SchedulerConfig(), clock=clock)
-    unused = cast("Any", None)
-    handler = QueryHandler(store, unused, WaitingTable(), clock=clock, objects=registry, cells=unused)
+    store, unused = cast("Any", UnavailableDatabase()), cast("Any", None)
+    handler = QueryHandler(store, unused, WaitingTable(), clock=SystemClock(), cells=unused)
     for query in (BuildQuery(), BuildQuery(instance_uuid=KNOWN), ObjectsQuery(), ObjectLogQuery()):
         requested = Received(message=query, meta=Meta(id="q", cause="q", sent_at=1.0), bus="api", queue="q")
         assert await handler([requested]) == [Refuse("database.unavailable", "connection refused")]

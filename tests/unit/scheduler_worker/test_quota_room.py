@@ -13,6 +13,7 @@ from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.placement import INSTANCES, LocatePage, LocateRequest
 from bus.faults import Fault
 from scheduler_worker.action.action_engine import ActionEngine
+from scheduler_worker.action.destination import DestinationChooser
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.build.quota import rooms_of
 from scheduler_worker.config import Flavor, SchedulerConfig
@@ -23,7 +24,7 @@ from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.claims import PlacementClaims
 from tests.kit.sent import Sent
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
-from tests.unit.scheduler_worker.test_moves import Follower
+from tests.unit.scheduler_worker.test_moves import Follower, reload
 
 VM, OTHER, REQUEST = (f"{n}0000000-0000-4000-8000-000000000001" for n in "abd")
 QUOTA = {"VCPU": 10, INSTANCES: 5}
@@ -78,9 +79,9 @@ async def test_a_move_is_held_to_the_room_that_a_build_is_held_to(
     claims = Located()
     claims.host = hosts.uuids[0]
 
-    async def reload() -> None: ...
-
-    engine = ActionEngine(store, claims, hosts.selector, Follower(), clock=clock, rng=random.Random(5), reload=reload)
+    rng = random.Random(5)
+    destinations = DestinationChooser(claims, hosts.selector, Follower(), clock=clock, rng=rng, reload=reload)
+    engine = ActionEngine(store, hosts.selector, destinations, clock=clock)
     request = ActionRequest(request_id=REQUEST, instance_uuid=VM, project_id="p", kind=kind)
     if kind is ActionKind.RESIZE:
         request = replace(request, flavor="large")

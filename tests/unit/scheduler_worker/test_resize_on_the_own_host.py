@@ -13,14 +13,14 @@ from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.placement import LocatePage, ProviderState
 from bus.contracts.placement_queries import ConsumerRecord
 from scheduler_worker.action.action_checks import Located
-from scheduler_worker.action.action_engine import ActionEngine, Chosen
+from scheduler_worker.action.destination import Chosen, DestinationChooser
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.records.action_record import ActionContext
 from scheduler_worker.records.build_record import RecordedBuild
 from tests.kit.claims import PlacementClaims
 from tests.unit.scheduler_worker.hosts import Hosts
-from tests.unit.scheduler_worker.test_moves import Contended, Follower
+from tests.unit.scheduler_worker.test_moves import Follower, reload
 
 VM, REQUEST, CHILD, POOL, RACK = (f"{n}0000000-0000-4000-8000-000000000001" for n in "adcfe")
 
@@ -65,16 +65,14 @@ def full_tree(hosts: Hosts, held: dict[str, dict[str, int]]) -> None:
 )
 async def test_both_sizes_count_once(now: str, then: str, fits: bool) -> None:
     config = SchedulerConfig(flavors=FLAVORS, allow_resize_to_same_host=True)
-    hosts, clock, store = Hosts([{"VCPU": 8}], config=config), SystemClock(), Contended()
+    hosts, clock = Hosts([{"VCPU": 8}], config=config), SystemClock()
     (root,), size = hosts.uuids, FLAVORS[now]
     vgpus = int(size.extra_specs["resources_G:VGPU"])
     holding = {root: {"VCPU": size.vcpus}, CHILD: {"VGPU": vgpus}, POOL: {"DISK_GB": size.disk_gb}}
     full_tree(hosts, holding)
     claims = PlacementClaims()
-
-    async def reload() -> None: ...
-
-    engine = ActionEngine(store, claims, hosts.selector, Follower(), clock=clock, rng=random.Random(5), reload=reload)
+    rng = random.Random(5)
+    destinations = DestinationChooser(claims, hosts.selector, Follower(), clock=clock, rng=rng, reload=reload)
     claims.held[VM] = ConsumerRecord(
         consumer=VM, project_id="p", consumer_generation=1, allocations=holding, hosts=(root,)
     )
@@ -89,10 +87,10 @@ async def test_both_sizes_count_once(now: str, then: str, fits: bool) -> None:
     build = RecordedBuild(instance_uuid=VM, project_id="p", state=BuildState.ACTIVE, sequence=9, cell="c1", host="h0")
     known = ActionContext(build=build, build_request=BuildRequest(instance_uuid=VM, flavor=now, project_id="p"))
     pending = PendingAction(batch_index=0, request=request, taken_at=clock.time())
-    (located,) = await engine.locate([pending], {pending.key: known})
+    (located,) = await destinations.locate([pending], {pending.key: known})
     assert isinstance(located, Located) and located.allocations == holding
     located = replace(located, page=LocatePage(hosts={VM: (root,)}))
-    chosen = await engine.choose(pending, known, located)
+    chosen = await destinations.choose(pending, known, located)
     assert isinstance(chosen, Chosen)
     assert [one.host for one in chosen.selections] == (["h0"] if fits else []), chosen
     row = hosts.replica.row_of(root)

@@ -20,6 +20,7 @@ from bus.contracts.operations import AdminState
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, LocatePage, LocateRequest, ReleaseByOwner
 from bus.faults import Fault, RequestTimeout
 from scheduler_worker.action.action_engine import ActionEngine
+from scheduler_worker.action.destination import DestinationChooser
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.build.build_engine import SchedulingEngine
 from scheduler_worker.build.pending_build import PendingBuild, pending_build
@@ -74,7 +75,8 @@ class Site:
         config = cluster.hosts.config
         self.registry = ObjectRegistry(self.store, selector, config, clock=cluster.clock, cells=("c1", "c2"))
         more["reload"] = self.registry.reload
-        self.moves = ActionEngine(self.store, cluster.port, selector, cluster, **more)  # type: ignore[arg-type]
+        destinations = DestinationChooser(cluster.port, selector, cluster, **more)  # type: ignore[arg-type]
+        self.moves = ActionEngine(self.store, selector, destinations, clock=cluster.clock)
         self.handler = RequestHandler(
             self.engine,
             self.moves,
