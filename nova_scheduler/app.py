@@ -42,6 +42,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.placement_client import BusClaims, ClaimPort
 from scheduler_worker.selection.selector import Selector
+from scheduler_worker.selection.selector_config import SelectorConfig
 
 log = structlog.get_logger("nova")
 
@@ -112,7 +113,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> W
 
 def _selector(table: HostTable, scheduler: SchedulerConfig) -> Selector:
     filters, weighings = plugins.filters(scheduler), plugins.weighings(scheduler)
-    return Selector(Replica(), table, scheduler, flavors={}, filters=filters, weighings=weighings)
+    return Selector(Replica(), table, SelectorConfig(scheduler, flavors={}, filters=filters, weighings=weighings))
 
 
 def _add_server(service: WorkerRuntime, server: RpcServer, fallback: StockForwarder | None) -> None:
@@ -129,13 +130,13 @@ def _add_server(service: WorkerRuntime, server: RpcServer, fallback: StockForwar
 
 def configure(selector: Selector, nova_state: NovaState, config: SchedulerConfig) -> None:
     """Decide by Nova's aggregates as they are known now."""
-    if nova_state.version == selector.revision:
+    if nova_state.version == selector.config.revision:
         return
     known = replace(config, aggregates=nova_state.aggregates())
-    selector.configure(
+    selector.config = SelectorConfig(
         known,
         flavors={},
-        filters=selector.filters,
+        filters=selector.config.filters,
         weighings=plugins.weighings(known),
         revision=nova_state.version,
         membership=nova_state.membership(),

@@ -113,14 +113,10 @@ def _parts(
     table: HostTable | None,
 ) -> SchedulerParts:
     """The tables, the buses and the store; with PostgreSQL also the check that detects another schema."""
-    made = configured(config)
     selector = Selector(
         Replica() if replica is None else replica,
         HostTable() if table is None else table,
-        config,
-        flavors=made.flavors,
-        filters=made.filters,
-        weighings=made.weighings,
+        configured(config),
     )
     buses = {name: env.bus(name) for name in (API, *cells)}
     database: Database | None = None
@@ -269,7 +265,7 @@ def _add_watch(parts: SchedulerParts, requests: RequestHandler, links: CellLinks
     unanswered = SilentRequests(
         parts.store,
         links.buses,
-        lambda: parts.selector.config,
+        lambda: parts.selector.config.settings,
         clock=parts.env.clock,
         rng=random.Random(f"unanswered {parts.env.process}"),
         after_s=parts.config.action_query_s,

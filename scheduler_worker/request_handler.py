@@ -41,7 +41,7 @@ class RequestHandler:
         self,
         engine: SchedulingEngine,
         actions: ActionEngine,
-        flavors: Selector,
+        selector: Selector,
         *,
         clock: Clock,
         config: SchedulerConfig,
@@ -51,7 +51,7 @@ class RequestHandler:
         """wait_for_backlog: waits while the events of earlier batches are not published."""
         self._engine = engine
         self._actions = actions
-        self._flavors = flavors
+        self._selector = selector
         self._clock = clock
         self._max_age_s = max_request_age_s(config)
         self._warmup = warmup
@@ -174,7 +174,7 @@ class RequestHandler:
     ) -> dict[int, PendingBuild]:
         """The build requests of a batch, by batch index."""
         return {
-            batch_index: pending_build(received, delivery, now=now, flavors=self._flavors)
+            batch_index: pending_build(received, delivery, now=now, config=self._selector.config)
             async for part in YieldingParts(enumerate(accepted), BUILDS_AT_ONCE)
             for batch_index, (received, delivery) in part
             if isinstance(received.message, BuildRequest)

@@ -146,7 +146,7 @@ class NovaState:
         return self.membership().aggregates
 
     def membership(self) -> Membership:
-        """Which compute nodes are in which aggregate, by Nova's word and not placement's (`Selector.membership`)."""
+        """Which compute nodes are in which aggregate, by Nova's word, not placement's (`SelectorConfig.membership`)."""
         if self._membership is None:
             ordered = sorted(self._aggregates.values(), key=lambda one: (one.name, one.uuid))
             self._membership = Membership(

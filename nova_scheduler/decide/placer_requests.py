@@ -159,7 +159,7 @@ class PlacerRequests:
                 uuid for host in request.ignore_hosts or () for uuid in self._nova_state.nodes_named(host)
             ),
             # Some of them will be hosts of the call's other instances.
-            max_attempts=min(self._selector.config.max_attempts + len(uuids) - 1, MAX_ASKED_FOR)
+            max_attempts=min(self._selector.config.settings.max_attempts + len(uuids) - 1, MAX_ASKED_FOR)
             if asked.return_alternates and asked.return_objects
             else 1,
         )

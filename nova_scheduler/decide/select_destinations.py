@@ -182,7 +182,7 @@ class Destinations:
                 results = await self._placer.place(self._requests.for_instances(call, asked, request, spec))
                 claimed = [one for one in results if isinstance(one, HostClaimed)]
                 if len(claimed) == len(results):
-                    claimed = without_siblings(claimed, self._selector.config.max_attempts)
+                    claimed = without_siblings(claimed, self._selector.config.settings.max_attempts)
                     self._recorder.record_decision(placed(self._events.placed, call, instances, claimed))
                     return claimed
                 ended = self._ended(spec, results)
@@ -299,7 +299,7 @@ class Destinations:
         """
         if not asked.return_objects:
             return [legacy(hosts[0]) for _, hosts in instances]
-        default = self._selector.config.default_availability_zone
+        default = self._selector.config.settings.default_availability_zone
         return [[primitive(one, cell=cell, zone=one.zone or default) for one in hosts] for cell, hosts in instances]
 
 

@@ -36,7 +36,7 @@ from scheduler_worker.records.action_record import ActionContext, flavor_of, ima
 from scheduler_worker.records.build_record import SinceBuild
 from scheduler_worker.requests.request_refusal import TOO_OLD, refused_action
 from scheduler_worker.selection.request_spec import RequestSpec
-from scheduler_worker.selection.selector import Selector
+from scheduler_worker.selection.selector_config import SelectorConfig
 
 INCOMPLETE = "request.incomplete"
 UNKNOWN = "instance.unknown"
@@ -60,7 +60,7 @@ def _conflict(pending: PendingAction, reason: str) -> Answered:
     return conflict_with(refused_action(*names, refusal=refusal, at=pending.taken_at), refusal)
 
 
-def check_action(pending: PendingAction, known: ActionContext, selector: Selector) -> Answered | Refusal | None:
+def check_action(pending: PendingAction, known: ActionContext, config: SelectorConfig) -> Answered | Refusal | None:
     """Answered: it was handled before, comes too early, clashes with another, or its requester has left it. A refusal
     goes on record. None: it may be carried out.
     """
@@ -82,10 +82,10 @@ def check_action(pending: PendingAction, known: ActionContext, selector: Selecto
         return Refusal(code=UNKNOWN, reason="there is no such instance in this project")
     if delivery.is_old:
         return TOO_OLD
-    return delivery.ending_refusal() or _misfit(request, known, selector)
+    return delivery.ending_refusal() or _misfit(request, known, config)
 
 
-def _misfit(request: ActionRequest, known: ActionContext, selector: Selector) -> Refusal | None:
+def _misfit(request: ActionRequest, known: ActionContext, config: SelectorConfig) -> Refusal | None:
     """Why this cannot be requested of the instance in its state. The cell checks the rest."""
     build, now = known.build, known.now
     assert build is not None and known.build_request is not None
@@ -97,11 +97,11 @@ def _misfit(request: ActionRequest, known: ActionContext, selector: Selector) ->
     if request.kind is ActionKind.RESIZE:
         if request.flavor is None:
             return Refusal(code=INCOMPLETE, reason="a resize names a flavor")
-        if (unknown := unknown_flavor([request.flavor], request.project_id, selector)) is not None:
+        if (unknown := unknown_flavor([request.flavor], request.project_id, config)) is not None:
             return unknown
         if request.flavor == flavor_of(known):
             return Refusal(code="flavor.same", reason=f"the instance has flavor {request.flavor}")
-        if request.policy is ResizePolicy.SAME_HOST and not selector.config.allow_resize_to_same_host:
+        if request.policy is ResizePolicy.SAME_HOST and not config.settings.allow_resize_to_same_host:
             return Refusal(code="resize.same_host", reason="this site does not resize on the same host")
     if request.kind is ActionKind.REBUILD and not request.image:
         return Refusal(code=INCOMPLETE, reason="a rebuild names an image")

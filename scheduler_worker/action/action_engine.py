@@ -82,7 +82,7 @@ class ActionEngine:
         self._selector.assumed.drop_confirmed()
         async with self._store.operation() as unit:
             known = await unit.known([one.key for one in actions])
-        sound = [one for one in actions if check_action(one, known[one.key], self._selector) is None]
+        sound = [one for one in actions if check_action(one, known[one.key], self._selector.config) is None]
         choosing = [one for one in sound if needs_hosts(one.request, known[one.key])]
         results: dict[int, Chosen | Outcome] = {one.batch_index: Chosen() for one in sound}
         # Together, in their order: those that fit nowhere wait for the newest state once, not one after the other.
@@ -146,7 +146,7 @@ class ActionEngine:
         it was to be refused then.
         """
         request, actor = pending.request, batch.actor
-        result = check_action(pending, found, self._selector)
+        result = check_action(pending, found, self._selector.config)
         if result is None and (chosen is None or found.build != before.build):
             result = superseded_refusal(pending)
         if isinstance(result, Answered):
@@ -204,7 +204,7 @@ class ActionEngine:
 
     def _command(self, request: ActionRequest, known: ActionContext, chosen: Chosen) -> CellAction:
         assert known.build is not None
-        built, config = build_request_for(request, known), self._selector.config
+        built, config = build_request_for(request, known), self._selector.config.settings
         # A rebuild changes the image, and hosts are chosen for the flavor as it is now.
         is_told = request.kind is ActionKind.REBUILD or bool(chosen.selections)
         return CellAction(

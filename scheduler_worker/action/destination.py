@@ -169,7 +169,7 @@ class DestinationChooser:
         planned: Mapping[str, str] | None,
     ) -> Chosen | NoValidHost:
         """The hosts to try. "No host" is decided on the newest state only, and without the holds of other moves."""
-        may_leave = self._selector.config.actions_across_cells and may_leave_cell(pending.request)
+        may_leave = self._selector.config.settings.actions_across_cells and may_leave_cell(pending.request)
         anywhere, stays = replace(spec, cell=None, key=(*spec.key, "any cell")), stays_in_cell(known, spec)
         if pending.request.user_id == CELL_DRAIN_USER:  # whatever keeps it there: no host of its own cell will do
             if stays is not None:
@@ -194,7 +194,7 @@ class DestinationChooser:
         """The request spec: as for a build of the instance in its next state, in its cell."""
         assert known.build is not None
         requested = build_request_for(request, known)
-        if requested.flavor not in self._selector.flavors:
+        if requested.flavor not in self._selector.config.flavors:
             return Unsatisfiable("flavor.unknown", f"flavor {requested.flavor} is no longer configured", "flavor")
         spec = self._selector.request_spec(requested)
         if isinstance(spec, Unsatisfiable):
@@ -227,19 +227,19 @@ class DestinationChooser:
     ) -> Chosen | NoValidHost:
         """One synchronous choice on the replica as it is now; the choice counts as used from here on."""
         request, replica, source, held = pending.request, self._selector.replica, located.source, located.allocations
+        settings = self._selector.config.settings
         requested = replace(build_request_for(request, known), max_attempts=None)
         state = new_placement_state(PlacementRequest(request=requested, spec=spec), self._selector)
         if planned:
             state = replace(state, rejected={**state.rejected, **planned})
-        if source is not None and releases_source(request, same_host=self._selector.config.allow_resize_to_same_host):
+        if source is not None and releases_source(request, same_host=settings.allow_resize_to_same_host):
             state = replace(state, rejected={**state.rejected, source: "host.source"})
-        tried = min(request.max_attempts or self._selector.config.max_attempts, MAX_SELECTIONS)
+        tried = min(request.max_attempts or settings.max_attempts, MAX_SELECTIONS)
         leaving = f"{request.request_id} leaves"
         # The present and the future allocation of one provider count once, the larger of the two.
         replica.assume(leaving, {uuid: {name: -amount for name, amount in row.items()} for uuid, row in held.items()})
         try:
-            subset = self._selector.config.host_subset_size
-            ranking = self._selector.rank(state.spec, self._rng)
+            ranking, subset = self._selector.rank(state.spec, self._rng), settings.host_subset_size
             choice = ranking.pick(self._selector.rows_of(state.rejected), subset=subset, alternates=tried - 1)
             if choice is None:
                 return self._selector.explain(state.spec, state.rejected)
@@ -290,11 +290,12 @@ class DestinationChooser:
         assert requested.server_group is not None
         now_s = self._clock.monotonic()
         self._gathering = {group: place for group, place in self._gathering.items() if place[1] > now_s}
-        until = now_s + self._selector.config.assumed_choice_s
+        until = now_s + self._selector.config.settings.assumed_choice_s
         self._gathering[requested.project_id, requested.server_group.uuid] = host, until
 
     def _hold(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> None:
-        self._selector.assumed.add(key, allocations, self._clock.monotonic() + self._selector.config.assumed_choice_s)
+        until_s = self._clock.monotonic() + self._selector.config.settings.assumed_choice_s
+        self._selector.assumed.add(key, allocations, until_s)
         self._expire_later()
 
     def _expire_later(self) -> None:

@@ -134,7 +134,7 @@ def _state_after_loss(state: PlacementState, choice: Choice, answer: ClaimResult
     state = replace(state, lost=(*state.lost, loss))
     rejected = {**state.rejected, host: f"claim.{answer.outcome.value}"}
     match answer.outcome:
-        case ClaimOutcome.CONFLICT if state.conflicts < selector.config.conflict_retries:
+        case ClaimOutcome.CONFLICT if state.conflicts < selector.config.settings.conflict_retries:
             return replace(state, conflicts=state.conflicts + 1, same_host=True)
         case ClaimOutcome.CONFLICT:
             return replace(state, conflicts=state.conflicts + 1, rejected=rejected)

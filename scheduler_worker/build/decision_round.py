@@ -224,7 +224,7 @@ class DecisionRound:
 
         With them it shares the ranking of all requests like it, so a member costs the same as any other request.
         """
-        if not self._selector.may_share_ranking(state.spec):
+        if not self._selector.config.may_share_ranking(state.spec):
             return None
         related = state.spec.related
         assert related is not None

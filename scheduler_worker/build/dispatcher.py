@@ -86,10 +86,11 @@ class Dispatcher:
         now, stages = self._clock.time(), dict[str, StageTimes]()
         writes: list[tuple[BuildUpdate, Sequence[OutboxMessage]]] = []
         async for part in YieldingParts(decided, BUILDS_AT_ONCE):
+            settings = self._selector.config.settings
             for one in part:
                 stage_times = stages[one.decision.build.instance_uuid] = one.pending.stage_times(one.claimed, now)
                 decision = add_stage_times(one.decision, stage_times) if one.decision.build.terminal else one.decision
-                writes.append((decision, outbox_messages(one, decision, now, stage_times, self._selector.config)))
+                writes.append((decision, outbox_messages(one, decision, now, stage_times, settings)))
         with metrics_module.measured("write", self._clock):
             written = await write_decided(self._store, writes, now)
         build_metrics.observe_decisions([stages[uuid] for uuid in written])

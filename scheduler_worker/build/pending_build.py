@@ -26,7 +26,7 @@ from scheduler_worker.records.build_record import (
 from scheduler_worker.records.request_record import DIGEST_BYTES, digest_of
 from scheduler_worker.requests.request_delivery import RequestDelivery
 from scheduler_worker.requests.request_refusal import TOO_OLD
-from scheduler_worker.selection.selector import Selector
+from scheduler_worker.selection.selector_config import SelectorConfig
 
 DUPLICATE = "request.duplicate"
 
@@ -153,17 +153,17 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
         return StageTimes(requested=self.requested_at, queued=self.taken_at, decided=decided_at, claimed=claimed_at)
 
 
-def pending_build(received: Received, delivery: RequestDelivery, *, now: float, flavors: Selector) -> PendingBuild:
+def pending_build(received: Received, delivery: RequestDelivery, *, now: float, config: SelectorConfig) -> PendingBuild:
     """A request that has just been received."""
     request, meta = received.message, received.meta
     assert isinstance(request, BuildRequest)
     digest, names = digest_of(request), [request.flavor, *(one.flavor for one in request.also)]
-    refusal = unknown_flavor(names, request.project_id, flavors)
+    refusal = unknown_flavor(names, request.project_id, config)
     if refusal is None:
-        refusal = TOO_OLD if delivery.is_old else _group_refusal(request, flavors)
+        refusal = TOO_OLD if delivery.is_old else _group_refusal(request, config)
     return PendingBuild(
         batch_index=0,
-        request=_with_group(request, flavors),
+        request=_with_group(request, config),
         digest=digest,
         # A request without a time of sending counts as sent just now.
         requested_at=meta.sent_at or now,
@@ -196,31 +196,31 @@ def _claim_owner(message: str) -> str:
     return blake2b(message.encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
-def unknown_flavor(names: Collection[str], project: str, flavors: Selector) -> Refusal | None:
+def unknown_flavor(names: Collection[str], project: str, config: SelectorConfig) -> Refusal | None:
     """Why a project may not request these flavors; None: it may."""
-    missing = next((name for name in names if not flavors.allows(name, project)), None)
+    missing = next((name for name in names if not config.allows(name, project)), None)
     if missing is None:
         return None
-    reason = f"there is no flavor {missing} (there are: {', '.join(sorted(flavors.flavors_for(project)))})"
+    reason = f"there is no flavor {missing} (there are: {', '.join(sorted(config.flavors_for(project)))})"
     return Refusal(code=FLAVOR_UNKNOWN, reason=reason[:MAX_REASON])
 
 
-def _with_group(request: BuildRequest, flavors: Selector) -> BuildRequest:
+def _with_group(request: BuildRequest, config: SelectorConfig) -> BuildRequest:
     """The request with the server group that it names; it goes on record so, and keeps that rule."""
     if request.group is None or request.server_group is not None:
         return request
-    return replace(request, server_group=flavors.group_of(request.project_id, request.group))
+    return replace(request, server_group=config.group_of(request.project_id, request.group))
 
 
-def _group_refusal(request: BuildRequest, flavors: Selector) -> Refusal | None:
+def _group_refusal(request: BuildRequest, config: SelectorConfig) -> Refusal | None:
     """Why a request cannot be held to the server group that it names; None: it can, or names none."""
     project, stated = request.project_id, request.server_group
     if request.group is not None:
         if stated is not None:
             return Refusal(code=GROUP_INVALID, reason="a request names `group` or `server_group`, not both")
-        if flavors.group_of(project, request.group) is None:
+        if config.group_of(project, request.group) is None:
             return Refusal(code=GROUP_UNKNOWN, reason=f"project {project} has no server group {request.group}")
-    elif stated is not None and (known := flavors.group_by_uuid(project, stated.uuid)) is not None:
+    elif stated is not None and (known := config.group_by_uuid(project, stated.uuid)) is not None:
         name, group = known
         if group != stated:
             rule = f"{group.policy.value}, max_per_host {group.max_per_host}"

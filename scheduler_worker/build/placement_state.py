@@ -178,7 +178,7 @@ def new_placement_state(placement: PlacementRequest, selector: Selector) -> Plac
         claim_owner=placement.claim_owner,
         rejected=ignored,
         # One host fewer than may be tried; a request may ask for fewer.
-        max_alternates=(request.max_attempts or selector.config.max_attempts) - 1,
+        max_alternates=(request.max_attempts or selector.config.settings.max_attempts) - 1,
         limits=placement.limits,
         gang=placement.gang,
         external=placement.external,

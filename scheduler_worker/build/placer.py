@@ -160,7 +160,7 @@ class Placer:
         """One pass, in parts: each choice is assumed, so that the next one sees it."""
         unresolved, decided = [state for state in states if state.result is None], list[PlacementState]()
         selector = self._selector
-        config = selector.config  # in force: the settings, with the objects that operators have defined since
+        config = selector.config.settings  # in force: the settings, with the objects that operators have defined since
         selector.assumed.drop_confirmed()
         if any(state.needs_refresh for state in unresolved):
             await self._follower.refresh(timeout_s=NEWEST_WAIT_S)  # one round trip, shared

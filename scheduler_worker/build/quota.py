@@ -18,10 +18,10 @@ async def rooms_of(store: SchedulerStore, selector: Selector, projects: Collecti
     """Each project's quota, less its instances that hold nothing; placement counts the others. What is between two
     hosts keeps its amounts, because it may claim them without limits. Raises Transient.
     """
-    quotas = {project: selector.config.quota_of(project) for project in projects}
+    quotas = {project: selector.config.settings.quota_of(project) for project in projects}
     limited = sorted(project for project, quota in quotas.items() if quota)
     for one in await store.without_host(limited) if limited else ():
-        flavor = selector.flavors.get(one.flavor) if one.condition is Condition.MOVING else None
+        flavor = selector.config.flavors.get(one.flavor) if one.condition is Condition.MOVING else None
         kept = {INSTANCES: 1, **({} if flavor is None else total_resources(flavor.query))}
         quota = quotas[one.project_id]
         quotas[one.project_id] = {name: max(0, most - one.count * kept.get(name, 0)) for name, most in quota.items()}

@@ -112,7 +112,7 @@ class DrainInventory:
         return {uuid for cell in table.services.cells_of(name) for uuid in await found(cell, [name])}
 
     def _aggregates_of(self, name: str) -> list[str]:
-        return [one.uuid for one in self._selector.membership.aggregates if name in (one.name, one.uuid)]
+        return [one.uuid for one in self._selector.config.membership.aggregates if name in (one.name, one.uuid)]
 
     def host(self, uuid: str) -> DrainedHost:
         """A host as it is now.

@@ -110,7 +110,7 @@ class DrainPlanner:
         if isinstance(found, Refusal):
             return found
         target, hosts = found
-        if target is DrainTarget.CELL and not self._selector.config.actions_across_cells:
+        if target is DrainTarget.CELL and not self._selector.config.settings.actions_across_cells:
             return WITHIN_CELL
         table, rows = self._selector.table, self._selector.reported_in_placement()
         if target is DrainTarget.CELL and {table.cells[at] for at in np.unique(table.cell[rows])} <= {query.host}:
@@ -147,7 +147,7 @@ class DrainPlanner:
 
     def order(self, one: InstanceOnHost) -> tuple[bool, tuple[int, ...], str]:
         """Members of groups first, because the fewest hosts fit them; then the larger before the smaller."""
-        flavor = None if one.known.build_request is None else self._selector.flavors.get(flavor_of(one.known))
+        flavor = None if one.known.build_request is None else self._selector.config.flavors.get(flavor_of(one.known))
         held = {} if flavor is None else total_resources(flavor.query)
         sizes = tuple(-amount for _, amount in sorted(held.items(), reverse=True))
         return _group_of(one) is None, sizes, one.instance_uuid
@@ -181,7 +181,7 @@ class DrainPlanner:
         self, pending: PendingAction, one: InstanceOnHost, located: Located, blocked: Mapping[str, str]
     ) -> Chosen:
         """Hosts for one instance, or why there are none. It never waits, so a slice is planned on one state."""
-        result = check_action(pending, one.known, self._selector)
+        result = check_action(pending, one.known, self._selector.config)
         if isinstance(result, Refusal):
             return Chosen(failure=result)
         if one.source.uuid not in located.page.hosts.get(one.instance_uuid, ()):

@@ -194,7 +194,8 @@ class EvacuationController:
 
         Raises Transient, or RequestRefused.
         """
-        level, hosts = evacuating(self._selector.config.evacuations_at_once), fenced_hosts(self._registry.fences)
+        level = evacuating(self._selector.config.settings.evacuations_at_once)
+        hosts = fenced_hosts(self._registry.fences)
         if not hosts:
             return LOOK_S
 
@@ -206,7 +207,7 @@ class EvacuationController:
             drain=None,
             hosts=lambda: {uuid: one for uuid, one in fenced_hosts(self._registry.fences).items() if uuid in hosts},
             lock=lock,
-            includes=lambda one: not one.code and is_restarted(one.known, self._selector.config),
+            includes=lambda one: not one.code and is_restarted(one.known, self._selector.config.settings),
         )
         begun = await self._emptier.begun(of.drain)
         if free_slots(level, begun, self._clock.time()) <= 0:

@@ -66,7 +66,7 @@ class AggregateSync:
 
     async def look(self) -> None:
         """Change the members that differ from the record. Raises RequestTimeout or RequestRefused."""
-        for aggregate in self._selector.config.aggregates:
+        for aggregate in self._selector.config.settings.aggregates:
             due = members_due(self._selector, aggregate)
             if due is not None:
                 await self._api.request(due, AggregateMembersSet, timeout_s=ANSWER_S)
@@ -76,5 +76,5 @@ class AggregateSync:
 
     async def _wait(self) -> bool:
         """Whether the aggregates have changed before the next look is due."""
-        names_hosts = any(one.hosts is not None for one in self._selector.config.aggregates)
+        names_hosts = any(one.hosts is not None for one in self._selector.config.settings.aggregates)
         return await changed_within(self._registry.aggregates_changed, LOOK_S if names_hosts else None)

@@ -123,7 +123,7 @@ class FleetCollector(Collector):
         now_s = time.monotonic()
         if self._summary is None or now_s - self._summed_s > HELD_S:
             selector = self._selectors[0]
-            self._summary = summarize(selector.all_hosts(), selector.config.default_availability_zone)
+            self._summary = summarize(selector.all_hosts(), selector.config.settings.default_availability_zone)
             self._summed_s = now_s
         return self._summary
 

@@ -162,4 +162,4 @@ class Warmup:
     def is_on(self) -> bool:
         """Whether services that are up may not have reported all of their hosts to this process yet."""
         since_s = self._since_s
-        return since_s is None or self._clock.monotonic() - since_s < self._selector.config.hosts_warmup_s
+        return since_s is None or self._clock.monotonic() - since_s < self._selector.config.settings.hosts_warmup_s

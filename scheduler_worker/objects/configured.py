@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import Struct
-
 from bus.contracts.base import Refusal
 from bus.contracts.objects import ObjectsChange
 from bus.service.settings import SettingsError
@@ -24,34 +22,25 @@ from scheduler_worker.records.object_records import (
     RecordedObjects,
     applied,
 )
-from scheduler_worker.selection.flavor import ParsedFlavor, parse
-from scheduler_worker.selection.plugin import Filter, Weighing
+from scheduler_worker.selection.flavor import parse
+from scheduler_worker.selection.selector_config import SelectorConfig
 
 SEEDED_BY = "settings"
 
 
-class Configured(Struct, frozen=True):
-    """A configuration with the flavors, filters and weighers made from it."""
-
-    config: SchedulerConfig
-    flavors: dict[str, ParsedFlavor]
-    filters: list[Filter]
-    weighings: list[Weighing]
-
-
-def configured(config: SchedulerConfig) -> Configured:
+def configured(settings: SchedulerConfig) -> SelectorConfig:
     """Parse flavors, load filters and weighers. Raises FlavorInvalid or SettingsError."""
-    return Configured(
-        config,
-        {name: parse(name, flavor) for name, flavor in config.flavors.items()},
-        plugins.filters(config),
-        plugins.weighings(config),
+    return SelectorConfig(
+        settings,
+        flavors={name: parse(name, flavor) for name, flavor in settings.flavors.items()},
+        filters=plugins.filters(settings),
+        weighings=plugins.weighings(settings),
     )
 
 
 def check_objects(
     settings: SchedulerConfig, changes: ObjectsChange | None = None, cells: Sequence[str] = ()
-) -> Configured:
+) -> SelectorConfig:
     """The configuration that the settings' own objects make with these changes, as a scheduler would use it. cells: of
     the settings; with them names are looked up, too. Raises SettingsError, whose reason names the object.
     """

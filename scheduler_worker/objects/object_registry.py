@@ -26,7 +26,7 @@ from bus.service.settings import SettingsError
 from scheduler_worker import metrics as metrics_module
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.objects import cell_consequences, fence_rules
-from scheduler_worker.objects.configured import SEEDED_BY, Configured, check_objects, configured
+from scheduler_worker.objects.configured import SEEDED_BY, check_objects, configured
 from scheduler_worker.objects.consistency import named
 from scheduler_worker.objects.effective_config import configuration_bodies, effective_config, seeds
 from scheduler_worker.records import fence_record
@@ -43,6 +43,7 @@ from scheduler_worker.records.object_records import (
     host_decisions,
 )
 from scheduler_worker.selection.selector import Selector
+from scheduler_worker.selection.selector_config import SelectorConfig
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -101,8 +102,9 @@ class ObjectRegistry:
         self.served = tuple(cells)  # the cells of the settings
         self._loading = asyncio.Lock()  # one load at a time, so that an older revision is not adopted after a newer one
         self._is_fresh = True  # False: notifications may have been lost
-        self._in_force: tuple[dict[Key, dict[str, Any]], Configured] | None = None
-        self._judged_last: tuple[dict[Key, dict[str, Any]], Configured] | None = None  # of a change, until it is loaded
+        self._in_force: tuple[dict[Key, dict[str, Any]], SelectorConfig] | None = None
+        # Of a change, until it is loaded.
+        self._judged_last: tuple[dict[Key, dict[str, Any]], SelectorConfig] | None = None
         self.fences: Mapping[str, FenceRecord] = {}  # of hosts, by uuid, as they are in force here
         self.fences_changed = asyncio.Event()  # set when they change; `EvacuationController` clears it
         self.drains: Mapping[str, DrainRecord] = {}  # by id
@@ -244,7 +246,7 @@ class ObjectRegistry:
             return
         log.info("objects.loaded", revision=found.revision, objects=len(found.objects))
 
-    def configured(self, bodies: dict[Key, dict[str, Any]]) -> Configured:
+    def configured(self, bodies: dict[Key, dict[str, Any]]) -> SelectorConfig:
         """The configuration with these objects; the one in force, and the last, are made once. Raises ValueError, or
         SettingsError.
         """
@@ -254,20 +256,15 @@ class ObjectRegistry:
         self._judged_last = bodies, configured(effective_config(self._settings, bodies))
         return self._judged_last[1]
 
-    def _apply(self, made: Configured, found: RecordedObjects) -> None:
+    def _apply(self, made: SelectorConfig, found: RecordedObjects) -> None:
         """Raises ValueError for a decision about a host that is not valid, and then nothing is adopted."""
         decisions, disabled = host_decisions(found.objects), disabled_cells(found.objects)
         cells = cells_of(found.objects)
         if self._in_force is None or self._in_force[1] is not made:
-            if any(one.hosts is not None for one in made.config.aggregates):
+            if any(one.hosts is not None for one in made.settings.aggregates):
                 self.aggregates_changed.set()
-            self._selector.configure(
-                made.config,
-                flavors=made.flavors,
-                filters=made.filters,
-                weighings=made.weighings,
-                revision=found.token,
-            )
+            made.revision = found.token
+            self._selector.config = made
             self._in_force = configuration_bodies(found.objects), made
         self._selector.table.apply_decisions(decisions)
         # The hosts of a cell that is no longer in use stay in the table.

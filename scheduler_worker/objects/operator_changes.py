@@ -15,7 +15,6 @@ from bus.service.settings import SettingsError
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.objects import cell_consequences, fence_rules, zone_consequences
 from scheduler_worker.objects.change_plan import plan
-from scheduler_worker.objects.configured import Configured
 from scheduler_worker.objects.consistency import MAX_COUNTED, counted
 from scheduler_worker.objects.effective_config import configuration_bodies, unknown_class
 from scheduler_worker.objects.object_registry import Made, ObjectRegistry
@@ -36,6 +35,7 @@ from scheduler_worker.records.object_records import (
 )
 from scheduler_worker.selection.flavor import FlavorInvalid
 from scheduler_worker.selection.selector import Selector
+from scheduler_worker.selection.selector_config import SelectorConfig
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 from scheduler_worker.store.tables import clean
 
@@ -109,12 +109,12 @@ class OperatorChanges:
         made = unknown or self._checked(present, planned)
         if isinstance(made, Refusal):
             return made
-        if (conflict := self._zone_conflict(planned, made.config)) is not None:
+        if (conflict := self._zone_conflict(planned, made.settings)) is not None:
             return conflict
-        impact = None if change.force else await self._impact(present, planned, made.config)
+        impact = None if change.force else await self._impact(present, planned, made.settings)
         return impact or planned
 
-    def _checked(self, present: RecordedObjects, planned: ChangePlan) -> Configured | Refusal:
+    def _checked(self, present: RecordedObjects, planned: ChangePlan) -> SelectorConfig | Refusal:
         """The configuration after a change: one that no scheduler could use is refused before it is written."""
         try:
             return self._registry.configured(configuration_bodies(present.objects, planned.changed))

@@ -65,6 +65,6 @@ def zones_after_removal(selector: Selector, after: SchedulerConfig) -> str | Non
     """Why a configuration is refused: it takes hosts with instances out of a zone. None: it does not."""
     view = selector.all_hosts()
     replica, used = view.replica, in_use(view.replica, view.rows)
-    before = zones_of_each(view, selector.config.default_availability_zone)
+    before = zones_of_each(view, selector.config.settings.default_availability_zone)
     then = zones_of_each(zones_after(selector, after), after.default_availability_zone)
     return zones_that_move(before, then, [replica.name_of(row) for row in view.rows[used].tolist()])

@@ -154,7 +154,7 @@ def _fields_of_placement(selector: Selector, rows: Rows) -> Sequence[_OfPlacemen
         name: (replica.usage(name, rows).tolist(), replica.capacities_in_use(name, rows).tolist())
         for name in sorted(replica.resource_classes())
     }
-    members = [(one, replica.in_aggregate(one.uuid, rows).tolist()) for one in selector.membership.aggregates]
+    members = [(one, replica.in_aggregate(one.uuid, rows).tolist()) for one in selector.config.membership.aggregates]
     found = []
     for at in range(len(rows)):
         aggregates = [one for one, has in members if has[at]]

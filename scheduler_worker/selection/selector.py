@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
 import numpy as np
@@ -11,156 +11,46 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, FunnelStep
 from bus.contracts.cell import Selection
-from bus.contracts.objects import ZONE_KEY, group_named
+from bus.contracts.objects import ZONE_KEY
 from bus.contracts.operations import AdminState
-from bus.contracts.placement import GroupPolicy, ServerGroup
 from placement_worker.replica.replica import Replica
 from placement_worker.replica.request import RejectedRoots, rejected_roots
-from scheduler_worker.config import Aggregate, SchedulerConfig
+from scheduler_worker.config import Aggregate
 from scheduler_worker.hosts.host_metrics import HostMetricsTable
 from scheduler_worker.hosts.host_table import HostTable, Mask, Rows
 from scheduler_worker.hosts.service_directory import NO_SERVICE
 from scheduler_worker.selection.assumed_usage import AssumedUsage
 from scheduler_worker.selection.choice import CellBatching, RankedHost
 from scheduler_worker.selection.explain import NoValidHost, funnel_step
-from scheduler_worker.selection.flavor import ParsedFlavor
-from scheduler_worker.selection.flavor_query import IMAGE_TRAITS, request_spec, traits_of_image
-from scheduler_worker.selection.host_view import HostsView, Membership
-from scheduler_worker.selection.plugin import (
-    Filter,
-    Weighing,
-    applies_to,
-    is_own,
-    reads_image_property,
-    runs_on_rebuild,
-)
+from scheduler_worker.selection.flavor_query import IMAGE_TRAITS, traits_of_image
+from scheduler_worker.selection.host_view import HostsView
+from scheduler_worker.selection.plugin import Filter, applies_to, runs_on_rebuild
 from scheduler_worker.selection.ranking import Ranking
 from scheduler_worker.selection.request_spec import RequestSpec, Unsatisfiable, search_hosts
+from scheduler_worker.selection.selector_config import SelectorConfig
 
 NOT_REPORTED = "host.not_reported"
 CELL_DISABLED = "cell.disabled"
-MAX_SPECS = 1_000  # of kinds of requests that are kept
-ANTI_AFFINITY_FILTER = "ServerGroupAntiAffinityFilter"
 
 
 class Selector:
-    """The inputs of all decisions: replica, host table, configuration, flavors, filters and weighers."""
+    """The inputs of all decisions: replica, host table, and the configuration in force."""
 
-    def __init__(
-        self,
-        replica: Replica,
-        table: HostTable,
-        config: SchedulerConfig,
-        *,
-        flavors: Mapping[str, ParsedFlavor],
-        filters: Sequence[Filter],
-        weighings: Sequence[Weighing],
-    ) -> None:
+    def __init__(self, replica: Replica, table: HostTable, config: SelectorConfig) -> None:
         self.replica = replica
         self.assumed = AssumedUsage(replica)
         self.table = table
-        self.metrics = HostMetricsTable(
-            table, max_age_s=config.metrics.max_age_s, reserved=tuple(config.metrics.weights)
-        )
-        self.configure(config, flavors=flavors, filters=filters, weighings=weighings)
+        self.config = config  # in force; another one takes its place
+        metrics = config.settings.metrics
+        self.metrics = HostMetricsTable(table, max_age_s=metrics.max_age_s, reserved=tuple(metrics.weights))
         self._roots: Rows | None = None
         self._known: int | None = None  # hosts of the table
         self._index = np.empty(0, dtype=np.intp)
 
-    def configure(
-        self,
-        config: SchedulerConfig,
-        *,
-        flavors: Mapping[str, ParsedFlavor],
-        filters: Sequence[Filter],
-        weighings: Sequence[Weighing],
-        revision: Hashable = 0,
-        membership: Membership | None = None,
-    ) -> None:
-        """Decide by these from the next decision on. revision: of the objects that the configuration holds. membership:
-        in its aggregates, where that is not placement's (None: it is).
-        """
-        self.config = config
-        self.flavors = flavors
-        self.filters = tuple(filters)
-        self.weighings = tuple(weighings)
-        self.membership = Membership(config.aggregates) if membership is None else membership
-        self._zoned = self.membership.with_key(ZONE_KEY)
-        self.revision = revision
-        self._specs: dict[tuple[str, str, str | None], RequestSpec] = {}  # of requests that name nothing else
-        # An operator's plug-in may read the peers of any request.
-        self._own_plugins_alone = all(map(is_own, filters)) and all(is_own(one.weigher) for one in weighings)
-        self._keeps_groups_apart = any(one.name == ANTI_AFFINITY_FILTER for one in filters)
-
-    def may_share_ranking(self, spec: RequestSpec) -> bool:
-        """Whether a decision depends on the request's peers only through the hosts on which its anti-affinity group is
-        full.
-        """
-        if not spec.has_policy(GroupPolicy.ANTI_AFFINITY):
-            return False
-        related = spec.related
-        assert related is not None
-        return (
-            not spec.forced
-            and related.different_hosts is None
-            and related.same_hosts is None
-            and self._own_plugins_alone
-            and self._keeps_groups_apart
-        )
-
-    def allows(self, flavor: str, project: str) -> bool:
-        """Whether there is this flavor, and the project may request it."""
-        known = self.config.flavors.get(flavor)
-        return known is not None and (not known.projects or project in known.projects)
-
-    def flavors_for(self, project: str) -> tuple[str, ...]:
-        """The names of the flavors that a project may request."""
-        return tuple(name for name in self.config.flavors if self.allows(name, project))
-
-    def group_of(self, project: str, name: str) -> ServerGroup | None:
-        """The server group on record that a project calls so."""
-        full = f"{project}/{name}"
-        definition = self.config.groups.get(full)
-        return None if definition is None else group_named(full, definition)
-
-    def group_by_uuid(self, project: str, uuid: str) -> tuple[str, ServerGroup] | None:
-        """(name, server group) on record of a project with this uuid."""
-        for full, definition in self.config.groups.items():
-            if full.startswith(f"{project}/") and (group := group_named(full, definition)).uuid == uuid:
-                return full, group
-        return None
-
     def request_spec(self, request: BuildRequest) -> RequestSpec | Unsatisfiable:
-        """The request's spec under this configuration."""
-        is_plain = request.host is None and not (request.forced or request.image_properties or request.group)
-        plain = (request.flavor, request.project_id, request.availability_zone)
-        if is_plain and (known := self._specs.get(plain)) is not None:
-            return known
-        flavor = self.flavors.get(request.flavor)
-        if flavor is None:
-            return Unsatisfiable("flavor.unknown", f"there is no flavor {request.flavor} any more", "flavor")
-        if request.group is not None and request.server_group is None:
-            return Unsatisfiable("group.unknown", f"there is no server group {request.group} any more", "server_group")
+        """The request's spec under the present configuration."""
         hosts = None if request.host is None else tuple(self.uuids_of(request.host))
-        found = request_spec(request, flavor, hosts, self.membership, self.config)
-        if isinstance(found, Unsatisfiable):
-            return found
-        # Requests that were read under different revisions of the objects share no ranking.
-        spec = replace(found, key=(*found.key, *self._image_key(request.image_properties), str(self.revision)))
-        if is_plain and len(self._specs) < MAX_SPECS:
-            self._specs[plain] = spec
-        return spec
-
-    def _image_key(self, properties: Mapping[str, str]) -> list[str]:
-        """The image properties that a filter reads: requests of images that differ in others share a ranking."""
-        if not self._own_plugins_alone:  # an operator's plug-in may read any of them
-            return [word for item in sorted(properties.items()) for word in item]
-        return [
-            word
-            for name, value in sorted(properties.items())
-            if any(reads_image_property(one, name, self.membership) for one in self.filters)
-            for word in (name, value)
-        ]
+        return self.config.request_spec(request, hosts)
 
     def members_named(self, aggregates: Sequence[Aggregate]) -> dict[str, frozenset[str]]:
         """{aggregate: uuids of its hosts} of those that name their hosts; a name that is not one host's names none."""
@@ -215,7 +105,7 @@ class Selector:
     def version(self) -> tuple[object, ...]:
         """A value that changes with everything that decides which hosts pass, except usage and the passing of time."""
         replica, table = self.replica, self.table
-        return (replica.spec_moves.end, replica.epoch, table.revision, table.disabled_cells, self.revision)
+        return (replica.spec_moves.end, replica.epoch, table.revision, table.disabled_cells, self.config.revision)
 
     def rank(
         self, spec: RequestSpec, rng: Random, batching: CellBatching | None = None, *, among: Rows | None = None
@@ -230,9 +120,9 @@ class Selector:
         return Ranking(
             view,
             spec,
-            self.weighings,
+            self.config.weighings,
             funnel,
-            shuffle=self.config.shuffle_best_same_weighed_hosts,
+            shuffle=self.config.settings.shuffle_best_same_weighed_hosts,
             rng=rng,
             batching=batching,
         )
@@ -281,15 +171,15 @@ class Selector:
 
     def zone_of(self, host_uuid: str) -> str:
         """The zone of a host: that of its first aggregate that names one, else the default. "": no aggregate does."""
-        if not self._zoned:
+        if not self.config.zoned:
             return ""
-        row, named = self.replica.row_of(host_uuid), self.membership.named
+        row, named = self.replica.row_of(host_uuid), self.config.membership.named
         mine = () if row is None else self.replica.aggregates_of(row)
-        for aggregate in self._zoned:
+        for aggregate in self.config.zoned:
             is_member = host_uuid in named[aggregate.uuid] if aggregate.uuid in named else aggregate.uuid in mine
             if is_member:
                 return aggregate.metadata[ZONE_KEY]
-        return self.config.default_availability_zone
+        return self.config.settings.default_availability_zone
 
     def cell_of(self, host_uuid: str) -> str | None:
         """The cell of a host; None when no service manages it."""
@@ -317,7 +207,7 @@ class Selector:
 
     def _view(self, rows: Rows) -> HostsView:
         index, down = self._index_of(rows), self.table.services.down()
-        return HostsView(self.replica, self.table, self.membership, rows, index, down, self.metrics)
+        return HostsView(self.replica, self.table, self.config.membership, rows, index, down, self.metrics)
 
     def _passing(self, spec: RequestSpec, *, explain: bool) -> HostFiltering:
         """Search, then run each filter in order; the funnel counts the hosts that each step left."""
@@ -336,7 +226,7 @@ class Selector:
         for state in (AdminState.MAINTENANCE, AdminState.FENCED) if spec.forced else ():
             if (excluded := left.view.is_in(state)).any():
                 left.keep(state.value, ~excluded, f"host.{state}")
-        left.run(() if spec.forced else self.filters, spec)
+        left.run(() if spec.forced else self.config.filters, spec)
         if not (managed := left.view.service != NO_SERVICE).all():  # no filter has looked at that
             left.keep("reported", managed, NOT_REPORTED)
         return left
@@ -357,7 +247,7 @@ class Selector:
         here = {trait for member in members for trait in self.replica.traits_of(member)}
         if any((word == "required") != (trait in here) for trait, word in traits.items()):
             return NoValidHost((funnel_step("image_traits", 1, {IMAGE_TRAITS: 1}),))
-        return _rejected(view, [one for one in self.filters if runs_on_rebuild(one)], spec)
+        return _rejected(view, [one for one in self.config.filters if runs_on_rebuild(one)], spec)
 
     def rejects(self, host_uuid: str, spec: RequestSpec) -> NoValidHost | None:
         """None, or why the filters reject a host, whatever room it has. One that is not known is not rejected."""
@@ -367,7 +257,7 @@ class Selector:
         view = self._view(np.array([row], dtype=np.intp))
         if not view.known.all():
             return None
-        return _rejected(view, self.filters, spec)
+        return _rejected(view, self.config.filters, spec)
 
     def reported_in_placement(self) -> Rows:
         """The indexes in the host table of the hosts that the replica has."""

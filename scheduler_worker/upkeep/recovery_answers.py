@@ -85,7 +85,7 @@ class RecoveryAnswers:
             own = {} if question.asked else await self._with_instance(question.cell, facts)
             for uuid in part:
                 if uuid not in own:
-                    page.add(known_record(uuid, facts[uuid], self._host_of, self._selector.config))
+                    page.add(known_record(uuid, facts[uuid], self._host_of, self._selector.config.settings))
         return page.message()
 
     async def _wanted(self, question: CellRecovering) -> tuple[UuidRange, tuple[DatabaseMark, ...]]:

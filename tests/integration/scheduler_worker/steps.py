@@ -163,7 +163,7 @@ async def digests(world: World, *down: str, number: int = 1, cells: tuple[str, .
         )
     tables = world.tables.values()
     await until(lambda: all(t.services.is_complete(cell, world.clock.monotonic()) for t in tables for cell in cells))
-    await until(lambda: all(sum(t.down()[:-1]) == len(down) for t in tables))
+    await until(lambda: all(sum(t.services.down()[:-1]) == len(down) for t in tables))
 
 
 async def fence_sent(world: World, version: int, cell: str = "c1") -> CellFence:

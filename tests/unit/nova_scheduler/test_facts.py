@@ -152,7 +152,7 @@ def test_filters_run_on_nova_s_aggregates_by_nova_s_members() -> None:
     )
     ssd = NovaAggregate(uuid="ssd", name="ssd", metadata={"availability_zone": "z", "ssd": "true"}, hosts=("h2", "h9"))
     world.facts.put_aggregates([ssd], complete=True)
-    hosts.selector.membership = world.facts.membership()
+    hosts.selector.config.membership = world.facts.membership()
     view = hosts.selector.all_hosts()
     assert [bool(one) for one in view.member_of("ssd")] == [False, True, False]
     assert [one.name for one in view.membership.with_key("ssd")] == ["ssd"]

@@ -28,6 +28,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.filters.image import SUPPORTED, VERSION
 from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.selection.selector import Selector
+from scheduler_worker.selection.selector_config import SelectorConfig
 from tests.kit.claims import PlacementClaims
 
 # Nova's own, and those of hints.
@@ -96,10 +97,12 @@ class Cloud:
         self.selector = Selector(
             self.replica,
             self.table,
-            self.config,
-            flavors={},
-            filters=plugins.filters(self.config),
-            weighings=plugins.weighings(self.config),
+            SelectorConfig(
+                self.config,
+                flavors={},
+                filters=plugins.filters(self.config),
+                weighings=plugins.weighings(self.config),
+            ),
         )
         self.destinations = self.front()
 

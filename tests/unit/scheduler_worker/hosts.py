@@ -21,6 +21,7 @@ from scheduler_worker.selection.host_view import HostsView
 from scheduler_worker.selection.plugin import Filter, Weighing
 from scheduler_worker.selection.request_spec import RequestSpec
 from scheduler_worker.selection.selector import Selector
+from scheduler_worker.selection.selector_config import SelectorConfig
 
 PLENTY = {"VCPU": 16, "MEMORY_MB": 65536, "DISK_GB": 1000}
 
@@ -53,10 +54,12 @@ class Hosts:
         self.selector = Selector(
             self.replica,
             self.table,
-            self.config,
-            flavors={name: parse(name, flavor) for name, flavor in self.config.flavors.items()},
-            filters=plugins.filters(self.config) if filters is None else filters,
-            weighings=plugins.weighings(self.config) if weighings is None else weighings,
+            SelectorConfig(
+                self.config,
+                flavors={name: parse(name, flavor) for name, flavor in self.config.flavors.items()},
+                filters=plugins.filters(self.config) if filters is None else filters,
+                weighings=plugins.weighings(self.config) if weighings is None else weighings,
+            ),
         )
 
     def _state(self, at: int, amounts: dict[str, int], aggregates: list[str]) -> ProviderState:
@@ -103,10 +106,8 @@ class Hosts:
         rows = np.array([self.replica.row_of(uuid) for uuid in self.uuids], dtype=np.intp)
         index = np.array([self.table.index_of(uuid) for uuid in self.uuids], dtype=np.intp)
         down = self.table.services.down()
-        metrics = self.selector.metrics
-        return HostsView(
-            self.replica, self.table, self.selector.membership, rows=rows, index=index, down=down, metrics=metrics
-        )
+        membership, metrics = self.selector.config.membership, self.selector.metrics
+        return HostsView(self.replica, self.table, membership, rows=rows, index=index, down=down, metrics=metrics)
 
     def name(self, row: int) -> str:
         return self.replica.name_of(row)

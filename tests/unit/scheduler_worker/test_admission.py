@@ -30,24 +30,24 @@ from scheduler_worker.records.build_record import ACCEPTED as ACCEPTED_NUMBER
 from scheduler_worker.records.build_record import FAILED_OR_REFUSED, Actor, Gang, RecordedBuild, releases_of
 from scheduler_worker.requests.request_delivery import RequestDelivery, classify_delivery
 from scheduler_worker.requests.request_refusal import refused_build
-from scheduler_worker.selection.selector import Selector
+from scheduler_worker.selection.selector_config import SelectorConfig
 from tests.unit.scheduler_worker.hosts import Hosts
 
 UUID, MOVE = (f"{n}0000000-0000-4000-8000-000000000001" for n in "0d")
 REQUEST = BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small")
-SELECTOR = Hosts([]).selector
+CONFIG = Hosts([]).selector.config
 
 
 def taken(
     request: BuildRequest = REQUEST,
     delivery: RequestDelivery | None = None,
     *,
-    flavors: Selector = SELECTOR,
+    config: SelectorConfig = CONFIG,
     now: float = 1000.0,
     **meta: Any,
 ) -> PendingBuild:
     received = Received(request, Meta(**{"id": "m", **meta}), "api", "scheduler.requests")
-    return pending_build(received, delivery or RequestDelivery(), now=now, flavors=flavors)
+    return pending_build(received, delivery or RequestDelivery(), now=now, config=config)
 
 
 def on_record(pending: PendingBuild, state: BuildState = BuildState.ACCEPTED, **more: Any) -> RecordedBuild:
@@ -207,7 +207,7 @@ def test_a_copy_of_a_request_in_its_batch_is_answered_as_the_request_is() -> Non
 
 AFFINE = GroupDefinition(policy=GroupPolicy.AFFINITY, uuid=MOVE)
 ITS_GROUP = ServerGroup(uuid=MOVE, policy=GroupPolicy.AFFINITY)
-WITH_GROUP = Hosts([], config=SchedulerConfig(groups={"p/g": AFFINE, "q/g2": AFFINE})).selector
+WITH_GROUP = Hosts([], config=SchedulerConfig(groups={"p/g": AFFINE, "q/g2": AFFINE})).selector.config
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ WITH_GROUP = Hosts([], config=SchedulerConfig(groups={"p/g": AFFINE, "q/g2": AFF
 def test_a_request_names_a_server_group_that_there_is(
     names: dict[str, Any], code: str | None, group: ServerGroup | None
 ) -> None:
-    pending = taken(replace(REQUEST, **names), flavors=WITH_GROUP)
+    pending = taken(replace(REQUEST, **names), config=WITH_GROUP)
     assert (pending.refusal and pending.refusal.code, pending.request.server_group) == (code, group)
 
 
@@ -300,7 +300,7 @@ def test_all_deliveries_of_a_message_are_one_run() -> None:
 )
 def test_an_earlier_delivery_may_have_claimed(queue: str, redelivered: bool, retried: int, attempt: int) -> None:
     received = Received(REQUEST, Meta(id="m", delivery_attempt=retried), "api", queue, redelivered)
-    assert pending_build(received, classify_delivery(received), now=1.0, flavors=SELECTOR).attempt == attempt
+    assert pending_build(received, classify_delivery(received), now=1.0, config=CONFIG).attempt == attempt
 
 
 def test_a_run_that_finds_its_request_ended_under_another_is_released_with_it() -> None:

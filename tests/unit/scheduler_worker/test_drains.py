@@ -43,6 +43,7 @@ from scheduler_worker.records.action_record import ActionContext, RecordedAction
 from scheduler_worker.records.build_record import RecordedBuild, SinceBuild
 from scheduler_worker.records.drain_record import BegunMoves, DrainedHost, EndedRequest, InstanceOnHost
 from scheduler_worker.selection.selector import Selector
+from scheduler_worker.selection.selector_config import SelectorConfig
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
@@ -547,7 +548,14 @@ async def test_a_cell_is_not_drained_of_those_hosts_alone_that_are_reported_here
     hosts, clock = Hosts([PLENTY] * 2), site.cluster.clock
     table, now_s = HostTable(), clock.monotonic()
     selector = Selector(
-        hosts.replica, table, hosts.config, flavors=hosts.selector.flavors, filters=hosts.selector.filters, weighings=[]
+        hosts.replica,
+        table,
+        SelectorConfig(
+            hosts.config,
+            flavors=hosts.selector.config.flavors,
+            filters=hosts.selector.config.filters,
+            weighings=[],
+        ),
     )
     there = (HostReport(uuid=hosts.uuids[0], name="h0"),)
     table.apply(HostStates(service="s1", cell="c1", epoch=1, sequence=1, hosts=there, complete=True), now_s)

@@ -74,7 +74,7 @@ UNANSWERED = PlacementUnavailable("away")
 
 def taken(request: BuildRequest) -> PendingBuild:
     received = Received(request, Meta(id="m"), "api", "scheduler.requests")
-    return pending_build(received, RequestDelivery(), now=1000.0, flavors=Hosts([]).selector)
+    return pending_build(received, RequestDelivery(), now=1000.0, config=Hosts([]).selector.config)
 
 
 AGAIN, WAITS, REFUSAL = Retry("x", ""), RetryWhenAvailable("y", ""), Done(reply=Refusal(code="z", reason=""))

@@ -57,7 +57,7 @@ def taken(cluster: Cluster, request: BuildRequest, *, remaining_s: float = -1.0,
     """A request that its queue has delivered again, and that is no letter."""
     meta = Meta(id="m", delivery_attempt=1, reply_to="client.reply.x" if waits else None)
     received = Received(request, meta, "api", "scheduler.requests", redelivered=True, remaining_s=lambda: remaining_s)
-    return pending_build(received, classify_delivery(received), now=0.0, flavors=cluster.hosts.selector)
+    return pending_build(received, classify_delivery(received), now=0.0, config=cluster.hosts.selector.config)
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -380,7 +380,7 @@ async def test_an_exhausted_build_ends_also_where_its_time_is_over(site: Site) -
         at_delivery_limit=True,
         remaining_s=lambda: -1.0,
     )
-    pending = pending_build(came, classify_delivery(came), now=0.0, flavors=site.cluster.hosts.selector)
+    pending = pending_build(came, classify_delivery(came), now=0.0, config=site.cluster.hosts.selector.config)
     going_on = (await site.engine.drop_abandoned({0: pending}))[0]
     assert not isinstance(going_on, Done)
     assert pending.delivery.refusal is not None

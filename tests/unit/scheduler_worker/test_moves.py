@@ -111,7 +111,7 @@ def checked(
     pending = PendingAction(batch_index=4, request=request, delivery=delivery, taken_at=1000.0)
     if known.action is not None and known.action.digest == b"its own":
         known = replace(known, action=replace(known.action, digest=pending.digest))
-    return word(check_action(pending, known, selector))
+    return word(check_action(pending, known, selector.config))
 
 
 # --- by what is on record
@@ -161,7 +161,7 @@ def test_a_request_named_as_its_instance_clashes_by_an_event_of_its_own() -> Non
     request = requested(request_id=UUID)
     assert checked(request) == CLASH
     pending = PendingAction(batch_index=0, request=request, delivery=LATE, taken_at=1000.0)
-    answer = check_action(pending, KNOWN, SELECTOR)
+    answer = check_action(pending, KNOWN, SELECTOR.config)
     assert isinstance(answer, Answered)
     event = answer.messages[0].message
     assert isinstance(event, ActionEvent)

@@ -52,6 +52,7 @@ from scheduler_worker.operator_handler import OperatorHandler, RefusedCommands
 from scheduler_worker.records.build_record import BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.records.object_records import ChangeActor
 from scheduler_worker.selection.selector import Selector
+from scheduler_worker.selection.selector_config import SelectorConfig
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.sent import Sent
@@ -414,10 +415,12 @@ async def test_a_host_is_not_fenced_as_long_as_its_service_may_not_have_reported
     selector = Selector(
         hosts.replica,
         table,
-        hosts.config,
-        flavors=hosts.selector.flavors,
-        filters=hosts.selector.filters,
-        weighings=[],
+        SelectorConfig(
+            hosts.config,
+            flavors=hosts.selector.config.flavors,
+            filters=hosts.selector.config.filters,
+            weighings=[],
+        ),
     )
     registry = ObjectRegistry(store, selector, hosts.config, clock=site.cluster.clock, cells=("c1", "c2"))
     await registry.open()

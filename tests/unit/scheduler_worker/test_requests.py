@@ -110,13 +110,13 @@ def test_one_content_has_one_digest() -> None:
 @pytest.mark.parametrize(("names", "missing"), [([], None), (["all"], None), (["own"], "own"), (["all", "no"], "no")])
 def test_the_flavors_that_a_project_may_not_request(names: list[str], missing: str | None) -> None:
     flavors = {"all": Flavor(vcpus=1, memory_mb=1), "own": Flavor(vcpus=1, memory_mb=1, projects=("p",))}
-    selector = Hosts([], config=SchedulerConfig(default_flavors=(), flavors=flavors)).selector
-    refusal = unknown_flavor(names, "q", selector)
+    config = Hosts([], config=SchedulerConfig(default_flavors=(), flavors=flavors)).selector.config
+    refusal = unknown_flavor(names, "q", config)
     if missing is None:
         assert refusal is None
     else:
         assert refusal == Refusal(code="flavor.unknown", reason=f"there is no flavor {missing} (there are: all)")
-    long = unknown_flavor(["x" * (MAX_REASON + 1)], "q", selector)
+    long = unknown_flavor(["x" * (MAX_REASON + 1)], "q", config)
     assert long is not None and len(long.reason) == MAX_REASON
 
 

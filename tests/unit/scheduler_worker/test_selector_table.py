@@ -21,7 +21,7 @@ from scheduler_worker.selection.explain import NoValidHost, funnel_step, message
 from scheduler_worker.selection.host_view import HostsView
 from scheduler_worker.selection.plugin import FilterResult, filter_result_of, is_own, reads_image_property
 from scheduler_worker.selection.request_spec import RelatedInstances, RequestSpec, Unsatisfiable
-from scheduler_worker.selection.selector import ANTI_AFFINITY_FILTER
+from scheduler_worker.selection.selector_config import ANTI_AFFINITY_FILTER, SelectorConfig
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts, aggregate
 
 UUID, ABSENT = (f"{n}0000000-0000-4000-8000-000000000001" for n in "ab")
@@ -196,12 +196,12 @@ def test_which_requests_of_a_group_share_a_ranking(related: Any, forced: bool, f
         config = replace(config, enabled_filters=kept)
     hosts = Hosts([PLENTY], config=config)
     if filters == "operators":
-        hosts.selector.configure(
-            config, flavors=hosts.selector.flavors, filters=[*hosts.selector.filters, Odd({})],
-            weighings=hosts.selector.weighings,
+        hosts.selector.config = SelectorConfig(
+            config, flavors=hosts.selector.config.flavors, filters=[*hosts.selector.config.filters, Odd({})],
+            weighings=hosts.selector.config.weighings,
         )  # fmt: skip
     spec = replace(hosts.spec(), related=RelatedInstances(**{"server_group": GROUP, **related}), forced=forced)
-    assert hosts.selector.may_share_ranking(spec) is shares
+    assert hosts.selector.config.may_share_ranking(spec) is shares
 
 
 def test_what_a_project_may_request() -> None:
@@ -209,15 +209,15 @@ def test_what_a_project_may_request() -> None:
         flavors={"a": Flavor(vcpus=1), "b": Flavor(vcpus=1, projects=("p",))},
         groups={f"{project}/g": GroupDefinition(policy=GroupPolicy.AFFINITY) for project in "pq"},
     )
-    selector = Hosts([PLENTY], config=config).selector
-    assert [selector.allows(*one) for one in (("a", "q"), ("b", "q"), ("b", "p"), ("c", "p"))] == [
+    known = Hosts([PLENTY], config=config).selector.config
+    assert [known.allows(*one) for one in (("a", "q"), ("b", "q"), ("b", "p"), ("c", "p"))] == [
         True, False, True, False,
     ]  # fmt: skip
-    assert [selector.flavors_for(project)[-2:] for project in "pq"] == [("a", "b"), ("bm.silver", "a")]
-    mine, other = selector.group_of("p", "g"), selector.group_of("p", "x")
+    assert [known.flavors_for(project)[-2:] for project in "pq"] == [("a", "b"), ("bm.silver", "a")]
+    mine, other = known.group_of("p", "g"), known.group_of("p", "x")
     assert mine is not None and other is None
-    assert selector.group_by_uuid("p", mine.uuid) == ("p/g", mine)
-    assert selector.group_by_uuid("q", mine.uuid) is None
+    assert known.group_by_uuid("p", mine.uuid) == ("p/g", mine)
+    assert known.group_by_uuid("q", mine.uuid) is None
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,8 @@ def test_requests_share_a_ranking_whose_images_differ_in_what_no_filter_reads() 
     assert not reads_image_property(Odd({}), "read", None)  # type: ignore[arg-type]
     hosts = Hosts([PLENTY])
     before = hosts.spec().key
-    hosts.selector.configure(hosts.config, flavors=hosts.selector.flavors, filters=(), weighings=(), revision=1)
+    flavors = hosts.selector.config.flavors
+    hosts.selector.config = SelectorConfig(hosts.config, flavors=flavors, filters=(), weighings=(), revision=1)
     assert hosts.spec().key != before, "read under another revision"
 
 
@@ -393,7 +394,7 @@ def test_the_zone_of_a_host() -> None:
     config = SchedulerConfig(aggregates=(other, east), default_availability_zone="nova")
     hosts = Hosts([PLENTY] * 2, config=config, members={east.uuid: [0], other.uuid: [0, 1]})
     assert [hosts.selector.zone_of(uuid) for uuid in (*hosts.uuids, ABSENT)] == ["e", "nova", "nova"]
-    hosts.selector.membership.named = {east.uuid: frozenset({hosts.uuids[1]})}
+    hosts.selector.config.membership.named = {east.uuid: frozenset({hosts.uuids[1]})}
     assert [hosts.selector.zone_of(uuid) for uuid in hosts.uuids] == ["nova", "e"]
     assert hosts.selector.selection_on(hosts.uuids[1], {UUID: {"VCPU": 1}}, {UUID: 2}).zone == "e"
     assert Hosts([PLENTY], config=SchedulerConfig(aggregates=(other,))).selector.zone_of(UUID) == ""
@@ -441,11 +442,12 @@ def test_the_version_changes_with_what_decides_which_hosts_pass() -> None:
     seen = [hosts.selector.version]
     hosts.replica.assume("k", {hosts.uuids[0]: {"VCPU": 1}})
     assert hosts.selector.version == seen[0], "not with usage"
+    other = SelectorConfig(hosts.config, flavors={}, filters=(), weighings=(), revision=7)
     changes: tuple[Callable[[], object], ...] = (
         hosts.give_up,
         lambda: setattr(hosts.table, "disabled_cells", frozenset({"c1"})),
         lambda: hosts.replica.load(hosts.states[:1], 5),
-        lambda: hosts.selector.configure(hosts.config, flavors={}, filters=(), weighings=(), revision=7),
+        lambda: setattr(hosts.selector, "config", other),
     )
     for change in changes:
         change()

@@ -86,7 +86,7 @@ def test_like_requests_of_a_batch_are_filtered_once() -> None:
             filtered.append(spec.flavor)
             return FilterResult(np.ones(len(view), dtype=np.bool_), {})
 
-    hosts.selector.filters = (Counting(),)
+    hosts.selector.config.filters = (Counting(),)
     round_ = DecisionRound(hosts.selector, hosts.rng, subset=1)
     for flavor in ("m1.small", "m1.tiny") * 5:
         request = PlacementRequest(request=hosts.request(flavor), spec=hosts.spec(flavor))

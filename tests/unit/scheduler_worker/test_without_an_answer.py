@@ -36,6 +36,7 @@ from scheduler_worker.request_handler import RequestHandler
 from scheduler_worker.requests.request_delivery import DEAD_LETTERS, LAST, RETRIES, RequestDelivery
 from scheduler_worker.selection.flavor import parse
 from scheduler_worker.selection.selector import Selector
+from scheduler_worker.selection.selector_config import SelectorConfig
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.sent import Sent
@@ -232,7 +233,7 @@ async def accepted(site: Site) -> BuildRequest:
     """One that is on record, and that no message carries on."""
     request, selector = site.cluster.hosts.request(), site.cluster.hosts.selector
     received = Received(request, Meta(id="m"), "api", "q")
-    pending = pending_build(received, RequestDelivery(), now=0.0, flavors=selector)
+    pending = pending_build(received, RequestDelivery(), now=0.0, config=selector.config)
     build = RecordedBuild(
         instance_uuid=request.instance_uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1, claim_owner="r"
     )
@@ -525,11 +526,11 @@ async def test_a_resize_whose_flavor_is_made_while_its_records_are_locked_is_not
         nonlocal began
         began += 1
         if began == 2:
-            flavors = {**selector.config.flavors, "new": selector.config.flavors["m1.large"]}
-            selector.configure(
-                replace(selector.config, flavors=flavors),
+            flavors = {**selector.config.settings.flavors, "new": selector.config.settings.flavors["m1.large"]}
+            selector.config = SelectorConfig(
+                replace(selector.config.settings, flavors=flavors),
                 flavors={name: parse(name, one) for name, one in flavors.items()},
-                filters=selector.filters,
+                filters=selector.config.filters,
                 weighings=[],
                 revision=2,
             )
