@@ -21,7 +21,6 @@ from bus.contracts.placement import MAX_NAMED, Claim, ClaimResult, Release
 from bus.faults import Fault
 from nova_scheduler.cloud.state import DOWN, ComputeNode
 from nova_scheduler.config import NovaConfig, PrefilterSettings
-from nova_scheduler.decide.placer_requests import claim_owner_of
 from nova_scheduler.decide.selection import Primitive, versioned
 from nova_scheduler.request.request_spec import NotDecided, SpecRefused
 from nova_scheduler.wire.envelope import Call, RemoteFault
@@ -729,10 +728,3 @@ async def test_nothing_is_claimed_for_a_call_that_nobody_answers(asked: dict[str
     with pytest.raises(RemoteFault) as caught:
         await here.destinations.call(Call(method="select_destinations", arguments=arguments, unique_id="r", **asked))
     assert caught.value.class_name == "NoSuchMethod" and here.claims.submitted == []
-
-
-@pytest.mark.parametrize("unique", ["", "x" * 65, "a/b"])
-def test_a_run_always_has_a_name(unique: str) -> None:
-    name = claim_owner_of(Call(method="m", unique_id=unique, message_id="1"))
-    assert len(name) == 32 and name == claim_owner_of(Call(method="m", unique_id=unique, message_id="1"))
-    assert name != claim_owner_of(Call(method="m", unique_id=unique, message_id="2"))

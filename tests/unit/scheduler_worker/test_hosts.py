@@ -15,7 +15,7 @@ from bus.clock import SystemClock, new_uuid
 from bus.consuming.outcome import Done, Received
 from bus.contracts.actions import ActionKind
 from bus.contracts.base import Meta
-from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceStates
+from bus.contracts.cell import HostReport, HostStates
 from bus.contracts.drains import DrainRecord, DrainState, DrainTarget
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.objects import Aggregate, FenceRecord, HostDecision, ObjectKind, StoredObject
@@ -23,7 +23,6 @@ from bus.contracts.operations import AdminState
 from bus.memory import MemoryBroker, MemoryTransport
 from scheduler_worker.fleet.host_listener import HOSTS_AT_ONCE, HostsListener
 from scheduler_worker.fleet.removal import removal_blocker, traces, with_entry
-from scheduler_worker.hosts import service_directory
 from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.hosts.service_directory import NO_SERVICE
 from scheduler_worker.hosts.waiting_builds import WaitingTable
@@ -31,15 +30,6 @@ from scheduler_worker.hosts.worker_table import WorkerTable
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
 
 # --- The host table against a cell that makes things up.
-
-
-def test_services_that_a_cell_makes_up_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_directory, "MAX_SERVICES", 3)
-    table = HostTable()
-    applied = [table.apply(HostStates(service=f"s{n}", cell="c1", epoch=1, sequence=1), 0.0) for n in range(5)]
-    assert applied == [True, True, True, False, False]
-    assert table.apply(HostStates(service="s0", cell="c1", epoch=1, sequence=2), 1.0)
-    assert len(table.services.states) == 3
 
 
 def report(
@@ -69,44 +59,6 @@ def test_a_service_that_began_anew_counts_its_pages_anew() -> None:
     table.apply(report(1, "b", first_sequence=1, pages=2, epoch=2), 1.0)
     table.apply(report(2, "c", first_sequence=1, pages=2, epoch=2, complete=True), 1.0)
     assert managed(table) == "bc"
-
-
-HOST = "10000000-0000-4000-8000-000000000001"
-
-
-def announce(table: HostTable, cell: str, sequence: int, now_s: float, service: str = "s") -> str:
-    """Announce the host there; returns the cell it is in then."""
-    reports = (HostReport(uuid=HOST, name="h"),)
-    table.apply(HostStates(service=service, cell=cell, epoch=1, sequence=sequence, hosts=reports), now_s)
-    index = table.index_of(HOST)
-    assert index is not None
-    return table.cells[table.cell[index]]
-
-
-def digest(number: int, *down: str, term: int = 1, page: int = 1, pages: int = 1, epoch: int = 1) -> ServiceStates:
-    named = tuple(ServiceDown(service=name, epoch=epoch, code="service.silent") for name in down)
-    return ServiceStates(cell="c1", term=term, number=number, page=page, pages=pages, down=named)
-
-
-def services(*names: str) -> HostTable:
-    table = HostTable()
-    for n, name in enumerate(names):
-        reports = (HostReport(uuid=f"{n}0000000-0000-4000-8000-000000000001", name=f"h{n}"),)
-        table.apply(HostStates(service=name, cell="c1", epoch=1, sequence=1, hosts=reports, complete=True), 0.0)
-    return table
-
-
-def test_the_newest_whole_digest_of_a_cell_names_which_services_are_down() -> None:
-    table = services("a", "b")
-    assert table.apply(digest(5, "a"), 1.0) and table.services.down().tolist() == [True, False, True]
-    assert not table.apply(digest(5, "b"), 1.0) and not table.apply(digest(4), 1.0), "older, or the same again"
-    assert table.apply(digest(6, "a", pages=2), 2.0) and table.services.down().tolist() == [True, False, True]
-    assert table.apply(digest(6, "b", page=2, pages=2), 2.0) and table.services.down().tolist() == [True, True, True]
-    table.apply(digest(7, pages=3), 3.0)
-    assert not table.apply(digest(7, page=3, pages=3), 3.0), "page 2 was lost"
-    assert table.services.down().tolist() == [True, True, True]
-    assert table.apply(digest(1, term=2), 4.0) and table.services.down().tolist() == [False, False, True]
-    assert not table.apply(digest(99, "a"), 5.0), "of a keeper that was replaced"
 
 
 # --- Announcements of many hosts at once, and the event loop that takes them.

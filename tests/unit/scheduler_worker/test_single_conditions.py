@@ -150,13 +150,9 @@ def test_a_decision_about_a_host_that_nobody_reports_is_about_no_other_one() -> 
 def test_a_project_may_request_the_flavors_that_it_is_allowed() -> None:
     hosts = Hosts([])
     own = Flavor(vcpus=1, memory_mb=1, projects=("p",))
-    known = Hosts(
-        [], config=replace(hosts.config, flavors={"own": own, "all": replace(own, projects=())})
-    ).selector.config
-    assert [{"own", "all"} & {*known.flavors_for(project)} for project in ("p", "q")] == [
-        {"own", "all"},
-        {"all"},
-    ]
+    flavors = {"own": own, "all": replace(own, projects=())}
+    known = Hosts([], config=replace(hosts.config, flavors=flavors)).selector.config
+    assert [{*flavors} & {*known.flavors_for(project)} for project in ("p", "q")] == [{"own", "all"}, {"all"}]
 
 
 def test_an_aggregate_that_names_its_hosts_has_those_that_one_name_means() -> None:
