@@ -247,7 +247,8 @@ class Fenced:
         fence = FenceRecord(host="h", version=1, acknowledged=1, token="t")
         self.registry = SimpleNamespace(fences={HOST: fence})
         config = SchedulerConfig(evacuations_at_once=at_once, on_host_failure=EvacuationPolicy.RESTART)
-        registry, selector = cast("Any", self.registry), cast("Any", SimpleNamespace(config=config))
+        registry = cast("Any", self.registry)
+        selector = cast("Any", SimpleNamespace(config=SimpleNamespace(settings=config)))
         self.evacuations = EvacuationController(
             registry, selector, self.it.emptier, clock=SystemClock(), rng=random.Random(1)
         )

@@ -61,6 +61,18 @@ def test_a_service_that_began_anew_counts_its_pages_anew() -> None:
     assert managed(table) == "bc"
 
 
+HOST = "10000000-0000-4000-8000-000000000001"
+
+
+def announce(table: HostTable, cell: str, sequence: int, now_s: float, service: str = "s") -> str:
+    """Announce the host there; returns the cell it is in then."""
+    reports = (HostReport(uuid=HOST, name="h"),)
+    table.apply(HostStates(service=service, cell=cell, epoch=1, sequence=sequence, hosts=reports), now_s)
+    index = table.index_of(HOST)
+    assert index is not None
+    return table.cells[table.cell[index]]
+
+
 # --- Announcements of many hosts at once, and the event loop that takes them.
 
 
