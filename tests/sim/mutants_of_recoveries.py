@@ -14,9 +14,11 @@ from bus.contracts.listing import ListedMachine
 from bus.contracts.operations import CellFence
 from bus.contracts.placement import Restate
 from cell_conductor import transition
-from cell_conductor.recovery import cell_recovery as recovery
-from cell_conductor.recovery.cell_recovery import CellRecovery, MachineListing
+from cell_conductor.recovery import record_reconciler
+from cell_conductor.recovery.cell_recovery import CellRecovery
 from cell_conductor.recovery.known_reader import OwnInstances
+from cell_conductor.recovery.machine_listing import MachineListing
+from cell_conductor.recovery.record_reconciler import RecordReconciler
 from cell_conductor.rules import reconcile
 from cell_conductor.rules.reconcile import InstanceFacts
 from cell_conductor.rules.recovery_facts import KnownInstance, Reconciled
@@ -31,10 +33,10 @@ Mutant = Callable[[], AbstractContextManager[Any]]
 def barrier_opens_one_service_early() -> AbstractContextManager[Any]:
     """A service that has not listed counts as one that has nothing."""
 
-    def absent(self: CellRecovery, *_: object) -> set[str]:
+    def absent(self: RecordReconciler, *_: object) -> set[str]:
         return set()
 
-    return patch.object(CellRecovery, "_absent", absent)
+    return patch.object(RecordReconciler, "_absent", absent)
 
 
 def older_machine_chosen() -> AbstractContextManager[Any]:
@@ -114,7 +116,7 @@ def allocations_not_restated() -> AbstractContextManager[Any]:
     def nothing(result: Reconciled, known: KnownInstance | None) -> Restate | None:
         return None
 
-    return patch.object(recovery, "restatement", nothing)
+    return patch.object(record_reconciler, "restatement", nothing)
 
 
 def fences_not_told() -> AbstractContextManager[Any]:

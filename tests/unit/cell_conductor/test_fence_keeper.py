@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 from msgspec.structs import replace
@@ -23,8 +23,10 @@ from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.outbox import OutboxMessage
 from cell_conductor.config import ConductorConfig
+from cell_conductor.hosts.fence_cache import FenceCache
 from cell_conductor.hosts.fence_controller import FenceController
-from cell_conductor.hosts.lease_controller import LeaseController, _Listening
+from cell_conductor.hosts.heard_marks import Listening
+from cell_conductor.hosts.stale_machines import StaleMachines
 from cell_conductor.reports.report_guard import ReportGuard
 from cell_conductor.state.breaker import Breaker
 from cell_conductor.state.evacuation_proof import STILL_RUNNING, evacuation_blocker
@@ -48,6 +50,7 @@ from tests.unit.cell_conductor.world import (
     engine_of,
     hosts_of,
     insert,
+    leases_of,
     listing,
     opened,
     opened_store,
@@ -80,40 +83,49 @@ class HeldReads:
         return getattr(self._fences, name)
 
 
-def controller_of(fences: HeldReads) -> FenceController:
-    clock = SystemClock()
-    bus = Bus("c1", MemoryTransport(MemoryBroker(clock), "c1"), process="conductor", clock=clock, rng=random.Random(1))
-    store = cast(MemoryInstances, SimpleNamespace(fences=fences, transaction=fences.transaction))
-    return FenceController(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
+class Fences(NamedTuple):
+    """What one conductor has of its cell's fences."""
+
+    cache: FenceCache
+    controller: FenceController
+    stale: StaleMachines
+
+
+def fences_of(reads: HeldReads) -> Fences:
+    clock, config, bus = SystemClock(), ConductorConfig(), cast(Any, SentOrders())
+    store: Any = SimpleNamespace(fences=reads, transaction=reads.transaction)
+    cache = FenceCache(store, clock)
+    controller = FenceController(store, cache, bus, clock=clock, config=config, cell="c1")
+    return Fences(cache, controller, StaleMachines(store, cache, clock, config))
 
 
 async def test_an_earlier_read_does_not_replace_what_a_later_one_found() -> None:
     store = await opened_store()
-    fences = HeldReads(store)
-    controller = controller_of(fences)
-    quick, fences.answer = fences.answer, asyncio.Event()
-    slow = fences.answer
-    first = asyncio.create_task(controller.load())  # sees no fence, and is slow to come back
-    await fences.reading.wait()
+    reads = HeldReads(store)
+    fences = fences_of(reads)
+    quick, reads.answer = reads.answer, asyncio.Event()
+    slow = reads.answer
+    first = asyncio.create_task(fences.cache.load())  # sees no fence, and is slow to come back
+    await reads.reading.wait()
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1))
-    fences.answer = quick
-    second = asyncio.create_task(controller.load())
+    reads.answer = quick
+    second = asyncio.create_task(fences.cache.load())
     for _ in range(100):  # as far as it gets while the first is out
         await asyncio.sleep(0)
     slow.set()
     await asyncio.gather(first, second)
-    assert HOST in controller.fences
+    assert HOST in fences.cache.fences
 
 
 async def test_a_lift_and_its_fence_that_two_conductors_take_at_once_leave_no_fence() -> None:
     """One read that there was none, the other recorded it, the first announced it as lifted: nobody lifted it."""
     store = await opened_store()
-    controller = controller_of(HeldReads(store))
-    sent = controller._bus = SentOrders()  # type: ignore[assignment]
+    fences = fences_of(HeldReads(store))
+    sent: Any = fences.controller._bus
     nothing: Any = None
-    await controller.take([CellFence(host_uuid=HOST, host="h1", version=6, unfence=True)], nothing)
+    await fences.controller.take([CellFence(host_uuid=HOST, host="h1", version=6, unfence=True)], nothing)
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=5))
-    await controller.look(nothing)
+    await fences.controller.look(nothing)
     assert await store.fences.fences() == []
     reports: list[Any] = sent.orders
     assert [(type(one), one.version, one.state) for one in reports] == [(HostFence, 6, FenceState.UNFENCED)]
@@ -122,12 +134,12 @@ async def test_a_lift_and_its_fence_that_two_conductors_take_at_once_leave_no_fe
 async def test_a_lift_that_came_after_a_copy_was_read_is_answered_by_what_is_on_record() -> None:
     store = await opened_store()
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=5, state=FenceState.FENCED))
-    controller = controller_of(HeldReads(store))
-    await controller.load()
+    fences = fences_of(HeldReads(store))
+    await fences.cache.load()
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=6, state=FenceState.UNFENCING))
     assert await store.fences.unfence(HOST, 6, 9.0)
-    sent = controller._bus = SentOrders()  # type: ignore[assignment]
-    await controller._publish_recorded(Fence(host_uuid=HOST, host="h1", version=6, state=FenceState.UNFENCED))
+    sent: Any = fences.controller._bus
+    await fences.controller._publish_recorded(Fence(host_uuid=HOST, host="h1", version=6, state=FenceState.UNFENCED))
     assert [(one.version, one.state) for one in cast(Any, sent.orders)] == [(6, FenceState.UNFENCED)]
 
 
@@ -149,10 +161,10 @@ async def test_a_change_that_another_conductor_announces_is_read_soon(
     store = await opened_store()
     if known:
         await store.fences.put(Fence(host_uuid=HOST, host="h1", version=known))
-    controller = controller_of(HeldReads(store))
-    await controller.load()
-    controller.on_recorded(HostFence(cell="c1", host_uuid=HOST, version=version, state=state))
-    assert controller._is_fresh is not is_read
+    fences = FenceCache(store, SystemClock())
+    await fences.load()
+    fences.on_recorded(HostFence(cell="c1", host_uuid=HOST, version=version, state=state))
+    assert fences._is_fresh is not is_read
 
 
 NOTHING = HostStates(
@@ -161,15 +173,15 @@ NOTHING = HostStates(
 MOVED = InstanceSummary(INSTANCE, State.ACTIVE, ON_2.host_uuid, "s", 3, 1.0)  # attempt 2 is over, wherever it was
 
 
-async def gave_up(*services: str, at: float = 1_000.0) -> tuple[MemoryInstances, FenceController]:
+async def gave_up(*services: str, at: float = 1_000.0) -> tuple[MemoryInstances, Fences]:
     """A fence on record, and machines of these services that were given up on its host."""
     store = await opened_store()
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1))
     async with store.transaction() as transaction:
         assert await transaction.rely_on([HOST], {HOST: services} if services else {}, at)
-    controller = controller_of(HeldReads(store))
-    await controller.load()
-    return store, controller
+    fences = fences_of(HeldReads(store))
+    await fences.cache.load()
+    return store, fences
 
 
 def lists(*running: Running, service: str = "s", rescans: tuple[str, ...] = ()) -> HostStates:
@@ -183,45 +195,45 @@ async def on_record(store: MemoryInstances) -> int:
 
 async def test_a_fence_that_is_lifted_while_a_report_is_looked_at_fails_no_report() -> None:
     """The same host is listed twice: with the first listing another conductor has lifted its fence."""
-    store, controller = await gave_up("s")
+    store, fences = await gave_up("s")
 
     async def lifted_meanwhile(*given: Any) -> None:
         await store.fences.record_empty(*given)
         await store.fences.put(Fence(host_uuid=HOST, host="h1", version=2, state=FenceState.UNFENCING))
         await store.fences.unfence(HOST, 2, 9.0)
-        controller.invalidate()
+        fences.cache.invalidate()
 
-    controller._store.fences.record_empty = lifted_meanwhile  # type: ignore[method-assign]
-    report = lists(rescans=(controller.fences[HOST].rescan_for("s"),))
-    assert await controller.compare(replace(report, hosts=report.hosts * 2), [], "d") == [] and not await on_record(
+    fences.stale._store.fences.record_empty = lifted_meanwhile  # type: ignore[method-assign]
+    report = lists(rescans=(fences.cache.fences[HOST].rescan_for("s"),))
+    assert await fences.stale.compare(replace(report, hosts=report.hosts * 2), [], "d") == [] and not await on_record(
         store
     )
 
 
 async def test_a_machine_given_up_during_a_read_makes_another_read_due() -> None:
     store = await opened_store()
-    fences = HeldReads(store)
-    controller = controller_of(fences)
-    fences.answer.clear()
-    reading = asyncio.create_task(controller.load())
-    await fences.reading.wait()
-    controller.reload_soon()
-    fences.answer.set()
+    reads = HeldReads(store)
+    fences = fences_of(reads)
+    reads.answer.clear()
+    reading = asyncio.create_task(fences.cache.load())
+    await reads.reading.wait()
+    fences.cache.reload_soon()
+    reads.answer.set()
     await reading
-    assert not controller._is_fresh
+    assert not fences.cache._is_fresh
 
 
 async def test_a_scan_from_before_the_last_machine_was_given_up_lifts_no_fence() -> None:
     """It listed that machine as one that its instance wants; its conductor has not read the fence since."""
-    store, controller = await gave_up("s")
-    scan = lists(rescans=(controller.fences[HOST].rescan_for("s"),))
+    store, fences = await gave_up("s")
+    scan = lists(rescans=(fences.cache.fences[HOST].rescan_for("s"),))
     async with store.transaction() as transaction:
         assert await transaction.rely_on([HOST], {HOST: ["s"]}, 1_001.0)
-    await controller.compare(scan, [], "d")
+    await fences.stale.compare(scan, [], "d")
     assert await on_record(store) == 2
-    await controller.load()
-    assert await controller.compare(scan, [], "d") == [(HOST, controller.fences[HOST].rescan_for("s"))]
-    await controller.compare(lists(rescans=(controller.fences[HOST].rescan_for("s"),)), [], "d")
+    await fences.cache.load()
+    assert await fences.stale.compare(scan, [], "d") == [(HOST, fences.cache.fences[HOST].rescan_for("s"))]
+    await fences.stale.compare(lists(rescans=(fences.cache.fences[HOST].rescan_for("s"),)), [], "d")
     assert await on_record(store) == 0
 
 
@@ -237,22 +249,22 @@ class SentOrders:
 
 async def test_losses_end_by_a_scan_from_after_them_whatever_its_hosts_clock_reads() -> None:
     """Seed 93608: by the host's clock no report was later than the loss, so its fence was not lifted for minutes."""
-    store, controller = await gave_up("s")
-    rescan = controller.fences[HOST].rescan_for("s")
-    assert await controller.compare(NOTHING, [], "d") == [(HOST, rescan)] and await on_record(store)
-    assert await controller.compare(lists(rescans=(rescan,)), [], "d") == [] and not await on_record(store)
+    store, fences = await gave_up("s")
+    rescan = fences.cache.fences[HOST].rescan_for("s")
+    assert await fences.stale.compare(NOTHING, [], "d") == [(HOST, rescan)] and await on_record(store)
+    assert await fences.stale.compare(lists(rescans=(rescan,)), [], "d") == [] and not await on_record(store)
 
 
 async def test_losses_end_by_the_scan_of_their_service_or_of_one_that_the_host_has_passed_to() -> None:
     """A second service with a host of the same uuid ended them by its own scan, and the fence was ended."""
-    store, controller = await gave_up("s")
-    rescan, passed = controller.fences[HOST].rescan_for("s"), [(HOST, "s")]
+    store, fences = await gave_up("s")
+    rescan, passed = fences.cache.fences[HOST].rescan_for("s"), [(HOST, "s")]
     first, scanned = lists(service="another"), lists(service="another", rescans=(rescan,))
-    assert await controller.compare(first, [], "d") == []
-    assert await controller.compare(scanned, [], "d") == []
+    assert await fences.stale.compare(first, [], "d") == []
+    assert await fences.stale.compare(scanned, [], "d") == []
     assert await on_record(store)
-    assert await controller.compare(first, [], "d", lambda *place: place in passed) == [(HOST, rescan)]
-    await controller.compare(scanned, [], "d", lambda *place: place in passed)
+    assert await fences.stale.compare(first, [], "d", lambda *place: place in passed) == [(HOST, rescan)]
+    await fences.stale.compare(scanned, [], "d", lambda *place: place in passed)
     assert not await on_record(store)
 
 
@@ -279,9 +291,9 @@ HERE = replace(MOVED, attempt=2, host_uuid=HOST)
 async def test_a_fence_stays_for_a_machine_that_may_have_been_given_up_there(
     listed: Running, summary: InstanceSummary | None, *, holds: bool
 ) -> None:
-    store, controller = await gave_up("s")
-    report = lists(listed, rescans=(controller.fences[HOST].rescan_for("s"), controller.fences[HOST].rescan))
-    assert await controller.compare(report, [summary] if summary is not None else [], "d") == []
+    store, fences = await gave_up("s")
+    report = lists(listed, rescans=(fences.cache.fences[HOST].rescan_for("s"), fences.cache.fences[HOST].rescan))
+    assert await fences.stale.compare(report, [summary] if summary is not None else [], "d") == []
     assert bool(await on_record(store)) is holds
 
 
@@ -290,20 +302,20 @@ async def report_to(store: MemoryInstances, *fenced: int, report: HostStates, li
     clock, config, relay, bus = SystemClock(), ConductorConfig(), Relay(), Quiet()
     for n in fenced:
         await store.fences.put(Fence(host_uuid=host(n), host=f"host-{n}", version=1, at=1.0))
-    controller = FenceController(store, cast(Bus, bus), clock=clock, config=config, cell="c1")
+    fences = FenceCache(store, clock)
     engine = engine_of(
-        store=store, bus=cast(Bus, bus), relay=relay, clock=clock, config=config, cell="c1", fences=controller
+        store=store, bus=cast(Bus, bus), relay=relay, clock=clock, config=config, cell="c1", fences=fences
     )
-    hosts = hosts_of(engine, store, clock, config, cast(Bus, bus), fences=controller)
-    compare = controller.compare
+    hosts = hosts_of(engine, store, clock, config, cast(Bus, bus), fences=fences)
+    compare = hosts._stale.compare
 
     async def compared(*given: Any) -> Any:
         found = await compare(*given)
         if lifted:
-            controller.invalidate()
+            fences.invalidate()
         return found
 
-    controller.compare = compared  # type: ignore[method-assign]
+    hosts._stale.compare = compared  # type: ignore[method-assign]
     await hosts.hosts([Received(report, Meta(id="m"), "c1", "conductor.hosts.c")])
     sent = [*bus.published, *(one.message for one in cast(list[OutboxMessage], relay.sent))]
     return [one for one in sent if isinstance(one, Destroy)]
@@ -334,20 +346,20 @@ async def test_a_second_service_does_not_clear_what_the_first_one_has_found_runn
     store = await opened_store()
     fence = Fence(host_uuid=HOST, host="h1", version=1)
     await store.fences.put(fence)
-    controller = controller_of(HeldReads(store))
-    await controller.load()
+    fences = fences_of(HeldReads(store))
+    await fences.cache.load()
 
     def scan(service: str, *running: Running) -> HostStates:
         host = HostReport(uuid=HOST, name="h1", running=running)
         return HostStates(service=service, cell="c1", epoch=1, sequence=1, hosts=(host,), rescans=(fence.rescan,))
 
-    await controller.compare(scan("s", Running(instance_uuid=INSTANCE, attempt=1, database_id="d")), [], "d")
-    await controller.compare(scan("another"), [], "d")
+    await fences.stale.compare(scan("s", Running(instance_uuid=INSTANCE, attempt=1, database_id="d")), [], "d")
+    await fences.stale.compare(scan("another"), [], "d")
     found = {"s": RunningAfterFence(1, {INSTANCE: 1})}
-    assert controller.fences[HOST].running == found
+    assert fences.cache.fences[HOST].running == found
     passed = [(HOST, "s")]
-    await controller.compare(scan("another"), [], "d", lambda *place: place in passed)
-    assert not controller.fences[HOST].running, "the first one has given the host up"
+    await fences.stale.compare(scan("another"), [], "d", lambda *place: place in passed)
+    assert not fences.cache.fences[HOST].running, "the first one has given the host up"
 
 
 async def test_what_a_service_found_running_that_is_gone_is_looked_at_by_the_next_one() -> None:
@@ -355,15 +367,15 @@ async def test_what_a_service_found_running_that_is_gone_is_looked_at_by_the_nex
     store = await opened_store()
     fence = Fence(host_uuid=HOST, host="h1", version=1)
     await store.fences.put(fence)
-    controller = controller_of(HeldReads(store))
-    await controller.load()
+    fences = fences_of(HeldReads(store))
+    await fences.cache.load()
     runs = HostReport(uuid=HOST, name="h1", running=(Running(instance_uuid=INSTANCE, attempt=1, database_id="d"),))
     first = HostStates(service="s", cell="c1", epoch=1, sequence=1, hosts=(runs,), rescans=(fence.rescan,))
-    await controller.compare(first, [], "d")
+    await fences.stale.compare(first, [], "d")
     nothing = replace(first, service="another", hosts=(replace(runs, running=()),), rescans=())
     passed = [(HOST, "s")]
-    assert await controller.compare(nothing, [], "d") == []
-    assert await controller.compare(nothing, [], "d", lambda *place: place in passed) == [(HOST, fence.rescan)]
+    assert await fences.stale.compare(nothing, [], "d") == []
+    assert await fences.stale.compare(nothing, [], "d", lambda *place: place in passed) == [(HOST, fence.rescan)]
 
 
 @pytest.mark.parametrize(("ahead_s", "is_scanned"), [(0.0, False), (86_400.0, True)])
@@ -371,39 +383,39 @@ async def test_a_machine_that_has_just_been_given_up_causes_no_scan(ahead_s: flo
     """The order that its host has to carry out first may be behind others. One from the future is no young one: its
     conductor's clock was ahead, and its fence was not lifted for a day.
     """
-    _, controller = await gave_up("s", at=SystemClock().time() + ahead_s)
-    rescans = [(HOST, controller.fences[HOST].rescan_for("s"))] if is_scanned else []
-    assert await controller.compare(NOTHING, [], "d") == rescans
+    _, fences = await gave_up("s", at=SystemClock().time() + ahead_s)
+    rescans = [(HOST, fences.cache.fences[HOST].rescan_for("s"))] if is_scanned else []
+    assert await fences.stale.compare(NOTHING, [], "d") == rescans
 
 
 async def test_what_a_host_ran_after_its_fence_is_known_also_after_it_was_fenced_again() -> None:
     """A scan soon after a fence may show what ran before it, because clocks differ: it shows nothing."""
     store = await opened_store()
-    controller = controller_of(HeldReads(store))
+    fences = fences_of(HeldReads(store))
     runs = Running(instance_uuid=INSTANCE, attempt=1, database_id="d")
 
     async def fenced(version: int, at: float) -> None:
         await store.fences.put(Fence(host_uuid=HOST, host="h1", version=version, at=at))
-        await controller.load()
+        await fences.cache.load()
 
     async def scanned(*running: Running, later_than: int = 0) -> list[tuple[str, str]]:
         hosts = (HostReport(uuid=HOST, name="h1", running=running),)
         rescans = (Fence(host_uuid=HOST, host="h1", version=later_than).rescan,)
         report = HostStates(service="s", cell="c1", epoch=1, sequence=1, hosts=hosts, complete=True, rescans=rescans)
-        return await controller.compare(report, [], "d")
+        return await fences.stale.compare(report, [], "d")
 
     term = await store.leases.hold_leadership("p", 60.0, None)
     assert term is not None and await store.leases.record(term, [Lease(service="s", epoch=1)])
     await fenced(1, 1_000.0)
-    assert await scanned(runs) == [(HOST, controller.fences[HOST].rescan)]
-    assert not controller.fences[HOST].running
+    assert await scanned(runs) == [(HOST, fences.cache.fences[HOST].rescan)]
+    assert not fences.cache.fences[HOST].running
     assert await scanned(runs, later_than=1) == []
-    assert controller.fences[HOST].running == {"s": RunningAfterFence(1, {INSTANCE: 1})}
+    assert fences.cache.fences[HOST].running == {"s": RunningAfterFence(1, {INSTANCE: 1})}
     await fenced(2, 1_200.0)
-    assert await scanned(later_than=1) == [(HOST, controller.fences[HOST].rescan)]
-    assert controller.fences[HOST].running == {"s": RunningAfterFence(1, {INSTANCE: 1})}
+    assert await scanned(later_than=1) == [(HOST, fences.cache.fences[HOST].rescan)]
+    assert fences.cache.fences[HOST].running == {"s": RunningAfterFence(1, {INSTANCE: 1})}
     assert await scanned(later_than=2) == []
-    assert not controller.fences[HOST].running
+    assert not fences.cache.fences[HOST].running
 
 
 # --- A conductor whose copy of the fences may be old does not undo an evacuation: it reads the record first.
@@ -432,12 +444,12 @@ async def test_another_hosts_lifted_fence_does_not_undo_an_evacuation_whose_fenc
     clock = SystemClock()
     bus = Bus("c1", MemoryTransport(MemoryBroker(clock), "c1"), process="conductor", clock=clock, rng=random.Random(1))
     store = await opened_store(clock)
-    controller = FenceController(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
+    fences = FenceCache(store, clock)
     for number in (1, 5):
         await store.fences.put(Fence(host_uuid=host(number), host=f"h{number}", version=1))
-    await controller.load()
+    await fences.load()
     config = ConductorConfig(claim_timeout_s=0.05)
-    engine = engine_of(store=store, bus=bus, relay=Relay(), clock=clock, config=config, cell="c1", fences=controller)
+    engine = engine_of(store=store, bus=bus, relay=Relay(), clock=clock, config=config, cell="c1", fences=fences)
     first, second = evacuated(UUID, 1), evacuated(SECOND, 5)
     await insert(store, first, second)
     await store.fences.put(Fence(host_uuid=host(1), host="h1", version=2, state=FenceState.UNFENCING))
@@ -458,9 +470,9 @@ async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(ke
     """
     conductor = await opened()
     await conductor.store.fences.put(Fence(host_uuid=host(1), host="h1", version=1))
-    controller = controller_of(HeldReads(conductor.store))
-    await controller.load()
-    conductor.engine._fences = controller
+    fences = FenceCache(conductor.store, SystemClock())
+    await fences.load()
+    conductor.engine._fences = fences
     failed = Instance(uuid=UUID, state=State.FAILED, spec=SPEC, selections=(ON_1,), attempt=1)
     await insert(conductor.store, failed)
     await conductor.keep(1, PROTECT if kept == "before" else "")
@@ -468,9 +480,9 @@ async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(ke
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.state is State.DELETED
     await conductor.keep(1, PROTECT if kept == "after" else "")
-    await controller.load()
+    await fences.load()
     config, relay = ConductorConfig(), conductor.relay
-    hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), config, cast(Bus, Quiet()), fences=controller)
+    hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), config, cast(Bus, Quiet()), fences=fences)
     runs = Running(instance_uuid=UUID, attempt=1, database_id=conductor.store.database_id)
     before = len(relay.sent)
     await hosts.hosts([Received(listing("s1", 1, runs=(runs,)), Meta(id="m"), "c1", "conductor.hosts.c")])
@@ -494,13 +506,20 @@ async def test_a_conductor_that_has_just_started_gives_up_no_source_for_a_servic
     await put(store, down("s2"))  # on record, by the former process, whose term lasts
     await insert(store, _resized())
     clock, bus, config = SystemClock(), cast(Bus, Queried()), ConductorConfig()
-    controller = LeaseController(store, bus, clock=clock, config=config, cell="c1", process="started")
+    leases, marks = leases_of(store, bus, clock, config)
     engine = engine_of(
-        store=store, bus=bus, relay=cast(Any, Relay()), clock=clock, config=config, cell="c1", leases=controller
+        store=store,
+        bus=bus,
+        relay=cast(Any, Relay()),
+        clock=clock,
+        config=config,
+        cell="c1",
+        leases=leases,
+        marks=marks,
     )
-    assert controller.up() is None, "it is not known yet which are"
+    assert leases.up() is None, "it is not known yet which are"
     assert await engine.sweep() == 0, "nor what they state of the database"
-    controller._listening = _Listening(store.servers, math.inf, may_act=True)
+    marks._listening = Listening(store.servers, math.inf, may_act=True)
     assert await engine.sweep() == 1
     assert store._table.instances[UUID].state is State.RESIZED
 
@@ -511,7 +530,7 @@ async def test_a_conductor_that_has_not_read_its_fences_gives_up_no_source_for_a
     await store.fences.put(Fence(host_uuid=host(2), host="host-2", version=1, at=1.0))
     await insert(store, _resized())
     clock, bus, config = SystemClock(), cast(Bus, Queried()), ConductorConfig()
-    fences = FenceController(store, bus, clock=clock, config=config, cell="c1")
+    fences = FenceCache(store, clock)
     engine = engine_of(
         store=store, bus=bus, relay=cast(Any, Relay()), clock=clock, config=config, cell="c1", fences=fences
     )
@@ -521,7 +540,7 @@ async def test_a_conductor_that_has_not_read_its_fences_gives_up_no_source_for_a
 
 async def test_a_conductor_that_has_just_started_evacuates_nothing_that_its_host_has_reported_to_run() -> None:
     """What a fenced host was found to run is in the memory of the conductor that was notified of it."""
-    store, clock, bus = await opened_store(), SystemClock(), cast(Bus, Quiet())
+    store, clock = await opened_store(), SystemClock()
     fence = Fence(host_uuid=host(2), host="host-2", version=1, at=1.0)
     await store.fences.put(fence)
     running = Running(instance_uuid=UUID, attempt=2, database_id=store.database_id)
@@ -529,10 +548,10 @@ async def test_a_conductor_that_has_just_started_evacuates_nothing_that_its_host
     active = record(State.ACTIVE, queried=False)
     refused: list[str] = []
     for is_told in (True, False):  # the second one after a restart
-        fences = FenceController(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
+        fences = FenceCache(store, clock)
         await fences.load()
         if is_told:
-            await fences.compare(report, [], store.database_id)
+            await StaleMachines(store, fences, clock, ConductorConfig()).compare(report, [], store.database_id)
         context = replace(PATIENCE, fences=fences.fences)
         unproved = evacuation_blocker(active, context, fenced=False, force=False)
         refused.append("" if unproved is None else unproved.code)
