@@ -20,8 +20,8 @@ from cell_conductor.recovery.known_reader import OwnInstances
 from cell_conductor.recovery.machine_listing import MachineListing
 from cell_conductor.recovery.record_reconciler import RecordReconciler
 from cell_conductor.rules import reconcile
-from cell_conductor.rules.reconcile import InstanceFacts
-from cell_conductor.rules.recovery_facts import KnownInstance, Reconciled
+from cell_conductor.rules.instance_facts import InstanceFacts
+from cell_conductor.rules.recovery_facts import KnownInstance, OperatorDecision, Reconciled
 from cell_conductor.state.database_marks import Stated
 from cell_conductor.state.events import Event
 from cell_conductor.state.instance import Instance
@@ -139,7 +139,7 @@ def losses_need_no_word() -> AbstractContextManager[Any]:
 
 def the_top_is_not_heard() -> AbstractContextManager[Any]:
     """What schedulers and placement have of an instance that its record has as well does not count."""
-    decide = reconcile.InstanceFacts.__init__
+    decide = InstanceFacts.__init__
 
     def facts(  # noqa: PLR0917  (as the real one)
         self: InstanceFacts,
@@ -147,14 +147,14 @@ def the_top_is_not_heard() -> AbstractContextManager[Any]:
         machines: Sequence[ListedMachine],
         known: KnownInstance | None,
         absent: Collection[str],
-        decision: reconcile.OperatorDecision | None,
+        decision: OperatorDecision | None,
         **more: Any,
     ) -> None:
         if record is not None and known is not None:
             known = replace(known, is_deleted=False, request_id="", kind=None, attempt=0)
         decide(self, record, machines, known, absent, decision, **more)
 
-    return patch.object(reconcile.InstanceFacts, "__init__", facts)
+    return patch.object(InstanceFacts, "__init__", facts)
 
 
 MUTANTS_OF_RECOVERIES: tuple[Mutant, ...] = (
