@@ -12,7 +12,7 @@ from bus.contracts.actions import CHOOSES_HOSTS, ActionKind, ActionState, Condit
 from bus.contracts.base import MAX_ATTEMPT
 from bus.contracts.listing import ListedMachine
 from cell_conductor.rules.action_events import ACTION_LOST
-from cell_conductor.rules.build_rules import LOST
+from cell_conductor.rules.build_end_rules import LOST
 from cell_conductor.rules.cell_transfer_rules import transferred_to
 from cell_conductor.rules.instance_facts import DESTROYING_DELETED, InstanceFacts, place_of
 from cell_conductor.rules.recovery_facts import (
