@@ -22,16 +22,16 @@ from cell_conductor.engine import Engine, context_of
 from cell_conductor.host_handlers import HostHandlers
 from cell_conductor.hosts.fence_cache import FenceCache
 from cell_conductor.hosts.fence_controller import FenceController
-from cell_conductor.hosts.heard_marks import HeardMarks
 from cell_conductor.hosts.lease_controller import LeaseController
 from cell_conductor.hosts.lease_table import LeaseTable
 from cell_conductor.hosts.service_state_publisher import ServiceStatePublisher
+from cell_conductor.hosts.stated_marks import StatedMarks
 from cell_conductor.machine_search import SourceLookup
 from cell_conductor.pending_lookups import PendingLookups
 from cell_conductor.periodic import ReportRequester, look_up_forever, purge_forever, sweep_forever
 from cell_conductor.recovery.cell_recovery import CellRecovery
 from cell_conductor.recovery.known_reader import KnownReader
-from cell_conductor.recovery.machine_listing import MachineLister
+from cell_conductor.recovery.machine_listing import MachineCollector
 from cell_conductor.recovery.record_reconciler import RecordReconciler
 from cell_conductor.reports.listings import HostListings
 from cell_conductor.request_handlers import DEAD_LETTER_QUEUE, RequestHandlers
@@ -77,24 +77,8 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     lingering = Lingering(linger_s=config.progress_linger_s, lingers=is_progress, place=position_of, keeps=True)
     relay = Relay(store.outbox, {cell: bus}, clock=env.clock, lingering=lingering)
     listings = HostListings()
-    fences = FenceCache(store, env.clock)
-    fence_controller = FenceController(store, fences, bus, clock=env.clock, config=config, cell=cell)
-    table = LeaseTable(config.missed_heartbeats)
-    marks = HeardMarks(table, store, env.clock)
-    leases = LeaseController(
-        store,
-        bus,
-        table,
-        marks=marks,
-        publisher=ServiceStatePublisher(table, bus, clock=env.clock, cell=cell),
-        clock=env.clock,
-        config=config,
-        cell=cell,
-        process=env.process,
-        on_fence=fences.on_recorded,
-    )
-    lookups = PendingLookups()
-    known = KnownReader(bus)
+    fences, lookups, known = FenceCache(store, env.clock), PendingLookups(), KnownReader(bus)
+    leases, marks = _leases(env, config, cell, store, bus, fences)
     recovery = _recovery(env.clock, config, cell, store, bus, relay, known, leases, marks, fences)
     engine = Engine(
         store=store,
@@ -110,19 +94,12 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         blocked=recovery.note_blocked,
     )
     lookup = SourceLookup(engine, store, bus, clock=env.clock, config=config, listings=listings, pending=lookups)
-    requests = RequestHandlers(engine, env.clock, bus, fences=fences, fence_controller=fence_controller, leases=leases)
+    fencing = FenceController(store, fences, bus, clock=env.clock, config=config, cell=cell)
+    requests = RequestHandlers(engine, env.clock, bus, fences=fences, fence_controller=fencing, leases=leases)
     hosts = HostHandlers(
-        engine,
-        store,
-        env.clock,
-        config,
-        bus,
-        listings=listings,
-        lookups=lookups,
-        fences=fences,
-        leases=leases,
-        marks=marks,
-    )
+        engine, store, env.clock, config, bus,
+        listings=listings, lookups=lookups, fences=fences, leases=leases, marks=marks,
+    )  # fmt: skip
     service.add_resource(store.open, store.close)
     service.add_resource(bus.open, bus.close)
     service.add_declaration(partial(_declare, bus))
@@ -130,7 +107,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     add_heartbeat(service, env, bus, "conductor")
     _add_rounds(service, env.clock, config, store, bus, engine, lookup)
     service.add_task("recovery", recovery.run)
-    service.add_task("fences", partial(fence_controller.run, engine))
+    service.add_task("fences", partial(fencing.run, engine))
     service.add_task("leases", lambda: leases.run(engine))
     _add_consumers(service, bus, config, requests, hosts, leases)
     service.add_consumer(Consumer(bus, KNOWN, known.handle, max_batch=1, concurrency=1))
@@ -147,6 +124,26 @@ def _bus(env: Environment, cell: str, store: InstanceStore, shared: Database | N
     return bus
 
 
+def _leases(  # noqa: PLR0917  (one caller)
+    env: Environment, config: ConductorConfig, cell: str, store: InstanceStore, bus: Bus, fences: FenceCache
+) -> tuple[LeaseController, StatedMarks]:
+    table = LeaseTable(config.missed_heartbeats)
+    marks = StatedMarks(table, store, env.clock)
+    leases = LeaseController(
+        store,
+        bus,
+        table,
+        marks=marks,
+        publisher=ServiceStatePublisher(table, bus, clock=env.clock, cell=cell),
+        clock=env.clock,
+        config=config,
+        cell=cell,
+        process=env.process,
+        on_fence=fences.on_recorded,
+    )
+    return leases, marks
+
+
 def _recovery(  # noqa: PLR0917  (one caller)
     clock: Clock,
     config: ConductorConfig,
@@ -156,7 +153,7 @@ def _recovery(  # noqa: PLR0917  (one caller)
     relay: Relay,
     known: KnownReader,
     leases: LeaseController,
-    marks: HeardMarks,
+    marks: StatedMarks,
     fences: FenceCache,
 ) -> CellRecovery:
     reconciler = RecordReconciler(
@@ -174,7 +171,7 @@ def _recovery(  # noqa: PLR0917  (one caller)
         store,
         clock=clock,
         config=config,
-        lister=MachineLister(store, bus, clock=clock, config=config, leases=leases),
+        collector=MachineCollector(store, bus, clock=clock, config=config, leases=leases),
         known=known,
         reconciler=reconciler,
         leases=leases,

@@ -84,7 +84,7 @@ class LeasePort(Protocol):
 
 
 class MarksPort(Protocol):
-    """What others state of the cell's database, as this conductor has heard it (`HeardMarks`)."""
+    """What others state of the cell's database, as this conductor has heard it (`StatedMarks`)."""
 
     def stated(self) -> Stated:
         """All of it, now."""

@@ -14,10 +14,10 @@ from cell_conductor import metrics
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import Engine, Listening
 from cell_conductor.hosts.fence_cache import FenceCache
-from cell_conductor.hosts.heard_marks import HeardMarks
 from cell_conductor.hosts.host_owners import HostOwners
 from cell_conductor.hosts.lease_controller import LeaseController
 from cell_conductor.hosts.stale_machines import StaleMachines
+from cell_conductor.hosts.stated_marks import StatedMarks
 from cell_conductor.pending_lookups import PendingLookups
 from cell_conductor.reports.listings import HostListings, NewestReports
 from cell_conductor.reports.report_diff import Differences, Rescans, differences
@@ -45,7 +45,7 @@ class HostHandlers:
         lookups: PendingLookups,
         fences: FenceCache,
         leases: LeaseController,
-        marks: HeardMarks,
+        marks: StatedMarks,
     ) -> None:
         """listings: what it receives. leases: which services are up, and which are gone for good."""
         self._engine = engine

@@ -28,9 +28,9 @@ from bus.transport import BusError
 from cell_conductor import metrics
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import Engine
-from cell_conductor.hosts.heard_marks import HeardMarks
 from cell_conductor.hosts.lease_table import LeaseTable
-from cell_conductor.hosts.service_state_publisher import ServiceStatePublisher, Term
+from cell_conductor.hosts.service_state_publisher import LeaderTerm, ServiceStatePublisher
+from cell_conductor.hosts.stated_marks import StatedMarks
 from cell_conductor.state.events import InstanceEvent, ServiceLost
 from cell_conductor.state.lease import LEADERSHIP_S, RENEW_LEADERSHIP_S, STOPPED, Lease, LeaseState
 from cell_conductor.store.port import InstanceStore
@@ -57,7 +57,7 @@ class LeaseController:
         bus: Bus,
         table: LeaseTable,
         *,
-        marks: HeardMarks,
+        marks: StatedMarks,
         publisher: ServiceStatePublisher,
         clock: Clock,
         config: ConductorConfig,
@@ -76,7 +76,7 @@ class LeaseController:
         self._table = table
         self._marks = marks
         self._publisher = publisher
-        self._leading: Term | None = None
+        self._leading: LeaderTerm | None = None
         self._recorded: Mapping[str, Lease] = {}
         self._renew_at = self._fail_over_at = self._purge_at = 0.0
         self._connection_losses = 0  # connections to the database that have ended by themselves
@@ -242,7 +242,7 @@ class LeaseController:
             if term is None:
                 self._leading = None
             elif self._leading is None or term != own_term:
-                self._leading = Term(term, now_s + LEADERSHIP_S)
+                self._leading = LeaderTerm(term, now_s + LEADERSHIP_S)
             else:
                 self._leading.until = now_s + LEADERSHIP_S
         keeping = self._leading

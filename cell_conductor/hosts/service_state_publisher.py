@@ -22,7 +22,7 @@ MAX_PAGES = 100
 LOGGED_RINGS = 10
 
 
-class Term(Struct):
+class LeaderTerm(Struct):
     """This conductor is the leader."""
 
     term: int
@@ -48,13 +48,13 @@ class ServiceStatePublisher:
         """The service states are due, whatever was published."""
         self._published = None
 
-    async def publish(self, term: Term | None) -> None:
-        """What is due; `None`: this conductor is not the leader. Raises BusError."""
+    async def publish(self, term: LeaderTerm | None) -> None:
+        """What is due; None: this conductor is not the leader. Raises BusError."""
         await self._publish_service_states(term)
         await self._publish_rings(term)
         await self._publish_superseded(term)
 
-    async def _publish_service_states(self, term: Term | None) -> None:
+    async def _publish_service_states(self, term: LeaderTerm | None) -> None:
         """The service states, when they have changed, and periodically."""
         now_s = self._clock.monotonic()
         if term is None or now_s >= term.until:
@@ -78,7 +78,7 @@ class ServiceStatePublisher:
             )
         self._published, self._service_states_at = down, now_s + SERVICE_STATES_INTERVAL_S * len(pages)
 
-    async def _publish_rings(self, term: Term | None) -> None:
+    async def _publish_rings(self, term: LeaderTerm | None) -> None:
         """The members of each ring, when they have changed, and periodically."""
         now_s = self._clock.monotonic()
         if term is None or now_s >= term.until:
@@ -101,7 +101,7 @@ class ServiceStatePublisher:
             )
         term.rings_at = now_s + SERVICE_STATES_INTERVAL_S
 
-    async def _publish_superseded(self, term: Term | None) -> None:
+    async def _publish_superseded(self, term: LeaderTerm | None) -> None:
         """A service that runs under an epoch which the cell counts as over receives the epoch that it has to exceed."""
         superseded = self._table.superseded()
         if term is not None:

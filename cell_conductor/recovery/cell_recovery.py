@@ -21,10 +21,10 @@ from bus.faults import Transient
 from bus.transport import BusError
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import FencePort
-from cell_conductor.hosts.heard_marks import HeardMarks
 from cell_conductor.hosts.lease_controller import LeaseController
+from cell_conductor.hosts.stated_marks import StatedMarks
 from cell_conductor.recovery.known_reader import MAX_OWN, KnownReader, OwnInstances
-from cell_conductor.recovery.machine_listing import MachineLister, MachineListing
+from cell_conductor.recovery.machine_listing import MachineCollector, MachineListing
 from cell_conductor.recovery.record_reconciler import MAX_BATCH, RecordReconciler
 from cell_conductor.rules.recovered import Loss, loss_of
 from cell_conductor.state.fence import fence_of
@@ -50,17 +50,17 @@ class CellRecovery:
         *,
         clock: Clock,
         config: ConductorConfig,
-        lister: MachineLister,
+        collector: MachineCollector,
         known: KnownReader,
         reconciler: RecordReconciler,
         leases: LeaseController,
-        marks: HeardMarks,
+        marks: StatedMarks,
         fences: FencePort,
     ) -> None:
         self._store = store
         self._clock = clock
         self._config = config
-        self._lister = lister
+        self._collector = collector
         self._known = known
         self._reconciler = reconciler
         self._leases = leases
@@ -104,7 +104,7 @@ class CellRecovery:
         if not self._blocked and not late:
             return
         blocked, self._blocked = set(self._blocked), {}
-        listing = await self._lister.list_machines()
+        listing = await self._collector.collect()
         late -= listing.silent
         self._late_at_s = self._clock.monotonic() + LATE_S
         uuids = sorted(blocked | listing.of(late))
@@ -127,7 +127,7 @@ class CellRecovery:
         return set(self._unlisted).intersection(self._leases.up() or ())
 
     async def _recover(self) -> None:
-        incarnation = (listing := await self._lister.list_machines()).incarnation
+        incarnation = (listing := await self._collector.collect()).incarnation
         log.warning(
             "recovery.listed",
             incarnation=incarnation,

@@ -44,7 +44,7 @@ class MachineListing(Struct):
         return {uuid for uuid, machines in self.machines.items() if any(one.service in services for one in machines)}
 
 
-class MachineLister:
+class MachineCollector:
     """One conductor's. leases: which services are up."""
 
     def __init__(
@@ -56,7 +56,7 @@ class MachineLister:
         self._config = config
         self._leases = leases
 
-    async def list_machines(self) -> MachineListing:
+    async def collect(self) -> MachineListing:
         """What each service that is up has. Those that are down, and may have hosts all the same, are silent."""
         failed = set(self._leases.up() or ())
         incarnation, down = self._store.incarnation, set(self._leases.down())

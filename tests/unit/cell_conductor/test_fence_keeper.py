@@ -25,8 +25,8 @@ from bus.persistence.outbox import OutboxMessage
 from cell_conductor.config import ConductorConfig
 from cell_conductor.hosts.fence_cache import FenceCache
 from cell_conductor.hosts.fence_controller import FenceController
-from cell_conductor.hosts.heard_marks import Listening
 from cell_conductor.hosts.stale_machines import StaleMachines
+from cell_conductor.hosts.stated_marks import _Listening
 from cell_conductor.reports.report_guard import ReportGuard
 from cell_conductor.state.breaker import Breaker
 from cell_conductor.state.evacuation_proof import STILL_RUNNING, evacuation_blocker
@@ -519,7 +519,7 @@ async def test_a_conductor_that_has_just_started_gives_up_no_source_for_a_servic
     )
     assert leases.up() is None, "it is not known yet which are"
     assert await engine.sweep() == 0, "nor what they state of the database"
-    marks._listening = Listening(store.servers, math.inf, may_act=True)
+    marks._listening = _Listening(store.servers, math.inf, may_act=True)
     assert await engine.sweep() == 1
     assert store._table.instances[UUID].state is State.RESIZED
 

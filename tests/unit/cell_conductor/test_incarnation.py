@@ -17,9 +17,9 @@ from bus.contracts.cell import ServiceStates
 from bus.contracts.placement import Claim, Release
 from bus.faults import RequestRefused
 from cell_conductor.config import ConductorConfig
-from cell_conductor.hosts.heard_marks import ASK_AGAIN_S, MAX_RECOVERIES_BY_ONE, RIVAL_S
 from cell_conductor.hosts.lease_table import MAX_LISTEN_S
-from cell_conductor.hosts.service_state_publisher import SERVICE_STATES_INTERVAL_S, ServiceStatePublisher, Term
+from cell_conductor.hosts.service_state_publisher import SERVICE_STATES_INTERVAL_S, LeaderTerm, ServiceStatePublisher
+from cell_conductor.hosts.stated_marks import ASK_AGAIN_S, MAX_RECOVERIES_BY_ONE, RIVAL_S
 from cell_conductor.placement_client import PendingRequest, PlacementRequests
 from cell_conductor.placement_question import awaited_request_of
 from cell_conductor.state.database_marks import Stated
@@ -332,7 +332,7 @@ async def test_the_members_of_rings_are_numbered_in_the_order_of_their_changes()
         sent.append((message.term, message.number, message.members))
 
     clock = SimpleNamespace(monotonic=lambda: now_s)
-    table, bus, term = SimpleNamespace(), SimpleNamespace(publish=publish), Term(term=7, until=1000.0)
+    table, bus, term = SimpleNamespace(), SimpleNamespace(publish=publish), LeaderTerm(term=7, until=1000.0)
     publisher = ServiceStatePublisher(cast(Any, table), cast(Any, bus), clock=cast(Any, clock), cell="c1")
     for at_s, members in (
         (0.0, ("a",)),

@@ -608,7 +608,7 @@ async def test_a_recovery_that_begins_anew_records_nothing_of_the_one_before() -
     world = World(listed(3, 7), told=known(3, 7))
     cell = await cell_of(world, ACTIVE)
     await cell.set_back()
-    listing = await cell.recovery._lister.list_machines()
+    listing = await cell.recovery._collector.collect()
     async with cell.store.transaction() as transaction:
         await transaction.begin_recovery(Stated((DatabaseMark(5),)))
     with pytest.raises(Unrecognised):

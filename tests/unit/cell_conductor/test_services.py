@@ -30,11 +30,11 @@ from bus.contracts.cell import (
 from bus.contracts.placement import InventoryReleased
 from bus.contracts.stages import StageTimes
 from cell_conductor.config import ConductorConfig
-from cell_conductor.hosts.heard_marks import Listening
 from cell_conductor.hosts.host_owners import HostOwners
 from cell_conductor.hosts.lease_controller import AFTER_DISCONNECT_S, LeaseController
 from cell_conductor.hosts.lease_table import LeaseTable
 from cell_conductor.hosts.service_state_publisher import MAX_PAGES, PER_PAGE, pages_of
+from cell_conductor.hosts.stated_marks import _Listening
 from cell_conductor.reports.listings import HostListings
 from cell_conductor.state import events as e
 from cell_conductor.state.instance import State
@@ -502,7 +502,7 @@ async def test_no_build_leaves_a_lost_service_before_its_cell_has_recovered() ->
     (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
     states = ServiceStates(cell="c1", term=1, number=1, down=silent)
     await controller.handle([Received(states, Meta(id="m"), "c1", "conductor.leases")])
-    marks._listening = Listening(store.servers, math.inf, may_act=True)
+    marks._listening = _Listening(store.servers, math.inf, may_act=True)
     table.place += 1  # an operator restores a backup
     with pytest.raises(Unrecognised):  # it has not heard yet which incarnations there were
         await controller._fail_over(engine)
@@ -516,7 +516,7 @@ async def test_no_build_leaves_a_lost_service_before_its_cell_has_recovered() ->
     async with store.transaction() as transaction:
         await transaction.expect_recovering()
         await transaction.end_recovery()
-    marks._listening = Listening(store.servers, math.inf, may_act=True)
+    marks._listening = _Listening(store.servers, math.inf, may_act=True)
     await controller._fail_over(engine)
     assert table.instances[UUID].state is State.CLAIMING
 
@@ -546,7 +546,7 @@ async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() 
         return await building_at(services)
 
     store.building_at = read  # type: ignore[method-assign]
-    marks._listening = Listening(store.servers, math.inf, may_act=True)
+    marks._listening = _Listening(store.servers, math.inf, may_act=True)
     session.connection_losses += 1  # the database has died
     for wait_s, state in ((0.0, State.BUILDING), (AFTER_DISCONNECT_S - 0.1, State.BUILDING), (0.2, State.CLAIMING)):
         now += wait_s

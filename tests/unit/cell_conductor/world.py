@@ -16,14 +16,14 @@ from bus.faults import Transient
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import Engine, context_of
 from cell_conductor.host_handlers import HostHandlers
-from cell_conductor.hosts.heard_marks import HeardMarks
 from cell_conductor.hosts.lease_controller import LeaseController
 from cell_conductor.hosts.lease_table import LeaseTable
 from cell_conductor.hosts.service_state_publisher import ServiceStatePublisher
+from cell_conductor.hosts.stated_marks import StatedMarks
 from cell_conductor.pending_lookups import PendingLookups
 from cell_conductor.recovery.cell_recovery import CellRecovery
 from cell_conductor.recovery.known_reader import KnownReader
-from cell_conductor.recovery.machine_listing import MachineLister
+from cell_conductor.recovery.machine_listing import MachineCollector
 from cell_conductor.recovery.record_reconciler import RecordReconciler
 from cell_conductor.reports.listings import HostListings
 from cell_conductor.request_handlers import RequestHandlers
@@ -148,10 +148,10 @@ def requests_of(engine: Any, clock: Clock, bus: Any = ALONE, **parts: Any) -> Re
     return RequestHandlers(engine, clock, bus, **{"fences": ALONE, "fence_controller": ALONE, "leases": ALONE, **parts})
 
 
-def leases_of(store: Any, bus: Any, clock: Clock, config: ConductorConfig) -> tuple[LeaseController, HeardMarks]:
+def leases_of(store: Any, bus: Any, clock: Clock, config: ConductorConfig) -> tuple[LeaseController, StatedMarks]:
     """The leases of a conductor, and what it hears of its database."""
     table = LeaseTable(config.missed_heartbeats)
-    marks, publisher = HeardMarks(table, store, clock), ServiceStatePublisher(table, bus, clock=clock, cell="c1")
+    marks, publisher = StatedMarks(table, store, clock), ServiceStatePublisher(table, bus, clock=clock, cell="c1")
     leases = LeaseController(
         store, bus, table, marks=marks, publisher=publisher, clock=clock, config=config, cell="c1", process="p"
     )
@@ -172,8 +172,9 @@ def recovery_of(
     """The recovery of a conductor. leases: what it hears of its database as well."""
     parts: dict[str, Any] = {"clock": clock, "config": config, "leases": leases}
     told, context = {**parts, "marks": leases, "fences": fences}, context_of(config, bus.name)
+    collector = MachineCollector(store, bus, **parts)
     reconciler = RecordReconciler(store, bus, relay, context=context, **told)
-    return CellRecovery(store, lister=MachineLister(store, bus, **parts), known=known, reconciler=reconciler, **told)
+    return CellRecovery(store, collector=collector, known=known, reconciler=reconciler, **told)
 
 
 def beat(service: str, epoch: int, sequence: int, **other: Any) -> Heartbeat:

@@ -28,7 +28,7 @@ MAX_RECOVERIES_BY_ONE = 10
 RIVAL_S = LEADERSHIP_S + 2 * RENEW_LEADERSHIP_S + SERVICE_STATES_INTERVAL_S
 
 
-class Listening(Struct):
+class _Listening(Struct):
     """What is asked and heard of one database server."""
 
     server: int
@@ -37,7 +37,7 @@ class Listening(Struct):
     may_act: bool = False  # whether enough was heard
 
 
-class HeardMarks:
+class StatedMarks:
     """What one conductor has heard. It acts once it has listened to the services that are up on record."""
 
     def __init__(self, table: LeaseTable, store: InstanceStore, clock: Clock) -> None:
@@ -49,12 +49,12 @@ class HeardMarks:
         self._above: dict[str, DatabaseMark] = {}
         self._recoveries_by = Counter[str]()  # the recoveries that followed from each one's statement alone
         self._conductor = 0  # the incarnation that conductors go by
-        self._listening: Listening | None = None
+        self._listening: _Listening | None = None
         self._newer_since = math.inf  # since when a later incarnation is stated
 
     def listen(self) -> None:
         """From now on."""
-        self._listening = Listening(self._store.servers, self._clock.monotonic())
+        self._listening = _Listening(self._store.servers, self._clock.monotonic())
 
     def hear_conductor(self, incarnation: int) -> None:
         """A conductor of the cell goes by this one."""
@@ -66,7 +66,7 @@ class HeardMarks:
         # may be an old one. A cell that never had a service has commanded nothing.
         now_s, table, listening = self._clock.monotonic(), self._table, self._listening
         if listening is not None and listening.server != self._store.servers:
-            listening = self._listening = Listening(self._store.servers, now_s)
+            listening = self._listening = _Listening(self._store.servers, now_s)
             table.hear_anew()
             self._store.read_anew()
         is_newer = self._delete_recorded(now_s)
@@ -93,7 +93,7 @@ class HeardMarks:
         self._newer_since = min(self._newer_since, now_s) if is_newer else math.inf
         return is_newer
 
-    def marks_wanted_by(self) -> Listening | None:
+    def marks_wanted_by(self) -> _Listening | None:
         """For whom the schedulers and placement are to be asked now, until they answer, for each server; None: not."""
         now_s, listening = self._clock.monotonic(), self._listening
         if listening is None or now_s < listening.ask_at:
@@ -101,7 +101,7 @@ class HeardMarks:
         listening.ask_at = now_s + ASK_AGAIN_S
         return listening
 
-    def hear_all(self, marks: Collection[DatabaseMark], listening: Listening) -> None:
+    def hear_all(self, marks: Collection[DatabaseMark], listening: _Listening) -> None:
         """What the schedulers and placement have heard, asked for this one; none: they have not answered."""
         if marks:
             listening.ask_at = math.inf
