@@ -20,12 +20,19 @@ from cell_conductor import metrics
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import Engine, context_of
 from cell_conductor.host_handlers import HostHandlers
+from cell_conductor.hosts.fence_cache import FenceCache
 from cell_conductor.hosts.fence_controller import FenceController
 from cell_conductor.hosts.lease_controller import LeaseController
+from cell_conductor.hosts.lease_table import LeaseTable
+from cell_conductor.hosts.service_state_publisher import ServiceStatePublisher
+from cell_conductor.hosts.stated_marks import StatedMarks
 from cell_conductor.machine_search import SourceLookup
+from cell_conductor.pending_lookups import PendingLookups
 from cell_conductor.periodic import ReportRequester, look_up_forever, purge_forever, sweep_forever
 from cell_conductor.recovery.cell_recovery import CellRecovery
 from cell_conductor.recovery.known_reader import KnownReader
+from cell_conductor.recovery.machine_listing import MachineCollector
+from cell_conductor.recovery.record_reconciler import RecordReconciler
 from cell_conductor.reports.listings import HostListings
 from cell_conductor.request_handlers import DEAD_LETTER_QUEUE, RequestHandlers
 from cell_conductor.state.unknown_machine import UnknownMachineKind
@@ -70,19 +77,9 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     lingering = Lingering(linger_s=config.progress_linger_s, lingers=is_progress, place=position_of, keeps=True)
     relay = Relay(store.outbox, {cell: bus}, clock=env.clock, lingering=lingering)
     listings = HostListings()
-    fences = FenceController(store, bus, clock=env.clock, config=config, cell=cell)
-    leases = LeaseController(
-        store,
-        bus,
-        clock=env.clock,
-        config=config,
-        cell=cell,
-        process=env.process,
-        on_fence=fences.on_recorded,
-    )
-    lookup = SourceLookup(store, bus, clock=env.clock, config=config, listings=listings)
-    known = KnownReader(bus)
-    recovery = _recovery(env.clock, config, cell, store, bus, relay, known, leases, fences)
+    fences, lookups, known = FenceCache(store, env.clock), PendingLookups(), KnownReader(bus)
+    leases, marks = _leases(env, config, cell, store, bus, fences)
+    recovery = _recovery(env.clock, config, cell, store, bus, relay, known, leases, marks, fences)
     engine = Engine(
         store=store,
         bus=bus,
@@ -91,20 +88,26 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         config=config,
         cell=cell,
         leases=leases,
+        marks=marks,
         fences=fences,
-        lookup=lookup,
+        lookups=lookups,
         blocked=recovery.note_blocked,
     )
-    requests = RequestHandlers(engine, env.clock, bus, fences=fences, leases=leases)
-    hosts = HostHandlers(engine, store, env.clock, config, bus, listings=listings, fences=fences, leases=leases)
+    lookup = SourceLookup(engine, store, bus, clock=env.clock, config=config, listings=listings, pending=lookups)
+    fencing = FenceController(store, fences, bus, clock=env.clock, config=config, cell=cell)
+    requests = RequestHandlers(engine, env.clock, bus, fences=fences, fence_controller=fencing, leases=leases)
+    hosts = HostHandlers(
+        engine, store, env.clock, config, bus,
+        listings=listings, lookups=lookups, fences=fences, leases=leases, marks=marks,
+    )  # fmt: skip
     service.add_resource(store.open, store.close)
     service.add_resource(bus.open, bus.close)
     service.add_declaration(partial(_declare, bus))
     service.add_task("outbox relay", relay.run)
     add_heartbeat(service, env, bus, "conductor")
-    _add_rounds(service, env.clock, config, store, bus, engine)
+    _add_rounds(service, env.clock, config, store, bus, engine, lookup)
     service.add_task("recovery", recovery.run)
-    service.add_task("fences", partial(fences.run, engine))
+    service.add_task("fences", partial(fencing.run, engine))
     service.add_task("leases", lambda: leases.run(engine))
     _add_consumers(service, bus, config, requests, hosts, leases)
     service.add_consumer(Consumer(bus, KNOWN, known.handle, max_batch=1, concurrency=1))
@@ -121,6 +124,26 @@ def _bus(env: Environment, cell: str, store: InstanceStore, shared: Database | N
     return bus
 
 
+def _leases(  # noqa: PLR0917  (one caller)
+    env: Environment, config: ConductorConfig, cell: str, store: InstanceStore, bus: Bus, fences: FenceCache
+) -> tuple[LeaseController, StatedMarks]:
+    table = LeaseTable(config.missed_heartbeats)
+    marks = StatedMarks(table, store, env.clock)
+    leases = LeaseController(
+        store,
+        bus,
+        table,
+        marks=marks,
+        publisher=ServiceStatePublisher(table, bus, clock=env.clock, cell=cell),
+        clock=env.clock,
+        config=config,
+        cell=cell,
+        process=env.process,
+        on_fence=fences.on_recorded,
+    )
+    return leases, marks
+
+
 def _recovery(  # noqa: PLR0917  (one caller)
     clock: Clock,
     config: ConductorConfig,
@@ -130,11 +153,30 @@ def _recovery(  # noqa: PLR0917  (one caller)
     relay: Relay,
     known: KnownReader,
     leases: LeaseController,
-    fences: FenceController,
+    marks: StatedMarks,
+    fences: FenceCache,
 ) -> CellRecovery:
-    context = context_of(config, cell)
+    reconciler = RecordReconciler(
+        store,
+        bus,
+        relay,
+        clock=clock,
+        config=config,
+        leases=leases,
+        marks=marks,
+        fences=fences,
+        context=context_of(config, cell),
+    )
     return CellRecovery(
-        store, bus, relay, clock=clock, config=config, known=known, leases=leases, fences=fences, context=context
+        store,
+        clock=clock,
+        config=config,
+        collector=MachineCollector(store, bus, clock=clock, config=config, leases=leases),
+        known=known,
+        reconciler=reconciler,
+        leases=leases,
+        marks=marks,
+        fences=fences,
     )
 
 
@@ -145,10 +187,16 @@ def _add_checks(service: WorkerRuntime, bus: Bus, store: InstanceStore, cell: st
 
 
 def _add_rounds(  # noqa: PLR0917  (one caller)
-    service: WorkerRuntime, clock: Clock, config: ConductorConfig, store: InstanceStore, bus: Bus, engine: Engine
+    service: WorkerRuntime,
+    clock: Clock,
+    config: ConductorConfig,
+    store: InstanceStore,
+    bus: Bus,
+    engine: Engine,
+    lookup: SourceLookup,
 ) -> None:
     service.add_task("deadlines", lambda: sweep_forever(engine, clock, config))
-    service.add_task("searches", lambda: look_up_forever(engine, clock))
+    service.add_task("searches", lambda: look_up_forever(lookup, clock))
     service.add_task("retention", lambda: purge_forever(store, clock, config))
     service.add_task("reports", ReportRequester(bus, clock, config).run)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import structlog
@@ -15,15 +15,13 @@ from msgspec.structs import replace
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.base import DatabaseMark
-from bus.contracts.cell import MAX_LOOKUP
-from bus.faults import Forbidden, Transient
+from bus.faults import Transient
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
 from bus.tracing.context import traceparent_of
-from bus.transport import BusError
 from cell_conductor import metrics
 from cell_conductor.config import ConductorConfig
-from cell_conductor.machine_search import SourceLookup
+from cell_conductor.pending_lookups import PendingLookups
 from cell_conductor.placement_client import (
     PendingRequest,
     PlacementRequests,
@@ -43,7 +41,6 @@ from cell_conductor.state.events import (
     BuildRequested,
     DeleteRequested,
     InstanceEvent,
-    MachineDecided,
     SourceQuery,
     TimedOut,
 )
@@ -63,8 +60,6 @@ log = structlog.get_logger(__name__)
 MAX_ROUNDS = 4
 # How often a batch is decided anew when another conductor recorded one of its new instances first.
 MAX_STALE = 5
-# The most instances that wait for a search; one beyond them comes again with its deadline.
-MAX_LOOKUPS = MAX_LOOKUP
 
 
 class Listening(Transient):
@@ -87,8 +82,12 @@ class LeasePort(Protocol):
     def down(self) -> Mapping[str, Lease]:
         """Those that take no builds now."""
 
+
+class MarksPort(Protocol):
+    """What others state of the cell's database, as this conductor has heard it (`StatedMarks`)."""
+
     def stated(self) -> Stated:
-        """What others state of the cell's database."""
+        """All of it, now."""
 
     def hear(self, mark: DatabaseMark, *, by: str = "") -> None:
         """It is stated by a service; "": from above."""
@@ -98,7 +97,7 @@ class LeasePort(Protocol):
 
 
 class FencePort(Protocol):
-    """The fences as this conductor has them (`FenceController`)."""
+    """The fences as this conductor has them (`FenceCache`)."""
 
     @property
     def fences(self) -> Mapping[str, Fence]:
@@ -150,8 +149,9 @@ class Engine:
         config: ConductorConfig,
         cell: str,
         leases: LeasePort,
+        marks: MarksPort,
         fences: FencePort,
-        lookup: SourceLookup,
+        lookups: PendingLookups,
         blocked: Callable[[Collection[str]], None] = lambda _instances: None,
     ) -> None:
         """`blocked(instances)`: what is true of these is to be found out."""
@@ -162,25 +162,23 @@ class Engine:
         self._clock = clock
         self._config = config
         self._leases = leases
+        self._marks = marks
         self._fences = fences
         self._placement = PlacementRequests(
             bus,
             clock,
             config.claim_timeout_s,
             lambda: store.incarnation,
-            lambda incarnation: leases.hear(DatabaseMark(incarnation)),
+            lambda incarnation: marks.hear(DatabaseMark(incarnation)),
         )
-        self._lookup = lookup
-        self._lookups: dict[str, None] = {}  # instances whose sources are to be looked for
-        self._decided: set[str] = set()  # instances with a machine in quarantine to adopt
-        self._lookup_due = asyncio.Event()
+        self._lookups = lookups
         self._unflushed = 0  # commits that did not wait for the disk
         self._context = context_of(config, cell)
 
     @property
     def acts(self) -> bool:
         """Whether it takes requests now: the cell does not recover, and what its services know is heard."""
-        return not self._store.is_recovering and self._leases.stated().may_act
+        return not self._store.is_recovering and self._marks.stated().may_act
 
     async def take(self, incoming: Sequence[InstanceEvent], *, source: str) -> asyncio.Future[None] | None:
         """Apply events, in order for each instance, and send the requests to placement that follow. Returns an
@@ -188,8 +186,12 @@ class Engine:
         """
         losses, flushes = self._store.connection_losses, self._unflushed
         with metrics.BATCH_SECONDS.labels(source).time():
-            await self._request_placement(await self._apply(incoming))
+            await self.advance(incoming)
         return None if flushes == self._unflushed else self._store.flushed(losses)
+
+    async def advance(self, incoming: Sequence[InstanceEvent]) -> None:
+        """As `take`, without waiting for the disk: for events that no message brings."""
+        await self._request_placement(await self._apply(incoming))
 
     async def effective(self, incoming: Sequence[InstanceEvent]) -> list[tuple[InstanceEvent, Instance]]:
         """The events among these that the table would act on now, each with its record. The others are late or
@@ -213,14 +215,14 @@ class Engine:
 
     async def sweep(self) -> int:
         """Apply passed deadlines, one bounded batch of them. Returns how many."""
-        now, stated = self._clock.time(), self._leases.stated()
+        now, stated = self._clock.time(), self._marks.stated()
         is_newer = stated.conductor > self._store.incarnation
         if not (self._store.is_recovering or stated.marks or is_newer) and not await self._store.has_due(now):
             return 0
         await self._fences.ensure_loaded()
         async with self._store.transaction() as transaction:
             # Before any deadline counts: in a database that was restored it proves nothing.
-            stated = self._leases.stated()  # now that there is a connection
+            stated = self._marks.stated()  # now that there is a connection
             change = await transaction.recognise(stated)
             if change is None and not stated.may_act:
                 return 0
@@ -249,7 +251,7 @@ class Engine:
         if not change.recovers:
             log.warning("cell.database_taken_over", **about)
             return
-        self._leases.record_recovery()
+        self._marks.record_recovery()
         log.error(
             "cell.database_restored",
             **about,
@@ -272,7 +274,7 @@ class Engine:
             opened = self._store.transaction() if number else self._store.optimistic(new)
             try:
                 async with opened as transaction:
-                    stated = self._leases.stated()  # now that there is a connection
+                    stated = self._marks.stated()  # now that there is a connection
                     change = await transaction.recognise(stated)
                     if change is None and not stated.may_act:
                         raise Listening
@@ -392,69 +394,12 @@ class Engine:
             self._fences.reload_soon()
         observe_steps(recorded.steps, recorded.ended, recorded.outgoing)
 
-    async def look_up_sources(self) -> None:
-        """Wait for moves that are to be rolled back, and look for their sources; have what operators have decided on
-        looked at.
-        """
-        # All at once, so that one silent service delays none of them longer than another. It has a task of its own:
-        # nothing else waits for a service that does not answer.
-        await self._lookup_due.wait()
-        self._lookup_due.clear()
-        unseen, self._lookups = self._lookups, {}
-        decided, self._decided = sorted(self._decided), set()
-        await self._by_halves(self._look_up_sources, sorted(unseen))
-        await self._by_halves(self._take_decided, decided)
-
-    async def _by_halves(self, take: Callable[[Sequence[str]], Awaitable[None]], waiting: Sequence[str]) -> None:
-        """Take all of these instances at once, and by halves where a defect prevents that: one stops no other. It is
-        logged, and comes again with its deadline, or with a report of its host.
-        """
-        if not waiting:
-            return
-        try:
-            await take(waiting)
-        except (Transient, BusError, Forbidden):
-            raise
-        except Exception as error:  # any: it must not end the task
-            if (middle := len(waiting) // 2) > 0:
-                await self._by_halves(take, waiting[:middle])
-                await self._by_halves(take, waiting[middle:])
-                return
-            metrics.STEPS_FAILED.labels("", "search").inc()
-            code = getattr(error, "code", type(error).__name__)
-            log.exception("instance.lookup_failed", instance=waiting[0], code=code, cause=waiting[0])
-
-    async def _look_up_sources(self, instances: Sequence[str]) -> None:
-        known = await self.recorded(instances)
-        asked = {
-            uuid: one
-            for uuid, instance in known.items()
-            if isinstance(one := awaited_request_of(instance), SourceQuery)
-        }
-        seen = await self._lookup.look_up_sources(asked) if asked else {}
-        if seen:
-            await self._request_placement(await self._apply([InstanceEvent(uuid, one) for uuid, one in seen.items()]))
-
-    async def _take_decided(self, instances: Sequence[str]) -> None:
-        now = self._clock.time()
-        await self._request_placement(
-            await self._apply([InstanceEvent(one, MachineDecided(at=now)) for one in instances])
-        )
-
     async def recorded(self, instances: Collection[str]) -> Mapping[str, Instance]:
         """The records of these instances, once a change of them that is being committed is on record."""
         if not instances:
             return {}
         async with self._store.transaction() as transaction:
             return await transaction.lock(sorted(instances))
-
-    def adopt_machine(self, instance: str) -> None:
-        """A machine in quarantine is this instance's by an operator's decision. It comes again with each report of its
-        host.
-        """
-        if len(self._decided) < MAX_LOOKUPS:
-            self._decided.add(instance)
-            self._lookup_due.set()
 
     async def _request_placement(self, requests: Sequence[PendingRequest]) -> None:
         """Send requests to placement until no instance of this batch waits for an answer. The sweep repeats unanswered
@@ -472,9 +417,8 @@ class Engine:
     def _of_placement(self, requests: Sequence[PendingRequest]) -> list[PendingRequest]:
         """The requests to placement; the queries of compute services wait for the next search."""
         for one in requests:
-            if isinstance(one.message, SourceQuery) and len(self._lookups) < MAX_LOOKUPS:
-                self._lookups[one.instance.uuid] = None
-                self._lookup_due.set()
+            if isinstance(one.message, SourceQuery):
+                self._lookups.add_source(one.instance.uuid)
         return [one for one in requests if not isinstance(one.message, SourceQuery)]
 
 

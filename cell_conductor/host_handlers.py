@@ -13,9 +13,12 @@ from bus.contracts.cell import MAX_RESCANS, HostStates, RescanHosts
 from cell_conductor import metrics
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import Engine, Listening
-from cell_conductor.hosts.fence_controller import FenceController
+from cell_conductor.hosts.fence_cache import FenceCache
 from cell_conductor.hosts.host_owners import HostOwners
 from cell_conductor.hosts.lease_controller import LeaseController
+from cell_conductor.hosts.stale_machines import StaleMachines
+from cell_conductor.hosts.stated_marks import StatedMarks
+from cell_conductor.pending_lookups import PendingLookups
 from cell_conductor.reports.listings import HostListings, NewestReports
 from cell_conductor.reports.report_diff import Differences, Rescans, differences
 from cell_conductor.reports.report_guard import ReportGuard
@@ -39,8 +42,10 @@ class HostHandlers:
         bus: Bus,
         *,
         listings: HostListings,
-        fences: FenceController,
+        lookups: PendingLookups,
+        fences: FenceCache,
         leases: LeaseController,
+        marks: StatedMarks,
     ) -> None:
         """listings: what it receives. leases: which services are up, and which are gone for good."""
         self._engine = engine
@@ -50,11 +55,12 @@ class HostHandlers:
         self._newest = NewestReports()
         self._listings = listings
         self._host_conflicts: dict[str, frozenset[str]] = {}
-        self._up, self._stated = leases.up, leases.stated
+        self._up, self._stated = leases.up, marks.stated
         self._record_superseded = leases.record_superseded
         self._fences = fences
+        self._stale = StaleMachines(store, fences, clock, config)
         self._guard = ReportGuard(
-            store, bus, clock, config, effective=engine.effective, adopt=engine.adopt_machine, may_have=self._may_have
+            store, bus, clock, config, effective=engine.effective, adopt=lookups.add_adoption, may_have=self._may_have
         )
         self._bus = bus
         self._owners = HostOwners(bus, listings, leases)
@@ -88,7 +94,7 @@ class HostHandlers:
             summaries = await self._store.summaries([host.uuid for host in listed], running)
             await self._fences.ensure_loaded()
             fenced = self._fences.fences
-            rescans = await self._fences.compare(
+            rescans = await self._stale.compare(
                 report, summaries, self._store.database_id, self._owners.has_changed_owner
             )
             protected = {(host, one.uuid) for one in summaries for host in one.protected_hosts}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 import structlog
@@ -11,11 +11,16 @@ import structlog
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.cell import MAX_LOOKUP_AT_ONCE, LookUpMachines, MachineLookupResult
-from bus.faults import Fault
+from bus.faults import Fault, Forbidden, Transient
+from bus.transport import BusError
+from cell_conductor import metrics
 from cell_conductor.config import ConductorConfig
+from cell_conductor.engine import Engine
+from cell_conductor.pending_lookups import PendingLookups
+from cell_conductor.placement_question import awaited_request_of
 from cell_conductor.reports.listings import HostListings
 from cell_conductor.rules.rollback_rules import answer_about
-from cell_conductor.state.events import SourceAnswered, SourceQuery
+from cell_conductor.state.events import InstanceEvent, MachineDecided, SourceAnswered, SourceQuery
 from cell_conductor.store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
@@ -25,15 +30,69 @@ class SourceLookup:
     """One conductor's search for the sources of moves. listings: what the services have reported."""
 
     def __init__(
-        self, store: InstanceStore, bus: Bus, *, clock: Clock, config: ConductorConfig, listings: HostListings
+        self,
+        engine: Engine,
+        store: InstanceStore,
+        bus: Bus,
+        *,
+        clock: Clock,
+        config: ConductorConfig,
+        listings: HostListings,
+        pending: PendingLookups,
     ) -> None:
+        self._engine = engine
         self._store = store
         self._bus = bus
         self._clock = clock
         self._config = config
         self._listings = listings
+        self._pending = pending
 
-    async def look_up_sources(self, sources: Mapping[str, SourceQuery]) -> dict[str, SourceAnswered]:
+    async def look_up(self) -> None:
+        """Wait for moves that are to be rolled back, and look for their sources; have what operators have decided on
+        looked at.
+        """
+        # All at once, so that one silent service delays none of them longer than another. It has a task of its own:
+        # nothing else waits for a service that does not answer.
+        sources, adoptions = await self._pending.take()
+        await self._by_halves(self._look_up_sources, sources)
+        await self._by_halves(self._take_decided, adoptions)
+
+    async def _by_halves(self, take: Callable[[Sequence[str]], Awaitable[None]], waiting: Sequence[str]) -> None:
+        """Take all of these instances at once, and by halves where a defect prevents that: one stops no other. It is
+        logged, and comes again with its deadline, or with a report of its host.
+        """
+        if not waiting:
+            return
+        try:
+            await take(waiting)
+        except (Transient, BusError, Forbidden):
+            raise
+        except Exception as error:  # any: it must not end the task
+            if (middle := len(waiting) // 2) > 0:
+                await self._by_halves(take, waiting[:middle])
+                await self._by_halves(take, waiting[middle:])
+                return
+            metrics.STEPS_FAILED.labels("", "search").inc()
+            code = getattr(error, "code", type(error).__name__)
+            log.exception("instance.lookup_failed", instance=waiting[0], code=code, cause=waiting[0])
+
+    async def _look_up_sources(self, instances: Sequence[str]) -> None:
+        known = await self._engine.recorded(instances)
+        asked = {
+            uuid: one
+            for uuid, instance in known.items()
+            if isinstance(one := awaited_request_of(instance), SourceQuery)
+        }
+        seen = await self._query(asked) if asked else {}
+        if seen:
+            await self._engine.advance([InstanceEvent(uuid, one) for uuid, one in seen.items()])
+
+    async def _take_decided(self, instances: Sequence[str]) -> None:
+        now = self._clock.time()
+        await self._engine.advance([InstanceEvent(one, MachineDecided(at=now)) for one in instances])
+
+    async def _query(self, sources: Mapping[str, SourceQuery]) -> dict[str, SourceAnswered]:
         """Query the services that have the hosts of these machines, by the record or by their reports, whether the
         hosts list them now; by instance. None of it counts if the cell has recovered since.
         """

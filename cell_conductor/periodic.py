@@ -15,6 +15,7 @@ from bus.retrying import REPORT_REQUEST, Retrying
 from bus.transport import BusError
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import Engine
+from cell_conductor.machine_search import SourceLookup
 from cell_conductor.state.desired_state import PURGED, PURGED_FAILED
 from cell_conductor.store.port import InstanceStore
 
@@ -39,12 +40,12 @@ async def sweep_forever(engine: Engine, clock: Clock, config: ConductorConfig) -
             await clock.sleep(config.sweep_interval_s)
 
 
-async def look_up_forever(engine: Engine, clock: Clock) -> None:
+async def look_up_forever(lookup: SourceLookup, clock: Clock) -> None:
     """Look for the sources of moves that are to be rolled back, one search at a time."""
     # An instance that is not searched now comes again with its deadline.
     while True:
         try:
-            await engine.look_up_sources()
+            await lookup.look_up()
         except (Transient, BusError) as fault:
             log.warning("search.waiting", code=fault.code, reason=str(fault))
             await clock.sleep(UNAVAILABLE_PAUSE_S)

@@ -15,6 +15,7 @@ from bus.contracts.base import Message, Refusal
 from bus.contracts.cell import CellBuild, CellBuildQuery, CellDelete, CellServiceDelete, ComputeOutcome, ComputeResult
 from bus.contracts.operations import CellFence
 from cell_conductor.engine import Engine
+from cell_conductor.hosts.fence_cache import FenceCache
 from cell_conductor.hosts.fence_controller import FenceController
 from cell_conductor.hosts.lease_controller import LeaseController
 from cell_conductor.state.events import (
@@ -48,7 +49,8 @@ class RequestHandlers:
         clock: Clock,
         bus: Bus,
         *,
-        fences: FenceController,
+        fences: FenceCache,
+        fence_controller: FenceController,
         leases: LeaseController,
     ) -> None:
         """`bus`: the cell's, on which checks for other cells are passed on."""
@@ -57,6 +59,7 @@ class RequestHandlers:
         self._engine = engine
         self._clock = clock
         self._fences = fences
+        self._fence_controller = fence_controller
 
     async def requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """CellBuild, CellAction, CellDelete, and queries of them; CellFence, which is handled first, because the others
@@ -64,7 +67,7 @@ class RequestHandlers:
         """
         decisions = [one.message for one in batch if isinstance(one.message, CellFence)]
         if decisions:
-            await self._fences.take(decisions, self._engine)
+            await self._fence_controller.take(decisions, self._engine)
         elif any(_is_evacuation(one.message) for one in batch):
             await self._fences.load()  # another conductor may have taken the fence a moment ago
         rest = [one for one in batch if not isinstance(one.message, CellFence | CellServiceDelete)]

@@ -14,15 +14,17 @@ from msgspec import Struct
 from cell_conductor.rules import (
     action_start_rules,
     blocked_rules,
+    build_end_rules,
     build_repeat_rules,
+    build_rules,
     cell_transfer_rules,
     delete_rules,
     fence_rules,
+    machine_rules,
     move_rules,
     resize_rules,
     rollback_rules,
 )
-from cell_conductor.rules import build_rules as rules
 from cell_conductor.state.events import (
     ActionQueried,
     ActionRequested,
@@ -87,10 +89,15 @@ def rules_of(cell: Cell) -> tuple[Rule, ...]:
     return () if cell is None else (cell,)
 
 
-IGNORE = Rule(rules.ignore)
-DESTROY_SUPERSEDED = Rule(rules.destroy_superseded)
-CONFIRM_RUNNING = Rule(rules.confirm_running)
-RESEND_REQUEST = Rule(rules.repeat_request)
+def ignore(instance: Instance, event: object, context: StepContext) -> Step:
+    """Nothing changes: the event is late, repeated, or already handled."""
+    return Step(instance)
+
+
+IGNORE = Rule(ignore)
+DESTROY_SUPERSEDED = Rule(machine_rules.destroy_superseded)
+CONFIRM_RUNNING = Rule(machine_rules.confirm_running)
+RESEND_REQUEST = Rule(build_rules.repeat_request)
 RESEND_COMMANDS = Rule(rollback_rules.resend_commands)
 ROLLED_BACK = (State.PREPARING, State.DESTROYING, State.REVERTING, State.RELEASING)
 NEXT = (State.CLAIMING, *ROLLED_BACK)
@@ -108,7 +115,7 @@ USUAL: Mapping[type[Event], Cell] = {
     BuildRequested: Rule(build_repeat_rules.answer_build),
     DeleteRequested: Rule(delete_rules.delete, (State.PREPARING, State.DESTROYING, State.RELEASING)),
     Spawned: DESTROY_SUPERSEDED,
-    SpawnFailed: Rule(rules.destroy_failed_attempt),
+    SpawnFailed: Rule(machine_rules.destroy_failed_attempt),
     TimedOut: None,
     Claimed: IGNORE,
     ClaimRefused: IGNORE,
@@ -135,7 +142,7 @@ USUAL: Mapping[type[Event], Cell] = {
 TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     State.ABSENT: {
         **USUAL,
-        BuildRequested: Rule(rules.start_build, (State.BUILDING, *FAILS_OVER, State.FAILED)),
+        BuildRequested: Rule(build_rules.start_build, (State.BUILDING, *FAILS_OVER, State.FAILED)),
         DeleteRequested: Rule(delete_rules.delete_unknown, DELETED_UNKNOWN),
         Spawned: IGNORE,  # no record is no proof: the database may be new, another's, or older than the machine
         SpawnFailed: IGNORE,
@@ -148,13 +155,13 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     },
     State.BUILDING: {
         **USUAL,
-        Spawned: Rule(rules.on_active, (State.ACTIVE,)),
-        SpawnFailed: Rule(rules.fail_over, FAILS_OVER),
-        TimedOut: Rule(rules.time_out, FAILS_OVER),
-        Destroyed: Rule(rules.fail_over_destroyed, FAILS_OVER),
-        MachineRunning: Rule(rules.on_active, (State.ACTIVE,)),
+        Spawned: Rule(build_rules.on_active, (State.ACTIVE,)),
+        SpawnFailed: Rule(build_rules.fail_over, FAILS_OVER),
+        TimedOut: Rule(build_rules.time_out, FAILS_OVER),
+        Destroyed: Rule(build_rules.fail_over_destroyed, FAILS_OVER),
+        MachineRunning: Rule(build_rules.on_active, (State.ACTIVE,)),
         MachineMissing: IGNORE,  # it may not have started yet: the deadline decides
-        ServiceLost: Rule(rules.fail_over_lost_service, (State.CLAIMING,)),
+        ServiceLost: Rule(build_rules.fail_over_lost_service, (State.CLAIMING,)),
         HostFenced: Rule(fence_rules.fail_over_fenced, FAILS_OVER),
     },
     State.CLAIMING: {
@@ -163,15 +170,15 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         TimedOut: RESEND_REQUEST,
         Claimed: ByNextState(
             {
-                State.BUILDING: Rule(rules.build_on_alternate, (State.BUILDING, State.RELEASING)),
-                State.DELETED: Rule(rules.release_alternate, (State.RELEASING,)),
+                State.BUILDING: Rule(build_rules.build_on_alternate, (State.BUILDING, State.RELEASING)),
+                State.DELETED: Rule(build_rules.release_alternate, (State.RELEASING,)),
                 State.PREPARING: Rule(move_rules.take_destination, (State.PREPARING, State.RESIZING, *ROLLED_BACK)),
             }
         ),
         ClaimRefused: ByNextState(
             {
-                State.BUILDING: Rule(rules.no_alternate_left, (State.RELEASING, State.FAILED)),
-                State.DELETED: Rule(rules.end_unclaimed, (State.RELEASING, State.DELETED)),
+                State.BUILDING: Rule(build_end_rules.no_alternate_left, (State.RELEASING, State.FAILED)),
+                State.DELETED: Rule(build_end_rules.end_unclaimed, (State.RELEASING, State.DELETED)),
                 State.PREPARING: Rule(move_rules.no_destination_left, ROLLED_BACK),
             }
         ),
@@ -185,8 +192,8 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         TimedOut: RESEND_REQUEST,
         Released: ByNextState(
             {
-                State.FAILED: Rule(rules.end_failed, (State.FAILED,)),
-                State.DELETED: Rule(rules.end_deleted, (State.DELETED,)),
+                State.FAILED: Rule(build_end_rules.end_failed, (State.FAILED,)),
+                State.DELETED: Rule(build_end_rules.end_deleted, (State.DELETED,)),
                 State.OFFLOADED: Rule(move_rules.end_offloaded, (State.OFFLOADED, State.TRANSFERRED)),
                 State.ACTIVE: Rule(move_rules.end_source_released, (State.ACTIVE,)),
             }
@@ -218,11 +225,11 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         **USUAL,
         Spawned: CONFIRM_RUNNING,
         Destroyed: Rule(
-            rules.mark_lost, (State.RELEASING,)
+            build_end_rules.mark_lost, (State.RELEASING,)
         ),  # its build was ended just before the late report that it runs
         Released: IGNORE,  # of a migration, once more
         MachineRunning: CONFIRM_RUNNING,
-        MachineMissing: Rule(rules.mark_lost, (State.RELEASING,)),
+        MachineMissing: Rule(build_end_rules.mark_lost, (State.RELEASING,)),
         ServiceLost: IGNORE,  # its machines may run: only an operator, or a fence, can establish that they do not
         ActionRequested: Rule(
             action_start_rules.start_action, (State.CLAIMING, State.REVERTING, State.CHANGING, State.DESTROYING)
@@ -234,7 +241,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     State.FAILED: {
         **USUAL,
         BuildRequested: Rule(build_repeat_rules.restart_build, FAILS_OVER),
-        DeleteRequested: Rule(rules.end_deleted, (State.DELETED,)),
+        DeleteRequested: Rule(build_end_rules.end_deleted, (State.DELETED,)),
         MachineDecided: DECIDE,
     },
     State.DELETED: {

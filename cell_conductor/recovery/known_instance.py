@@ -12,8 +12,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import Selection
 from bus.contracts.operations import CellFence
 from bus.contracts.recovery import CellKnown, CellRecovering, KnownPlace, KnownRecord
-from cell_conductor.rules.reconcile import NO_SERVICE
-from cell_conductor.rules.recovery_facts import KnownInstance
+from cell_conductor.rules.recovery_facts import NO_SERVICE, KnownInstance
 from cell_conductor.state.instance import Power
 
 _POWERS = {

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildState
 from cell_conductor.rules import cell_transfer_rules
 from cell_conductor.rules.action_events import refuse_request, repeat_end
-from cell_conductor.rules.reconcile import DESTROYING_DELETED
+from cell_conductor.rules.instance_facts import DESTROYING_DELETED
 from cell_conductor.state.commands import next_resend_at
 from cell_conductor.state.desired_state import DELETE_REQUESTED, desired_state_of, phase_to_text
 from cell_conductor.state.events import (

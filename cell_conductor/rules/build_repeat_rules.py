@@ -8,7 +8,7 @@ from bus.contracts.actions import Condition
 from bus.contracts.build import BuildState
 from bus.contracts.cell import Selection
 from cell_conductor.rules import build_rules
-from cell_conductor.rules.build_rules import DESTROY_CODES
+from cell_conductor.rules.machine_rules import DESTROY_CODES
 from cell_conductor.state.desired_state import Work, desired_state_of
 from cell_conductor.state.events import BuildRequested, ClaimRefused, DeleteRequested
 from cell_conductor.state.instance import Instance

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from bus.contracts.actions import ActionState, Condition
 from bus.contracts.build import BuildState
 from bus.contracts.cell import InstanceSpec
-from cell_conductor.rules import blocked_rules, build_rules
+from cell_conductor.rules import blocked_rules, build_rules, machine_rules
 from cell_conductor.rules.action_events import DELETED, ActionEnd, after, answer, answer_other
 from cell_conductor.rules.build_repeat_rules import report_deleting
 from cell_conductor.rules.cell_transfer_rules import refer_to_next_cell
@@ -25,7 +25,7 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
     # What this cell has published has been here and is not any more: its claim is released, and the delete is answered;
     # but first what a host has of it that no record explains is destroyed.
     if not event.may_have_started:
-        return build_rules.tombstone(instance, event, context) if instance.state is State.ABSENT else Step(instance)
+        return tombstone(instance, event, context) if instance.state is State.ABSENT else Step(instance)
     gone = replace(
         instance,
         spec=InstanceSpec(instance_uuid=instance.uuid, project_id=event.project_id),
@@ -36,6 +36,12 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
         return blocked_rules.delete(blocked_rules.block(gone, event.at), event, context)
     queried = step.enter_releasing(gone, State.DELETED, event.at, context)
     return step.emit_event(queried, BuildState.DELETING, event.at, context)
+
+
+def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
+    """The delete came first: it is recorded, so that the build never starts."""
+    highest = max(instance.highest_attempt, event.attempt)
+    return Step(replace(instance, state=State.TOMBSTONE, highest_attempt=highest, since=event.at, cause=event.cause))
 
 
 def refuse_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
@@ -55,9 +61,9 @@ def is_other_project(instance: Instance, event: DeleteRequested) -> bool:
 def report_destroy_failure(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """The host cannot destroy it now: publish why, once for each reason. The delete goes on."""
     if desired_state_of(instance).condition is not Condition.DELETED or not event.code.startswith(
-        build_rules.DESTROY_CODES
+        machine_rules.DESTROY_CODES
     ):
-        return build_rules.destroy_failed_attempt(instance, event, context)
+        return machine_rules.destroy_failed_attempt(instance, event, context)
     detail = (event.code, step.truncate(event.reason))
     is_current = step.is_current(instance, event.attempt, event.host_uuid)
     if not is_current or detail == (instance.code, instance.reason):
@@ -74,10 +80,11 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
         return report_deleting(instance, event, context)
     if instance.action is not None and desired.condition is not Condition.FAILED:
         return delete_moving(instance, event, context)
-    if desired.current in DESIRED:
-        return build_rules.destroy(instance, event, context)
-    # A claim or a release is under way: of the first what it has claimed is released, and nothing is built.
-    leaving = replace(instance, next_state=State.DELETED, cause=event.cause or instance.cause)
+    if desired.current in DESIRED:  # the allocation is held until the host confirms that it has destroyed the machine
+        leaving = step.enter_destroying(instance, State.DELETED, event.at, context)
+    else:  # of a claim that is under way what it has claimed is released, and nothing is built
+        leaving = replace(instance, next_state=State.DELETED)
+    leaving = replace(leaving, cause=event.cause or instance.cause)
     return step.emit_event(leaving, BuildState.DELETING, event.at, context)
 
 

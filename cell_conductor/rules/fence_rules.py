@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from bus.contracts.actions import ActionState, Condition
 from bus.contracts.cell import Selection
 from bus.contracts.operations import EvacuationPolicy
-from cell_conductor.rules import build_rules, delete_rules, rollback_rules
+from cell_conductor.rules import build_end_rules, build_rules, delete_rules, rollback_rules
 from cell_conductor.rules.action_events import ActionEnd, close
 from cell_conductor.rules.move_steps import (
     add_history,
@@ -44,7 +44,7 @@ def fail_by_policy(instance: Instance, event: HostFenced, context: StepContext) 
     is_here = event.host_uuid == instance.host_uuid and context.is_off(event.host_uuid)
     if not is_here or instance.spec.on_host_failure is not EvacuationPolicy.FAIL:
         return Step(instance)
-    return build_rules.fail_lost(instance, event.at, context, code=FENCED, reason=_reason(instance.current.host))
+    return build_end_rules.fail_lost(instance, event.at, context, code=FENCED, reason=_reason(instance.current.host))
 
 
 def end_destroyed(instance: Instance, event: HostFenced, context: StepContext) -> Step:

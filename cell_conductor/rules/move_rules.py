@@ -11,7 +11,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.actions import UNSUPPORTED, ActionKind, ActionState, ChangeKind
-from cell_conductor.rules import build_rules, cell_transfer_rules
+from cell_conductor.rules import cell_transfer_rules, machine_rules
 from cell_conductor.rules.action_events import (
     DONE,
     ActionEnd,
@@ -187,7 +187,7 @@ def abandon_hand_over(instance: Instance, event: TimedOut, context: StepContext)
 def on_destination_active(instance: Instance, event: Spawned | MachineRunning, context: StepContext) -> Step:
     """The destination has the machine. Only now may the source be abandoned: at once, or when the move is confirmed."""
     if not step.is_current_attempt(instance, event):
-        return build_rules.destroy_superseded(instance, event, context)
+        return machine_rules.destroy_superseded(instance, event, context)
     here = step.with_current_service(instance, event)
     if isinstance(event, MachineRunning) and not event.built:
         return Step(here)
@@ -197,7 +197,7 @@ def on_destination_active(instance: Instance, event: Spawned | MachineRunning, c
 def fail_destination(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """The destination could not: its remains are destroyed, and the next one is tried, or the move is rolled back."""
     if not step.is_current(instance, event.attempt, event.host_uuid):
-        return build_rules.destroy_failed_attempt(instance, event, context)
+        return machine_rules.destroy_failed_attempt(instance, event, context)
     failed = add_history(instance, "failed", event.at, event.code, event.reason)
     if event.final:
         return roll_back(failed, event.at, context, event.code, event.reason)

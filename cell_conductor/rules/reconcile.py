@@ -5,18 +5,18 @@ of it, and from the schedulers' record. Pure, and idempotent: with its own resul
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property
 
 from msgspec.structs import replace
 
 from bus.contracts.actions import CHOOSES_HOSTS, ActionKind, ActionState, Condition
 from bus.contracts.base import MAX_ATTEMPT
-from bus.contracts.cell import Selection
 from bus.contracts.listing import ListedMachine
 from cell_conductor.rules.action_events import ACTION_LOST
-from cell_conductor.rules.build_rules import LOST
+from cell_conductor.rules.build_end_rules import LOST
 from cell_conductor.rules.cell_transfer_rules import transferred_to
+from cell_conductor.rules.instance_facts import DESTROYING_DELETED, InstanceFacts, place_of
 from cell_conductor.rules.recovery_facts import (
+    NO_SERVICE,
     KnownInstance,
     OperatorDecision,
     Reconciled,
@@ -29,7 +29,6 @@ from cell_conductor.state.desired_state import (
     DELETE_REQUESTED,
     IN_OTHER_CELL,
     MAY_HAVE_MACHINE,
-    DesiredState,
     MachineTarget,
     PlacementCall,
     Work,
@@ -39,8 +38,6 @@ from cell_conductor.state.desired_state import (
 from cell_conductor.state.instance import MAX_ENDED, BlockedReason, EndedAction, Instance, Phase, Power, State
 
 BUILD_LOST = "build.lost"
-# Of a host whose compute service no scheduler has heard of, in a record. The host's listing names its own.
-NO_SERVICE = "unknown"
 ATTEMPTS_PER_INCARNATION = 1000
 
 (RELEASING_FAILED,) = phases_matching(
@@ -49,109 +46,6 @@ ATTEMPTS_PER_INCARNATION = 1000
 (RELEASING_DELETED,) = phases_matching(
     lambda row: row.placement_call is PlacementCall.RELEASE and row.condition is Condition.DELETED
 )
-(DESTROYING_DELETED,) = phases_matching(
-    lambda row: row.current is MachineTarget.DESTROYED and row.condition is Condition.DELETED
-)
-
-
-class InstanceFacts:
-    """All that is known of an instance. record: on record. known: the schedulers' record, if that counts. base: the
-    newer of both. own: the machines with the cell's tag about which no operator has decided, newest last. failed: what
-    failed builds may have left, which is no machine of it.
-    """
-
-    def __init__(
-        self,
-        record: Instance | None,
-        machines: Sequence[ListedMachine],
-        known: KnownInstance | None,
-        absent: Collection[str],
-        decision: OperatorDecision | None,
-        *,
-        protected: Collection[str],
-        off: Collection[str],
-    ) -> None:
-        self.known = None if known is None or known.is_old else known
-        destroyed = decision.host_uuid if decision is not None and decision.verb is Verb.DESTROY else None
-        own = sorted((one for one in machines if not one.foreign), key=lambda one: (one.attempt, one.host_uuid))
-        self.protected = [one for one in own if one.host_uuid in protected]
-        self.decided = [one for one in own if one.host_uuid == destroyed and one not in self.protected]
-        undecided = [one for one in own if one not in self.protected and one not in self.decided]
-        self.own, self.failed = ([one for one in undecided if one.failed is failed] for failed in (False, True))
-        self.decision, self.off = decision, off
-        # A machine without this database's tag is not proved to be another's: the instance's may have lost its tag.
-        self.unseen = {*absent, *(one.host_uuid for one in machines if one.foreign)}
-        self.record = None if record is None or desired_state_of(record).current is MachineTarget.UNKNOWN else record
-        self.base = _base(self.record, known)
-        if self.base is None and self.known is not None and self.known.is_deleted:
-            self.base = _to_destroy(self.known, self.own, self.unseen)
-
-    @cached_property
-    def desired_state(self) -> DesiredState:
-        """Of the base."""
-        assert self.base is not None
-        return desired_state_of(self.base)
-
-    @cached_property
-    def complete(self) -> list[ListedMachine]:
-        """The newest last."""
-        return [one for one in self.own if one.complete]
-
-    @cached_property
-    def proved(self) -> list[ListedMachine]:
-        """The complete ones that are this instance's: of its project, or of an attempt that it has had."""
-        base = self.base
-        if base is None or base.spec is None:
-            return []
-        project = base.spec.project_id
-        return [
-            one
-            for one in self.complete
-            if (one.project_id == project if one.project_id is not None else one.attempt <= base.attempt)
-        ]
-
-    @property
-    def is_off_as_recorded(self) -> bool:
-        """Whether its host is off, and the schedulers have it there, too: by a fence alone no instance ends."""
-        places = None if self.known is None else self.known.hosts_in_this_cell
-        at = None if self.base is None else self.base.host_uuid
-        return at in self.off and (places is None or at in places)
-
-    @property
-    def may_be_absent(self) -> bool:
-        """Whether a host that has not listed may have a machine of it: its places; any, if schedulers told nothing."""
-        return bool(self.unseen if self.known is None else self.unseen & self.places)
-
-    @cached_property
-    def places(self) -> set[str]:
-        """The hosts that may have a machine of it, by its record and its allocations."""
-        found = {one.host_uuid for one in self.known.selections} if self.known is not None else set[str]()
-        if self.base is None:
-            return found
-        row = self.desired_state
-        if self.base.selections and row.current not in (MachineTarget.ABSENT, MachineTarget.ABSENT_AFTER_DESTROY):
-            found.add(self.base.current.host_uuid)
-        if (
-            self.base.action is not None
-            and self.base.action.source is not None
-            and row.source is not MachineTarget.ABSENT_AFTER_DESTROY
-        ):
-            found.add(self.base.action.source.host_uuid)
-        return found
-
-    def commands(self, *wanted: ListedMachine) -> tuple[RecoveryCommand, ...]:
-        """About the machines that are not wanted: no complete one is destroyed."""
-        return tuple(
-            RecoveryCommand(
-                RecoveryCommandKind.QUARANTINE if one.complete else RecoveryCommandKind.DESTROY_IF_INCOMPLETE, one
-            )
-            for one in (*self.own, *self.failed)
-            if one not in wanted
-        )
-
-    def blocked(self, reason: BlockedReason, commands: tuple[RecoveryCommand, ...] = ()) -> Reconciled:
-        """Nothing changes."""
-        return Reconciled(self.base, commands, blocked_reason=reason)
 
 
 def newest_of(machines: Sequence[ListedMachine], base: Instance) -> ListedMachine | None:
@@ -243,7 +137,7 @@ def delete(facts: InstanceFacts) -> Reconciled | None:
     if may_be_absent:  # its places, the source's among them, are waited for
         base = replace(base, action=base.action and replace(base.action, delete=True))
     else:
-        base = replace(base, action=None, **(_place(own[-1], base) if own else {}))
+        base = replace(base, action=None, **(place_of(own[-1], base) if own else {}))
     return _ended(Reconciled(base, commands, ended))
 
 
@@ -305,7 +199,7 @@ def build_on(facts: InstanceFacts) -> Reconciled | None:
     if facts.desired_state.work is not Work.BUILD:
         return facts.blocked(BlockedReason.INCOMPLETE, facts.commands())
     newest = incomplete[-1]
-    building = replace(base, state=State.BUILDING, next_state=None, attempt=newest.attempt, **_place(newest, base))
+    building = replace(base, state=State.BUILDING, next_state=None, attempt=newest.attempt, **place_of(newest, base))
     return Reconciled(building, facts.commands(newest))
 
 
@@ -401,45 +295,9 @@ def _numbered(facts: InstanceFacts, record: Instance | None, incarnation: int) -
     return record if newest == record.last_attempt else replace(record, highest_attempt=newest)
 
 
-def _base(record: Instance | None, known: KnownInstance | None) -> Instance | None:
-    """The record. Where it has no machine, and the map has one under a later attempt, what the map has."""
-    if known is None or not known.is_in_this_cell or known.spec is None or not known.selections:
-        return record
-    if record is not None:
-        is_over = (
-            desired_state_of(record).current is MachineTarget.ABSENT
-            and record.action is None
-            and record.phase not in DELETE_REQUESTED
-        )
-        if known.is_old or not is_over or known.attempt <= record.last_attempt:
-            return record
-    of_map = record or Instance(uuid=known.spec.instance_uuid, power=known.power or Power.RUNNING)
-    state = State.BUILDING
-    if known.is_active:
-        state = State.ACTIVE
-    return replace(
-        of_map, state=state, next_state=None, spec=known.spec, selections=known.selections[:1], selection_index=0,
-        attempt=known.attempt, code="", transfer=None,
-    )  # fmt: skip
-
-
 def _transferred(record: Instance, known: KnownInstance) -> Instance:
     kind, request_id = known.kind or ActionKind.UNSHELVE, known.request_id or record.uuid
     return transferred_to(record, known.cell, known.attempt - 1, kind=kind, request_id=request_id, at=record.since)
-
-
-def _to_destroy(known: KnownInstance, own: Sequence[ListedMachine], unseen: Collection[str]) -> Instance | None:
-    """What no record has, and its client has deleted: as long as there is a machine, or may be one on a host that has
-    not listed, its delete is not over. None: there is nothing, or no spec to tell of its end by.
-    """
-    absent = tuple(one for one in known.selections if one.host_uuid in unseen)
-    spec = (own[-1].spec if own else None) or known.spec
-    if spec is None or not (own or known.selections):  # it may hold those under a later attempt than its delete names
-        return None
-    state, next_state = DESTROYING_DELETED
-    made = Instance(uuid=spec.instance_uuid, state=state, next_state=next_state, spec=spec, attempt=known.attempt)
-    places = absent or known.selections
-    return replace(made, **_place(own[-1], made)) if own and not absent else replace(made, selections=places[:1])
 
 
 def _active(facts: InstanceFacts, base: Instance, chosen: ListedMachine) -> Reconciled:
@@ -472,7 +330,7 @@ def _active(facts: InstanceFacts, base: Instance, chosen: ListedMachine) -> Reco
         code="",
         power=power,
         image=image,
-        **_place(chosen, base),
+        **place_of(chosen, base),
     )
     started = (RecoveryCommand(RecoveryCommandKind.START, chosen),) if starts else ()
     return _ended(Reconciled(record, (*started, *others), _ends_of(facts, chosen)))
@@ -528,22 +386,6 @@ def _ended(result: Reconciled) -> Reconciled:
 
 def _in(record: Instance, phase: Phase) -> Instance:
     return replace(record, state=phase[0], next_state=phase[1])
-
-
-def _place(machine: ListedMachine, base: Instance) -> dict[str, object]:
-    return {"selections": (_selection(machine, base),), "selection_index": 0}
-
-
-def _selection(machine: ListedMachine, base: Instance) -> Selection:
-    """Where it is; what it takes, by its host, else by the record of that host."""
-    known = next((one for one in base.selections if one.host_uuid == machine.host_uuid), None)
-    taken = machine.allocations or (known and known.allocations) or {}
-    if known is not None and taken == known.allocations and known.service == machine.service:
-        return known
-    return Selection(
-        host_uuid=machine.host_uuid, host=machine.host, service=machine.service, allocations=taken,
-        zone=known.zone if known is not None else "",
-    )  # fmt: skip
 
 
 def _quarantine(machines: Sequence[ListedMachine]) -> tuple[RecoveryCommand, ...]:

@@ -17,7 +17,8 @@ from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy
 from bus.contracts.listing import ListedMachine
 from bus.contracts.placement import MAX_RESTATED, Restate
 from cell_conductor.rules.action_events import after, notify_condition, notify_end
-from cell_conductor.rules.reconcile import ATTEMPTS_PER_INCARNATION, InstanceFacts
+from cell_conductor.rules.instance_facts import InstanceFacts
+from cell_conductor.rules.reconcile import ATTEMPTS_PER_INCARNATION
 from cell_conductor.rules.recovery_facts import KnownInstance, Reconciled, RecoveryCommand, RecoveryCommandKind
 from cell_conductor.state.desired_state import DESIRED, PURGED, PURGED_FAILED, MachineTarget, Work, desired_state_of
 from cell_conductor.state.instance import FIRST_SEQUENCE, Instance

@@ -11,6 +11,9 @@ from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.listing import ListedMachine
 from cell_conductor.state.instance import BlockedReason, EndedAction, Instance, Power
 
+# Of a host whose compute service no scheduler has heard of, in a record. The host's listing names its own.
+NO_SERVICE = "unknown"
+
 
 class KnownInstance(Struct, frozen=True, kw_only=True):
     """The schedulers' record of one instance."""

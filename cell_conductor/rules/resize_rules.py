@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.actions import MACHINE_ABSENT, ActionKind, ActionState
-from cell_conductor.rules import build_rules, rollback_rules
+from cell_conductor.rules import build_end_rules, rollback_rules
 from cell_conductor.rules.action_events import (
     after,
     refuse_request,
@@ -91,7 +91,7 @@ def revert_lost(instance: Instance, event: MachineMissing, context: StepContext)
     if not step.current_destroyed(instance, event):
         return Step(instance)
     if instance.is_in_place:
-        return build_rules.mark_lost(instance, event, context)
+        return build_end_rules.mark_lost(instance, event, context)
     reason = f"host {instance.current.host} does not run it any more"
     return roll_back(instance, event.at, context, "instance.lost", reason)
 

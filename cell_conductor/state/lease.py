@@ -9,6 +9,8 @@ from msgspec import Struct
 
 # The interval of a service that does not state how often it sends a heartbeat.
 DEFAULT_HEARTBEAT_S = 10.0
+LEADERSHIP_S = 5.0  # a leader that does not renew its lease is replaced after this
+RENEW_LEADERSHIP_S = 2.0
 
 STOPPED = "service.stopped"
 SILENT = "service.silent"

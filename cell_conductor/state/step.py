@@ -222,6 +222,14 @@ def attempt_record(
     )
 
 
+def with_attempt(instance: Instance, outcome: str, *, at: float, code: str = "", reason: str = "") -> Instance:
+    """The instance with its current attempt on record as over, or active."""
+    if not instance.selections:  # on record since a query only, which names no host
+        return instance
+    record = attempt_record(instance, instance.attempt, outcome, at, code=code, reason=reason)
+    return replace(instance, history=(*instance.history, record))
+
+
 def unclaimed_records(instance: Instance, outcomes: Sequence[ClaimOutcome], at: float) -> tuple[AttemptRecord, ...]:
     """The alternates that could not be claimed, for the same, so that it is complete."""
     return tuple(

@@ -63,7 +63,8 @@ LAYERS: Mapping[str, str] = {
     "nova_scheduler": "metrics wire | cloud | config | request | decide | stock | rpc | app",
     "cell_conductor": """
         config metrics state | rules store | table placement_question reports
-        | transition placement_client machine_search | engine | hosts periodic | recovery request_handlers
+        | transition placement_client pending_lookups | engine | hosts machine_search periodic
+        | recovery request_handlers
         | host_handlers | app
     """,
     "compute_agent": """

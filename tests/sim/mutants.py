@@ -22,7 +22,7 @@ from bus.persistence.relay import Relay
 from cell_conductor import placement_question, table, transition
 from cell_conductor.engine import Engine
 from cell_conductor.placement_client import PlacementRequests
-from cell_conductor.rules import build_rules as rules
+from cell_conductor.rules import build_end_rules
 from cell_conductor.state import step as steps
 from cell_conductor.state.instance import State
 from compute_agent.records.attempt import AttemptPhase, HostAttempt, SpawnAction
@@ -89,10 +89,10 @@ def release_forgotten_after_failure() -> AbstractContextManager[Any]:
 
     def give_up(instance: Any, at: float, context: Any, *, code: str, reason: str) -> Any:
         over = replace(instance, code=code, reason=reason)
-        stepped = rules._end_failed(over, at, context)
+        stepped = build_end_rules.enter_failed(over, at, context)
         return steps.Step(stepped.instance, (steps.destroy_current(instance, context), *stepped.commands))
 
-    return _also(patch.object(rules, "_fail", give_up), _widened(State.FAILED))
+    return _also(patch.object(build_end_rules, "fail", give_up), _widened(State.FAILED))
 
 
 def fence_ignored_by_placement() -> AbstractContextManager[Any]:

@@ -16,8 +16,7 @@ from bus.transport import BusUnavailable
 from cell_conductor import table, transition
 from cell_conductor.hosts.fence_controller import FenceController
 from cell_conductor.reports import report_guard as guard
-from cell_conductor.rules import build_rules as rules
-from cell_conductor.rules import delete_rules, fence_rules, move_steps
+from cell_conductor.rules import build_end_rules, delete_rules, fence_rules, move_steps
 from cell_conductor.state import events
 from cell_conductor.state.breaker import BreakerAssessment
 from cell_conductor.state.fence import Fence
@@ -70,7 +69,9 @@ def delete_on_a_fenced_host_keeps_its_claim() -> AbstractContextManager[Any]:
         ended = fence_rules.end_destroyed(instance, event, context)
         if ended.instance.phase != (State.RELEASING, State.DELETED):
             return ended
-        return rules.end_deleted(ended.instance, events.Released(at=event.at, consumer=instance.uuid), context)
+        return build_end_rules.end_deleted(
+            ended.instance, events.Released(at=event.at, consumer=instance.uuid), context
+        )
 
     row: Any = table.TABLE[State.DESTROYING]
     cell = row[events.HostFenced]

@@ -18,8 +18,7 @@ from bus.persistence.unit_of_work import Committed
 from cell_conductor import engine, placement_question, table
 from cell_conductor import placement_client as placement_requests
 from cell_conductor.rules import action_events as move_events
-from cell_conductor.rules import build_rules as rules
-from cell_conductor.rules import delete_rules, move_rules, move_steps, resize_rules
+from cell_conductor.rules import build_end_rules, delete_rules, move_rules, move_steps, resize_rules
 from cell_conductor.rules import rollback_rules as way_back
 from cell_conductor.state import evacuation_proof
 from cell_conductor.state import events as e
@@ -194,18 +193,18 @@ def migration_never_released() -> AbstractContextManager[Any]:
 
 def migration_of_a_deleted_instance_forgotten() -> AbstractContextManager[Any]:
     """Of an instance that is deleted while it moves only its own claim is released."""
-    return patch.object(rules, "_release_second_consumer", lambda instance, event, context: None)
+    return patch.object(build_end_rules, "_release_second_consumer", lambda instance, event, context: None)
 
 
 def migration_released_only_if_its_claim_was_answered() -> AbstractContextManager[Any]:
     """A copy of a move's claim that was refused is taken for the fate of all copies."""
-    half_released = rules._release_second_consumer
+    half_released = build_end_rules._release_second_consumer
 
     def release(instance: Any, event: Any, context: Any) -> Step | None:
         move = instance.action
         return half_released(instance, event, context) if move is None or move.claimed else None
 
-    return patch.object(rules, "_release_second_consumer", release)
+    return patch.object(build_end_rules, "_release_second_consumer", release)
 
 
 def delete_does_not_await_the_destination() -> AbstractContextManager[Any]:

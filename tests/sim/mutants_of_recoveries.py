@@ -14,12 +14,14 @@ from bus.contracts.listing import ListedMachine
 from bus.contracts.operations import CellFence
 from bus.contracts.placement import Restate
 from cell_conductor import transition
-from cell_conductor.recovery import cell_recovery as recovery
-from cell_conductor.recovery.cell_recovery import CellRecovery, MachineListing
+from cell_conductor.recovery import record_reconciler
+from cell_conductor.recovery.cell_recovery import CellRecovery
 from cell_conductor.recovery.known_reader import OwnInstances
+from cell_conductor.recovery.machine_listing import MachineListing
+from cell_conductor.recovery.record_reconciler import RecordReconciler
 from cell_conductor.rules import reconcile
-from cell_conductor.rules.reconcile import InstanceFacts
-from cell_conductor.rules.recovery_facts import KnownInstance, Reconciled
+from cell_conductor.rules.instance_facts import InstanceFacts
+from cell_conductor.rules.recovery_facts import KnownInstance, OperatorDecision, Reconciled
 from cell_conductor.state.database_marks import Stated
 from cell_conductor.state.events import Event
 from cell_conductor.state.instance import Instance
@@ -31,10 +33,10 @@ Mutant = Callable[[], AbstractContextManager[Any]]
 def barrier_opens_one_service_early() -> AbstractContextManager[Any]:
     """A service that has not listed counts as one that has nothing."""
 
-    def absent(self: CellRecovery, *_: object) -> set[str]:
+    def absent(self: RecordReconciler, *_: object) -> set[str]:
         return set()
 
-    return patch.object(CellRecovery, "_absent", absent)
+    return patch.object(RecordReconciler, "_absent", absent)
 
 
 def older_machine_chosen() -> AbstractContextManager[Any]:
@@ -114,7 +116,7 @@ def allocations_not_restated() -> AbstractContextManager[Any]:
     def nothing(result: Reconciled, known: KnownInstance | None) -> Restate | None:
         return None
 
-    return patch.object(recovery, "restatement", nothing)
+    return patch.object(record_reconciler, "restatement", nothing)
 
 
 def fences_not_told() -> AbstractContextManager[Any]:
@@ -137,7 +139,7 @@ def losses_need_no_word() -> AbstractContextManager[Any]:
 
 def the_top_is_not_heard() -> AbstractContextManager[Any]:
     """What schedulers and placement have of an instance that its record has as well does not count."""
-    decide = reconcile.InstanceFacts.__init__
+    decide = InstanceFacts.__init__
 
     def facts(  # noqa: PLR0917  (as the real one)
         self: InstanceFacts,
@@ -145,14 +147,14 @@ def the_top_is_not_heard() -> AbstractContextManager[Any]:
         machines: Sequence[ListedMachine],
         known: KnownInstance | None,
         absent: Collection[str],
-        decision: reconcile.OperatorDecision | None,
+        decision: OperatorDecision | None,
         **more: Any,
     ) -> None:
         if record is not None and known is not None:
             known = replace(known, is_deleted=False, request_id="", kind=None, attempt=0)
         decide(self, record, machines, known, absent, decision, **more)
 
-    return patch.object(reconcile.InstanceFacts, "__init__", facts)
+    return patch.object(InstanceFacts, "__init__", facts)
 
 
 MUTANTS_OF_RECOVERIES: tuple[Mutant, ...] = (

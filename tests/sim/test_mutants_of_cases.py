@@ -19,8 +19,8 @@ from msgspec.structs import replace
 from bus.consuming import consumer, in_flight
 from cell_conductor.rules import action_events as move_events
 from cell_conductor.rules import cell_transfer_rules as departure_rules
-from cell_conductor.rules.build_rules import Step
 from cell_conductor.state.instance import State
+from cell_conductor.state.step import Step
 from lab.simulation import drain_watch
 from lab.simulation.draw import plan_of
 from lab.simulation.moves import DRAIN

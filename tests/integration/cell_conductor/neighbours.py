@@ -7,7 +7,6 @@ import random
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any, cast
 
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
@@ -37,17 +36,17 @@ from bus.persistence.database import Database
 from bus.persistence.relay import Relay
 from bus.transport import Transport
 from cell_conductor.config import ConductorConfig
-from cell_conductor.engine import Engine, context_of
+from cell_conductor.engine import Engine
 from cell_conductor.machine_search import SourceLookup
+from cell_conductor.pending_lookups import PendingLookups
 from cell_conductor.periodic import look_up_forever
-from cell_conductor.recovery.cell_recovery import CellRecovery
 from cell_conductor.recovery.known_reader import KnownReader
 from cell_conductor.reports.listings import HostListings
 from cell_conductor.state.instance import State
 from cell_conductor.state.lease import Lease
 from cell_conductor.store.postgres import PostgresInstances
 from tests.kit.waiting import until
-from tests.unit.cell_conductor.world import ALONE, Alone, engine_of, hosts_of, listing, requests_of
+from tests.unit.cell_conductor.world import ALONE, Alone, engine_of, hosts_of, listing, recovery_of, requests_of
 
 CELL = "c1"
 WAIT_S = 60.0
@@ -301,26 +300,24 @@ class Cell:
         self.relay = Relay(self.store.outbox, {CELL: self.bus}, clock=self.clock)
         self.searches: list[asyncio.Task[None]] = []
         stack.push_async_callback(_cancel, self.searches)
-        listings = HostListings()
-        listings.record(listing("s1", 1, 2, 3, pages=1, first_sequence=1))
-        self.search = SourceLookup(self.store, self.bus, clock=self.clock, config=self.config, listings=listings)
+        self.listings = HostListings()
+        self.listings.record(listing("s1", 1, 2, 3, pages=1, first_sequence=1))
         self.leases = Leases()
         self.engine = self.new_engine()
         requests = requests_of(self.engine, self.clock)
         self.hosts = hosts_of(
             self.engine, self.store, self.clock, self.config, self.bus, superseded=lambda _service, _epoch: None
         )
-        known, leases = KnownReader(self.bus), cast("Any", self.leases)
-        self.recovery = CellRecovery(
+        known = KnownReader(self.bus)
+        self.recovery = recovery_of(
             self.store,
             self.bus,
             self.relay,
             clock=self.clock,
             config=self.config,
             known=known,
-            leases=leases,
+            leases=self.leases,
             fences=ALONE,
-            context=context_of(self.config, CELL),
         )
         relay = asyncio.create_task(self.relay.run())
         stack.push_async_callback(_cancel, [relay])
@@ -350,6 +347,7 @@ class Cell:
 
     def new_engine(self) -> Engine:
         """Of a conductor, which searches in a task of its own."""
+        pending = PendingLookups()
         engine = engine_of(
             store=self.store,
             bus=self.bus,
@@ -357,11 +355,21 @@ class Cell:
             clock=self.clock,
             config=self.config,
             cell=CELL,
-            lookup=self.search,
+            lookups=pending,
             leases=self.leases,
+            marks=self.leases,
             blocked=self.note_blocked,
         )
-        self.searches.append(asyncio.create_task(look_up_forever(engine, self.clock)))
+        lookup = SourceLookup(
+            engine,
+            self.store,
+            self.bus,
+            clock=self.clock,
+            config=self.config,
+            listings=self.listings,
+            pending=pending,
+        )
+        self.searches.append(asyncio.create_task(look_up_forever(lookup, self.clock)))
         return engine
 
     def host(self, n: int) -> str:

@@ -16,6 +16,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import HostReport, HostStates, Running
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.memory import MemoryBroker, MemoryTransport
+from cell_conductor.hosts.fence_cache import FenceCache
 from cell_conductor.hosts.fence_controller import PUBLISH_S, FenceController
 from tests.integration.cell_conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
 from tests.kit.waiting import until
@@ -35,9 +36,9 @@ class FencedCell(Cell):
             await consumer.drain(WAIT_S)
         self.consumers.clear()
         self.conduct()
-        running = asyncio.create_task(self.fences.run(self.engine))
+        running = asyncio.create_task(self.controller.run(self.engine))
         stack.push_async_callback(self._stop, running)
-        requests = requests_of(self.engine, self.clock, fences=self.fences)
+        requests = requests_of(self.engine, self.clock, fences=self.fences, fence_controller=self.controller)
         for consumer in (
             Consumer(self.around.bus, "placement.requests", self.around.placement),
             Consumer(self.around.bus, "compute.{service}", self.around.compute, service="s1"),
@@ -52,7 +53,10 @@ class FencedCell(Cell):
 
     def conduct(self) -> None:
         """A conductor that knows nothing yet but what is on record."""
-        self.fences = FenceController(self.store, self.bus, clock=self.clock, config=self.config, cell=CELL)
+        self.fences = FenceCache(self.store, self.clock)
+        self.controller = FenceController(
+            self.store, self.fences, self.bus, clock=self.clock, config=self.config, cell=CELL
+        )
         self.engine = self.new_engine()
         self.engine._fences = self.fences
         self.hosts = hosts_of(
@@ -175,7 +179,8 @@ class LaterClock(SystemClock):
 
 async def test_a_fence_is_announced_again_to_schedulers_that_may_have_forgotten_it(cell: FencedCell) -> None:
     clock = LaterClock()
-    other = FenceController(cell.store, cell.bus, clock=clock, config=cell.config, cell=CELL)
+    fences = FenceCache(cell.store, clock)
+    other = FenceController(cell.store, fences, cell.bus, clock=clock, config=cell.config, cell=CELL)
     await cell.fence(1, 1)
     await until(lambda: cell.states(1)[:1] == [FenceState.FENCED])
     running = asyncio.create_task(other.run(cell.engine))

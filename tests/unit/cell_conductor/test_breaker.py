@@ -28,6 +28,7 @@ from bus.persistence.guarded_statement import Conflict
 from bus.transport import BusUnavailable
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import Sender
+from cell_conductor.pending_lookups import PendingLookups
 from cell_conductor.reports import listings
 from cell_conductor.reports.listings import HostListings, ScanDifferences
 from cell_conductor.reports.report_diff import Differences, differences
@@ -102,7 +103,9 @@ async def busy_guarded(instances: list[Instance]) -> tuple[MemoryInstances, Repo
     await insert(store, *instances)
     bus = cast(Bus, Silent())
     engine = engine_of(store=store, bus=bus, relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
-    return store, ReportGuard(store, bus, clock, config, effective=engine.effective, adopt=engine.adopt_machine)
+    return store, ReportGuard(
+        store, bus, clock, config, effective=engine.effective, adopt=PendingLookups().add_adoption
+    )
 
 
 @pytest.mark.parametrize("is_newer", [False, True])

@@ -11,6 +11,7 @@ from bus.clock import SystemClock
 from bus.contracts.operations import CellFence, EvacuationPolicy, FenceState
 from bus.faults import Transient
 from cell_conductor.config import ConductorConfig
+from cell_conductor.hosts.fence_cache import FenceCache
 from cell_conductor.hosts.fence_controller import FenceController
 from cell_conductor.state.fence import Fence
 from cell_conductor.state.instance import State
@@ -30,7 +31,8 @@ class Taking(Queried):
 
 async def made(*instances: Any) -> tuple[Any, FenceController, Any]:
     clock, store, bus = SystemClock(), await opened_store(), Taking()
-    controller = FenceController(store, bus, clock=clock, config=ConductorConfig(), cell="c1")  # type: ignore[arg-type]
+    fences = FenceCache(store, clock)
+    controller = FenceController(store, fences, bus, clock=clock, config=ConductorConfig(), cell="c1")  # type: ignore[arg-type]
     engine = engine_of(
         store=store,
         bus=bus,
@@ -38,7 +40,7 @@ async def made(*instances: Any) -> tuple[Any, FenceController, Any]:
         clock=clock,
         config=ConductorConfig(claim_timeout_s=0.05),
         cell="c1",
-        fences=controller,
+        fences=fences,
     )
     await insert(store, *instances)
     return store, controller, engine
@@ -111,7 +113,7 @@ async def test_a_fence_that_is_taken_back_during_its_scan_ends_nothing_more() ->
     runs = active()
     store, controller, engine = await made(replace(runs, spec=replace(SPEC, on_host_failure=EvacuationPolicy.FAIL)))
     fence = CellFence(host_uuid=host(1), host="h1", version=5)
-    load, loads = controller.load, 0
+    load, loads = controller._fences.load, 0
 
     async def lifted_after() -> None:
         nonlocal loads
@@ -120,7 +122,7 @@ async def test_a_fence_that_is_taken_back_during_its_scan_ends_nothing_more() ->
         if loads == 1:
             await store.fences.put(Fence(host_uuid=host(1), host="h1", version=6, state=FenceState.UNFENCING, at=1.0))
 
-    controller.load = lifted_after  # type: ignore[method-assign]
+    controller._fences.load = lifted_after  # type: ignore[method-assign]
     with pytest.raises(Transient):
         await controller.take([fence], engine)
     await controller.take([fence], engine)  # the consumer calls again with the same batch

@@ -17,15 +17,9 @@ from bus.contracts.cell import ServiceStates
 from bus.contracts.placement import Claim, Release
 from bus.faults import RequestRefused
 from cell_conductor.config import ConductorConfig
-from cell_conductor.hosts.lease_controller import (
-    ASK_AGAIN_S,
-    MAX_RECOVERIES_BY_ONE,
-    RIVAL_S,
-    SERVICE_STATES_INTERVAL_S,
-    LeaseController,
-    _Term,
-)
 from cell_conductor.hosts.lease_table import MAX_LISTEN_S
+from cell_conductor.hosts.service_state_publisher import SERVICE_STATES_INTERVAL_S, LeaderTerm, ServiceStatePublisher
+from cell_conductor.hosts.stated_marks import ASK_AGAIN_S, MAX_RECOVERIES_BY_ONE, RIVAL_S
 from cell_conductor.placement_client import PendingRequest, PlacementRequests
 from cell_conductor.placement_question import awaited_request_of
 from cell_conductor.state.database_marks import Stated
@@ -43,6 +37,7 @@ from tests.unit.cell_conductor.world import (
     Relay,
     beat,
     engine_of,
+    leases_of,
     opened_store,
     put,
     requests_of,
@@ -57,7 +52,7 @@ class Listener:
         waiting = asyncio.Event()
         clock: Any = SimpleNamespace(time=lambda: self.now, monotonic=lambda: self.now, sleep=lambda _: waiting.wait())
         bus: Any = Queried()
-        self.keeper = LeaseController(store, bus, clock=clock, config=ConductorConfig(), cell="c1", process="p")
+        self.keeper, self.marks = leases_of(store, bus, clock, ConductorConfig())
         self.running = asyncio.create_task(self.keeper.run(ALONE))
 
     async def receive(self, message: Message, incarnation: int = 0) -> None:
@@ -73,7 +68,7 @@ class Listener:
 
     @property
     def may_act(self) -> bool:
-        return self.keeper.stated().may_act
+        return self.marks.stated().may_act
 
 
 @pytest.fixture
@@ -99,9 +94,9 @@ async def test_what_is_stated_is_known_once_each_service_would_have_been_heard(
     await listener.receive(ServiceStates(cell="c1", term=1, number=1), 6)
     await listener.receive(replace(beat("s1", 1, 2, database_incarnation=9), cell="another"), 9)
     listener.now += listens_s - 1.0
-    assert not listener.keeper.stated().is_known
+    assert not listener.marks.stated().is_known
     listener.now += 1.0
-    known = listener.keeper.stated()
+    known = listener.marks.stated()
     assert (known.marks, known.conductor, known.is_known) == ((DatabaseMark(1, (4,)),), 6, True)
 
 
@@ -109,9 +104,9 @@ async def test_what_no_database_could_have_had_is_not_believed(listener: Listene
     """Nothing could be above it any more."""
     for incarnation in (MAX_INCARNATION, 1002, 2000):
         await listener.beat("s1", incarnation, (1,))
-    assert listener.keeper.stated().marks == ()
+    assert listener.marks.stated().marks == ()
     await listener.beat("s1", 1001)
-    assert listener.keeper.stated().marks == (DatabaseMark(1001),)
+    assert listener.marks.stated().marks == (DatabaseMark(1001),)
 
 
 async def test_a_conductor_acts_once_the_services_on_record_would_have_been_heard(
@@ -121,19 +116,19 @@ async def test_a_conductor_acts_once_the_services_on_record_would_have_been_hear
     assert not listener.may_act, "it has not read who they are"
     await listener.keeper._renew_leadership()
     await listener.beat("s1", 1, interval_s=4.0)
-    assert not listener.keeper.stated().is_whole
+    assert not listener.marks.stated().is_whole
     await listener.beat("s2", 1, interval_s=2.0)
-    assert listener.keeper.stated().is_whole
+    assert listener.marks.stated().is_whole
     listener.now += 5.5
     assert not listener.may_act
     listener.now += 0.5
     assert listener.may_act
     store._connections.disconnect()  # type: ignore[attr-defined]
-    assert not listener.may_act and not listener.keeper.stated().is_whole, "its disk may be another one"
+    assert not listener.may_act and not listener.marks.stated().is_whole, "its disk may be another one"
     listener.now += 6.0
     assert not listener.may_act and await store.has_due(0.0), "what is on record there has not been read"
     async with store.transaction() as transaction:
-        assert await transaction.recognise(listener.keeper.stated()) is None
+        assert await transaction.recognise(listener.marks.stated()) is None
     assert listener.may_act
 
 
@@ -153,7 +148,7 @@ async def test_what_the_former_server_had_is_looked_for_on_the_next_one(
     listener.now += 60.0
     assert not listener.may_act and await store.has_due(0.0)
     async with store.transaction() as transaction:
-        change = await transaction.recognise(listener.keeper.stated())
+        change = await transaction.recognise(listener.marks.stated())
     assert change is not None and change.recovers
 
 
@@ -181,9 +176,9 @@ async def test_a_mark_above_that_is_heard_first_is_looked_into_before_anything_i
     listener.now += 60.0
     assert not listener.may_act
     async with store.transaction() as transaction:
-        change = await transaction.recognise(listener.keeper.stated())
+        change = await transaction.recognise(listener.marks.stated())
     assert change is not None and change.recovers
-    assert listener.may_act and listener.keeper.stated().marks == ()
+    assert listener.may_act and listener.marks.stated().marks == ()
 
 
 async def test_a_later_incarnation_is_a_recovery_unless_another_conductor_goes_by_it(
@@ -193,15 +188,15 @@ async def test_a_later_incarnation_is_a_recovery_unless_another_conductor_goes_b
     listener.now += 60.0
     assert listener.may_act
     await listener.beat("s1", 2, (3,))
-    assert not listener.may_act and not listener.keeper.stated().is_known
+    assert not listener.may_act and not listener.marks.stated().is_known
     listener.now += RIVAL_S - 0.1
-    assert not listener.keeper.stated().is_known
+    assert not listener.marks.stated().is_known
     listener.now += 0.1
-    stated = listener.keeper.stated()
+    stated = listener.marks.stated()
     await listener.receive(ServiceStates(cell="c1", term=1, number=1), 2)
     with pytest.raises(DatabaseOutdated):
         async with store.transaction() as transaction:
-            await transaction.recognise(listener.keeper.stated())
+            await transaction.recognise(listener.marks.stated())
     async with store.transaction() as transaction:
         change = await transaction.recognise(stated)
     assert change is not None and change.incarnation == 3
@@ -215,7 +210,7 @@ async def test_one_service_that_is_wrong_begins_no_recoveries_for_ever(
     """The same again is harmless; and what is above that, each time, is believed so many times."""
     engine = engine_of(
         store=store, bus=cast(Any, Quiet()), relay=cast(Any, Relay()), clock=SystemClock(), config=ConductorConfig(),
-        cell="c1", leases=listener.keeper,
+        cell="c1", leases=listener.keeper, marks=listener.marks,
     )  # fmt: skip
     await listener.keeper._renew_leadership()
     started = list[int]()
@@ -226,7 +221,7 @@ async def test_one_service_that_is_wrong_begins_no_recoveries_for_ever(
         for _ in range(2):
             await listener.beat("s1", *mark)
             listener.now += 60.0
-            listener.keeper.stated()
+            listener.marks.stated()
             listener.now += 60.0
             await engine.sweep()
             if store.is_recovering:
@@ -241,14 +236,14 @@ async def test_one_service_that_is_wrong_begins_no_recoveries_for_ever(
 
 
 async def test_a_conductor_with_an_old_copy_of_the_database_ends_when_it_hears_of_a_later_one() -> None:
-    store, leases = await opened_store(), Alone()
+    store, marks = await opened_store(), Alone()
     bus: Any = Quiet()
     relay: Any = Relay()
     engine = engine_of(
-        store=store, bus=bus, relay=relay, clock=SystemClock(), config=ConductorConfig(), cell="c1", leases=leases
+        store=store, bus=bus, relay=relay, clock=SystemClock(), config=ConductorConfig(), cell="c1", marks=marks
     )
     assert await engine.sweep() == 0
-    leases.stated = lambda: Stated(conductor=2)  # type: ignore[method-assign]
+    marks.stated = lambda: Stated(conductor=2)  # type: ignore[method-assign]
     with pytest.raises(DatabaseOutdated):
         await engine.sweep()
 
@@ -337,9 +332,8 @@ async def test_the_members_of_rings_are_numbered_in_the_order_of_their_changes()
         sent.append((message.term, message.number, message.members))
 
     clock = SimpleNamespace(monotonic=lambda: now_s)
-    controller: Any = LeaseController.__new__(LeaseController)
-    controller._clock, controller._bus, controller._cell = clock, SimpleNamespace(publish=publish), "c1"
-    controller._leading = _Term(term=7, until=1000.0)
+    table, bus, term = SimpleNamespace(), SimpleNamespace(publish=publish), LeaderTerm(term=7, until=1000.0)
+    publisher = ServiceStatePublisher(cast(Any, table), cast(Any, bus), clock=cast(Any, clock), cell="c1")
     for at_s, members in (
         (0.0, ("a",)),
         (0.1, ("a",)),
@@ -348,11 +342,11 @@ async def test_the_members_of_rings_are_numbered_in_the_order_of_their_changes()
         (0.3 + SERVICE_STATES_INTERVAL_S, ("b",)),
     ):
         now_s = at_s
-        controller._table = SimpleNamespace(rings=lambda members=members: {"r": members})
-        await controller._publish_rings()
+        table.rings = lambda members=members: {"r": members}
+        await publisher._publish_rings(term)
     assert sent == [(7, 1, ("a",)), (7, 2, ("a", "b")), (7, 3, ("b",)), (7, 3, ("b",))]
-    controller._leading.until = now_s = 0.0  # another conductor may be the leader by now
-    await controller._publish_rings()
+    term.until = now_s = 0.0  # another conductor may be the leader by now
+    await publisher._publish_rings(term)
     assert len(sent) == 4
 
 
@@ -361,17 +355,17 @@ async def test_those_above_are_asked_again_until_they_answer(
     moves: bool, listener: Listener, store: MemoryInstances
 ) -> None:
     """They may start after the conductor, as after an outage of all. To another server they have not answered."""
-    controller = listener.keeper
-    first = controller.marks_wanted_by()
-    assert first is not None and controller.marks_wanted_by() is None
-    controller.hear_all((), first)
+    marks = listener.marks
+    first = marks.marks_wanted_by()
+    assert first is not None and marks.marks_wanted_by() is None
+    marks.hear_all((), first)
     listener.now += ASK_AGAIN_S
-    asked = controller.marks_wanted_by()
+    asked = marks.marks_wanted_by()
     assert asked is not None
     if moves:
         store._connections.disconnect()  # type: ignore[attr-defined]
-        controller.stated()
-    controller.hear_all((DatabaseMark(1, (3,)), DatabaseMark()), asked)
-    assert controller.stated().marks == (DatabaseMark(1, (3,)),)
+        marks.stated()
+    marks.hear_all((DatabaseMark(1, (3,)), DatabaseMark()), asked)
+    assert marks.stated().marks == (DatabaseMark(1, (3,)),)
     listener.now += ASK_AGAIN_S
-    assert (controller.marks_wanted_by() is not None) is moves
+    assert (marks.marks_wanted_by() is not None) is moves

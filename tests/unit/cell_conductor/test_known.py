@@ -24,9 +24,9 @@ from bus.contracts.recovery import MAX_ASKED, MAX_KNOWN, CellKnown, CellRecoveri
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.transport import Outgoing
 from cell_conductor.recovery import known_reader
-from cell_conductor.recovery.known_instance import NO_SERVICE, contents_of
+from cell_conductor.recovery.known_instance import contents_of
 from cell_conductor.recovery.known_reader import KnownPart, KnownReader
-from cell_conductor.rules.recovery_facts import KnownInstance
+from cell_conductor.rules.recovery_facts import NO_SERVICE, KnownInstance
 from cell_conductor.state.instance import Power
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.cell_conductor.scenario import SPEC, selection

@@ -11,7 +11,7 @@ from bus.contracts.actions import ActionKind, ChangeKind, ChangeMachine
 from bus.contracts.cell import Destroy
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert, ServerGroup
 from cell_conductor.placement_question import awaited_request_of
-from cell_conductor.rules.build_rules import ignore, tombstone
+from cell_conductor.rules.delete_rules import tombstone
 from cell_conductor.state import events as e
 from cell_conductor.state.commands import (
     MAX_STEP_S,
@@ -26,7 +26,7 @@ from cell_conductor.state.commands import (
 from cell_conductor.state.events import SourceQuery
 from cell_conductor.state.instance import ActionInProgress, Instance, Phase, Power, State
 from cell_conductor.state.step import Step
-from cell_conductor.table import ByNextState, Rule, rules_of
+from cell_conductor.table import ByNextState, Rule, ignore, rules_of
 from cell_conductor.transition import step
 from tests.unit.cell_conductor.move_scenario import ACTION, OTHER
 from tests.unit.cell_conductor.records import (

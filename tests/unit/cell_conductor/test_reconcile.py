@@ -16,8 +16,9 @@ from msgspec.structs import replace
 from bus.contracts.actions import ActionKind, Condition
 from bus.contracts.listing import ListedMachine
 from cell_conductor.rules import reconcile as reconciling
-from cell_conductor.rules.reconcile import ATTEMPTS_PER_INCARNATION, NO_SERVICE, BlockedReason, reconcile
+from cell_conductor.rules.reconcile import ATTEMPTS_PER_INCARNATION, BlockedReason, reconcile
 from cell_conductor.rules.recovery_facts import (
+    NO_SERVICE,
     KnownInstance,
     OperatorDecision,
     Reconciled,

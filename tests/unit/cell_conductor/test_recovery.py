@@ -23,10 +23,11 @@ from bus.contracts.recovery import CellKnown, CellRecovering, KnownPlace, KnownR
 from bus.faults import Fault, Transient
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import context_of
+from cell_conductor.hosts.fence_cache import FenceCache
 from cell_conductor.hosts.fence_controller import FenceController
 from cell_conductor.placement_question import awaited_request_of
-from cell_conductor.recovery.cell_recovery import MAX_TRIES, CellRecovery
 from cell_conductor.recovery.known_reader import KnownReader
+from cell_conductor.recovery.machine_listing import MAX_TRIES
 from cell_conductor.rules.reconcile import ATTEMPTS_PER_INCARNATION, BlockedReason
 from cell_conductor.state.database_marks import Stated
 from cell_conductor.state.events import Released
@@ -41,7 +42,7 @@ from scheduler_worker.records.build_record import RecordedBuild, apply_build_eve
 from tests.unit.cell_conductor.move_scenario import ACTION
 from tests.unit.cell_conductor.records import moving, record
 from tests.unit.cell_conductor.scenario import SPEC, UUID, host, selection
-from tests.unit.cell_conductor.world import Alone, Relay, engine_of, hosts_of, listing, requests_of
+from tests.unit.cell_conductor.world import Alone, Relay, engine_of, hosts_of, listing, recovery_of, requests_of
 
 ACTIVE = record(State.ACTIVE, queried=False, deadline=None, code="", reason="", attempt=2, highest_attempt=2)
 FLOOR = 2 * ATTEMPTS_PER_INCARNATION
@@ -156,9 +157,10 @@ class Cell(Alone):
         self.relay: Any = Relay()
         leases: Any = self
         config = ConductorConfig()
-        self.fences = FenceController(self.store, bus, clock=clock, config=config, cell="c1")
+        self.fences = FenceCache(self.store, clock)
+        controller = FenceController(self.store, self.fences, bus, clock=clock, config=config, cell="c1")
         world.reader = KnownReader(bus)
-        self.recovery = CellRecovery(
+        self.recovery = recovery_of(
             self.store,
             bus,
             self.relay,
@@ -167,7 +169,6 @@ class Cell(Alone):
             known=world.reader,
             leases=leases,
             fences=self.fences,
-            context=context_of(config, "c1"),
         )
         self.engine = engine_of(
             store=self.store,
@@ -177,11 +178,14 @@ class Cell(Alone):
             config=config,
             cell="c1",
             leases=leases,
+            marks=leases,
             fences=self.fences,
             blocked=self.recovery.note_blocked,
         )
-        self.requests = requests_of(self.engine, clock, fences=self.fences)
-        self.hosts = hosts_of(self.engine, self.store, clock, config, bus, fences=self.fences, leases=leases)
+        self.requests = requests_of(self.engine, clock, fences=self.fences, fence_controller=controller)
+        self.hosts = hosts_of(
+            self.engine, self.store, clock, config, bus, fences=self.fences, leases=leases, marks=leases
+        )
 
     # its leases
 
@@ -604,11 +608,11 @@ async def test_a_recovery_that_begins_anew_records_nothing_of_the_one_before() -
     world = World(listed(3, 7), told=known(3, 7))
     cell = await cell_of(world, ACTIVE)
     await cell.set_back()
-    listing = await cell.recovery._list()
+    listing = await cell.recovery._collector.collect()
     async with cell.store.transaction() as transaction:
         await transaction.begin_recovery(Stated((DatabaseMark(5),)))
     with pytest.raises(Unrecognised):
-        await cell.recovery._reconcile_all([UUID], {}, listing)
+        await cell.recovery._reconciler.reconcile_all([UUID], {}, listing)
     assert await cell.recorded() == ACTIVE
 
 

@@ -16,7 +16,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import Destroy, HostStates, Running
 from bus.contracts.listing import ListMachines, MachinesPage
 from bus.contracts.operations import CellFence
-from cell_conductor.recovery import cell_recovery as recovery
+from cell_conductor.recovery import machine_listing, record_reconciler
 from cell_conductor.rules.reconcile import BlockedReason
 from cell_conductor.rules.recovery_facts import Reconciled
 from cell_conductor.state.database_marks import Stated
@@ -118,7 +118,7 @@ class Endless(World):
 
 
 async def test_a_listing_that_never_ends_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "MAX_PAGES", 3, raising=False)
+    monkeypatch.setattr(machine_listing, "MAX_PAGES", 3)
     world = Endless(listed(2, 2), told=known(2))
     cell = await cell_of(world, ACTIVE)
     found = await cell.recover()
@@ -220,7 +220,7 @@ async def test_an_instance_about_which_nothing_can_be_decided_keeps_no_cell_clos
         assert result.blocked_reason
 
     cell = await cell_of(World(listed(2, 2), told=known(2)), ACTIVE)
-    monkeypatch.setattr(recovery, "restatement", fails)
+    monkeypatch.setattr(record_reconciler, "restatement", fails)
     found = await cell.recover()
     assert found is not None and (found.state, found.blocked_reason) == (State.ACTIVE, BlockedReason.CONFLICT)
 

@@ -21,6 +21,7 @@ from bus.faults import DatabaseUnavailable
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import Sender
 from cell_conductor.host_handlers import HostHandlers
+from cell_conductor.pending_lookups import PendingLookups
 from cell_conductor.reports.listings import NewestReports
 from cell_conductor.reports.report_diff import Differences, InstanceSummary, differences
 from cell_conductor.reports.report_guard import ReportGuard
@@ -168,7 +169,7 @@ async def guarded(instances: Sequence[Instance]) -> AsyncIterator[tuple[MemoryIn
     bus = cast(Bus, Silent())
     relay = cast(Sender, None)
     engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=CONFIG, cell=CELL)
-    yield store, ReportGuard(store, bus, clock, CONFIG, effective=engine.effective, adopt=engine.adopt_machine)
+    yield store, ReportGuard(store, bus, clock, CONFIG, effective=engine.effective, adopt=PendingLookups().add_adoption)
     await store.close()
 
 

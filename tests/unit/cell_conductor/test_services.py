@@ -31,15 +31,10 @@ from bus.contracts.placement import InventoryReleased
 from bus.contracts.stages import StageTimes
 from cell_conductor.config import ConductorConfig
 from cell_conductor.hosts.host_owners import HostOwners
-from cell_conductor.hosts.lease_controller import (
-    AFTER_DISCONNECT_S,
-    MAX_PAGES,
-    PER_PAGE,
-    LeaseController,
-    _Listening,
-    pages_of,
-)
+from cell_conductor.hosts.lease_controller import AFTER_DISCONNECT_S, LeaseController
 from cell_conductor.hosts.lease_table import LeaseTable
+from cell_conductor.hosts.service_state_publisher import MAX_PAGES, PER_PAGE, pages_of
+from cell_conductor.hosts.stated_marks import _Listening
 from cell_conductor.reports.listings import HostListings
 from cell_conductor.state import events as e
 from cell_conductor.state.instance import State
@@ -54,6 +49,7 @@ from tests.unit.cell_conductor.world import (
     beat,
     engine_of,
     insert,
+    leases_of,
     listing,
     opened_store,
     requests_of,
@@ -210,10 +206,7 @@ ORDER = CellServiceDelete(service="s3", reason="burnt", by="ann")
 
 
 def controller_of(store: MemoryInstances | None = None) -> LeaseController:
-    nothing: Any = None
-    return LeaseController(
-        store or nothing, nothing, clock=SystemClock(), config=ConductorConfig(), cell="c1", process="conductor"
-    )
+    return leases_of(store, None, SystemClock(), ConductorConfig())[0]
 
 
 async def receive(controller: LeaseController, message: Message) -> None:
@@ -361,7 +354,7 @@ async def test_it_is_forgotten_once_it_is_down_and_has_no_instance(monkeypatch: 
     assert term is not None and await store.leases.record(term, [DOWN])
     bus: Any = Published()
     up: tuple[str, ...] | None = None
-    deleting = LeaseController(store, bus, clock=SystemClock(), config=ConductorConfig(), cell="c1", process="p")
+    deleting, _ = leases_of(store, bus, SystemClock(), ConductorConfig())
     monkeypatch.setattr(deleting, "up", lambda: up)
     assert (await code_of(deleting)) == "service.state_unknown"
     up = ("s1", "s3")
@@ -501,15 +494,15 @@ async def test_no_build_leaves_a_lost_service_before_its_cell_has_recovered() ->
     bus: Any = Queried()
     store = MemoryInstances(table.session())
     await store.open()
-    controller = LeaseController(store, bus, clock=SystemClock(), config=config, cell="c1", process="p")
+    controller, marks = leases_of(store, bus, SystemClock(), config)
     engine = engine_of(
-        store=store, bus=bus, relay=relay, clock=SystemClock(), config=config, cell="c1", leases=controller
+        store=store, bus=bus, relay=relay, clock=SystemClock(), config=config, cell="c1", leases=controller, marks=marks
     )
     await insert(store, run(on("s1", "s2")).instance)
     (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
     states = ServiceStates(cell="c1", term=1, number=1, down=silent)
     await controller.handle([Received(states, Meta(id="m"), "c1", "conductor.leases")])
-    controller._listening = _Listening(store.servers, math.inf, may_act=True)
+    marks._listening = _Listening(store.servers, math.inf, may_act=True)
     table.place += 1  # an operator restores a backup
     with pytest.raises(Unrecognised):  # it has not heard yet which incarnations there were
         await controller._fail_over(engine)
@@ -523,7 +516,7 @@ async def test_no_build_leaves_a_lost_service_before_its_cell_has_recovered() ->
     async with store.transaction() as transaction:
         await transaction.expect_recovering()
         await transaction.end_recovery()
-    controller._listening = _Listening(store.servers, math.inf, may_act=True)
+    marks._listening = _Listening(store.servers, math.inf, may_act=True)
     await controller._fail_over(engine)
     assert table.instances[UUID].state is State.CLAIMING
 
@@ -537,8 +530,10 @@ async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() 
     bus: Any = Queried()
     store = MemoryInstances(session := table.session())
     await store.open()
-    controller = LeaseController(store, bus, clock=clock, config=config, cell="c1", process="p")  # type: ignore[arg-type]
-    engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", leases=controller)  # type: ignore[arg-type]
+    controller, marks = leases_of(store, bus, clock, config)
+    engine = engine_of(
+        store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", leases=controller, marks=marks
+    )
     await insert(store, run(on("s1", "s2")).instance)
     (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
     states = ServiceStates(cell="c1", term=1, number=1, down=silent)
@@ -551,7 +546,7 @@ async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() 
         return await building_at(services)
 
     store.building_at = read  # type: ignore[method-assign]
-    controller._listening = _Listening(store.servers, math.inf, may_act=True)
+    marks._listening = _Listening(store.servers, math.inf, may_act=True)
     session.connection_losses += 1  # the database has died
     for wait_s, state in ((0.0, State.BUILDING), (AFTER_DISCONNECT_S - 0.1, State.BUILDING), (0.2, State.CLAIMING)):
         now += wait_s

@@ -6,6 +6,11 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
+from bus.clock import SystemClock
+from cell_conductor.config import ConductorConfig
+from cell_conductor.machine_search import SourceLookup
+from cell_conductor.pending_lookups import PendingLookups
+from cell_conductor.reports.listings import HostListings
 from cell_conductor.state.instance import Instance, State
 from cell_conductor.store import tables
 from cell_conductor.store.port import DatabaseIdentity
@@ -69,9 +74,14 @@ async def test_a_machine_that_cannot_be_given_to_its_instance_ends_no_search() -
         raise ValueError
 
     conductor.engine._apply = crashes  # type: ignore[method-assign]
-    conductor.engine.adopt_machine(UUID)
+    pending = PendingLookups()
+    pending.add_adoption(UUID)
+    lookup = SourceLookup(
+        conductor.engine, conductor.store, conductor.bus, clock=SystemClock(), config=ConductorConfig(),
+        listings=HostListings(), pending=pending,
+    )  # fmt: skip
     with capture_logs() as logged:
-        await conductor.engine.look_up_sources()
+        await lookup.look_up()
     assert [(one["event"], one["instance"], one["code"]) for one in logged if one["log_level"] == "error"] == [
         ("instance.lookup_failed", UUID, "ValueError")
     ]

@@ -7,14 +7,24 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from bus.bus import Bus
 from bus.clock import Clock, SystemClock
 from bus.consuming.outcome import Outcome, Received
 from bus.contracts.base import DatabaseMark, Message, Meta
 from bus.contracts.cell import CellBuild, Heartbeat, HostReport, HostStates, Running
 from bus.faults import Transient
 from cell_conductor.config import ConductorConfig
-from cell_conductor.engine import Engine
+from cell_conductor.engine import Engine, context_of
 from cell_conductor.host_handlers import HostHandlers
+from cell_conductor.hosts.lease_controller import LeaseController
+from cell_conductor.hosts.lease_table import LeaseTable
+from cell_conductor.hosts.service_state_publisher import ServiceStatePublisher
+from cell_conductor.hosts.stated_marks import StatedMarks
+from cell_conductor.pending_lookups import PendingLookups
+from cell_conductor.recovery.cell_recovery import CellRecovery
+from cell_conductor.recovery.known_reader import KnownReader
+from cell_conductor.recovery.machine_listing import MachineCollector
+from cell_conductor.recovery.record_reconciler import RecordReconciler
 from cell_conductor.reports.listings import HostListings
 from cell_conductor.request_handlers import RequestHandlers
 from cell_conductor.state.database_marks import Stated
@@ -23,6 +33,7 @@ from cell_conductor.state.lease import Lease, LeaseState
 from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineKind
 from cell_conductor.store.keyed_tables import DecidedMachine
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from cell_conductor.store.port import InstanceStore
 from tests.unit.cell_conductor.scenario import SPEC, UUID, host, selection
 
 
@@ -115,10 +126,6 @@ class Alone:
     async def load(self) -> None:
         """There is nothing on record."""
 
-    async def compare(self, *_: object) -> list[Any]:
-        """No host is fenced."""
-        return []
-
     def is_removed(self, service: str) -> bool:
         """No service is."""
         return False
@@ -133,12 +140,41 @@ ALONE: Any = Alone()
 
 def engine_of(**parts: Any) -> Engine:
     """An engine that is alone but for these."""
-    return Engine(**{"leases": ALONE, "fences": ALONE, "lookup": ALONE, **parts})
+    return Engine(**{"leases": ALONE, "marks": ALONE, "fences": ALONE, "lookups": PendingLookups(), **parts})
 
 
 def requests_of(engine: Any, clock: Clock, bus: Any = ALONE, **parts: Any) -> RequestHandlers:
     """Handlers of requests that are alone but for these."""
-    return RequestHandlers(engine, clock, bus, **{"fences": ALONE, "leases": ALONE, **parts})
+    return RequestHandlers(engine, clock, bus, **{"fences": ALONE, "fence_controller": ALONE, "leases": ALONE, **parts})
+
+
+def leases_of(store: Any, bus: Any, clock: Clock, config: ConductorConfig) -> tuple[LeaseController, StatedMarks]:
+    """The leases of a conductor, and what it hears of its database."""
+    table = LeaseTable(config.missed_heartbeats)
+    marks, publisher = StatedMarks(table, store, clock), ServiceStatePublisher(table, bus, clock=clock, cell="c1")
+    leases = LeaseController(
+        store, bus, table, marks=marks, publisher=publisher, clock=clock, config=config, cell="c1", process="p"
+    )
+    return leases, marks
+
+
+def recovery_of(
+    store: InstanceStore,
+    bus: Bus,
+    relay: Any,
+    *,
+    clock: Clock,
+    config: ConductorConfig,
+    known: KnownReader,
+    leases: Any,
+    fences: Any,
+) -> CellRecovery:
+    """The recovery of a conductor. leases: what it hears of its database as well."""
+    parts: dict[str, Any] = {"clock": clock, "config": config, "leases": leases}
+    told, context = {**parts, "marks": leases, "fences": fences}, context_of(config, bus.name)
+    collector = MachineCollector(store, bus, **parts)
+    reconciler = RecordReconciler(store, bus, relay, context=context, **told)
+    return CellRecovery(store, collector=collector, known=known, reconciler=reconciler, **told)
 
 
 def beat(service: str, epoch: int, sequence: int, **other: Any) -> Heartbeat:
@@ -169,7 +205,8 @@ class Told:
 def hosts_of(*parts: Any, **named: Any) -> HostHandlers:
     """Handlers of reports that are alone but for these."""
     told: Any = Told(**{name: named.pop(name) for name in ("leases", "up", "superseded", "gone") if name in named})
-    return HostHandlers(*parts, leases=told, **{"listings": HostListings(), "fences": ALONE, **named})
+    alone = {"listings": HostListings(), "lookups": PendingLookups(), "fences": ALONE, "marks": ALONE}
+    return HostHandlers(*parts, leases=told, **{**alone, **named})
 
 
 BUILD = CellBuild(spec=SPEC, selections=(selection(1), selection(2)), consumer_generation=7, requested_at=1.0)
