@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import structlog
@@ -16,7 +16,7 @@ from bus.retrying import Retrying, RetryPolicy
 from compute_agent import metrics
 from compute_agent.attempts.jobs import Chain, Jobs
 from compute_agent.attempts.results import Results
-from compute_agent.driver import Driver, DriverUnavailable, MachineProtected, NotOwned
+from compute_agent.driver import Driver, DriverUnavailable, Machine, MachineProtected, NotOwned
 from compute_agent.hosts.scan import is_of_attempt
 from compute_agent.records.attempt import (
     AttemptPhase,
@@ -30,7 +30,8 @@ from compute_agent.records.records import HostAttemptRow, Key, Records
 
 log = structlog.get_logger()
 
-# A destruction is repeated as often as the service's limits allow, a look at the machine before it until it succeeds.
+# A destruction is repeated as often as the service's limits allow, and so is a look before it that has not shown the
+# host; a look that the driver has not answered, until it does.
 DESTROY = RetryPolicy(first_s=0.2, longest_s=30.0, least=0.0)
 DESTROY_RETRY_S = 60.0  # the interval at which failed destructions are tried again
 MAX_DESTROY_RETRIES = (
@@ -80,8 +81,7 @@ class Destroys:
                 self._results.send_result(key, known)
                 return None
             if check is DestroyAction.VERIFY:
-                looking = self._jobs.without_build(key)
-                self._jobs.start(key, looking, self._verify_then_destroy(key, looking, command, known))
+                self._start_check(key, command, known)
                 return None
         action, entry = on_destroy(known, command.attempt, command.database_id)
         self._actions[action].inc()
@@ -160,29 +160,53 @@ class Destroys:
             return key in self._failed or (entry is not None and entry.phase is AttemptPhase.DESTROYING)
         return chain.clearing or entry is None or entry.phase is not AttemptPhase.BUILDING
 
+    def _start_check(self, key: Key, command: Destroy, known: HostAttempt | None) -> None:
+        chain = self._jobs.chain(key)
+        if chain is not None and command in chain.checks:
+            return
+        chain = self._jobs.without_build(key)
+        chain.checks.add(command)
+        self._jobs.start(key, chain, self._verify_then_destroy(key, chain, command, known))
+
     async def _verify_then_destroy(self, key: Key, chain: Chain, command: Destroy, known: HostAttempt | None) -> None:
         """Handle a Destroy of what is not on record: the machine's own tag shows whether the attempt is complete,
         which is then recorded.
         """
-        # A recovery commands about a leftover only once.
         async with chain.lock:
-            listed = await self._looking.call(
-                partial(self._driver.list, (key[0],)),
-                lambda error: isinstance(error, DriverUnavailable),
-                on_failure=lambda fault, _: log.warning(
-                    "destroy.not_checked", instance=key[1], cause=key[1], host=key[0], reason=str(fault)
-                ),
-            )
+            machines = await self._look(key)
+            chain.checks.discard(command)
             entry = HostAttempt(command.attempt, AttemptPhase.RUNNING, database_id=command.database_id)
             if known is not None:
                 entry = replace(entry, max_ended_attempt=known.max_ended_attempt, project=known.project)
             if self._records.get(key) is not known:  # another command has arrived meanwhile
                 self._handle_again(command)
-            elif any(m.instance_uuid == key[1] and m.built and is_of_attempt(entry, m) for m in listed.get(key[0], ())):
+            elif machines is None:  # it may be complete: its conductor repeats the command, or decides by a report
+                self._log_not_checked(key, "the driver does not list the host")
+            elif any(m.instance_uuid == key[1] and m.built and is_of_attempt(entry, m) for m in machines):
                 self._records.put(key, entry)
                 self._results.send_result(key, entry)
             else:
                 self._handle_again(replace(command, keep_if_complete=False))
+
+    async def _look(self, key: Key) -> Sequence[Machine] | None:
+        """The machines on this host now; None: the driver has left it out each time, which proves nothing."""
+        machines: Sequence[Machine] | None = None
+
+        async def is_seen() -> bool:
+            nonlocal machines
+            listed = await self._looking.call(  # a recovery commands about a leftover only once
+                partial(self._driver.list, (key[0],)),
+                lambda error: isinstance(error, DriverUnavailable),
+                on_failure=lambda fault, _: self._log_not_checked(key, str(fault)),
+            )
+            machines = listed.get(key[0])
+            return machines is not None
+
+        await self._destroying.until(is_seen)
+        return machines
+
+    def _log_not_checked(self, key: Key, reason: str) -> None:
+        log.warning("destroy.not_checked", instance=key[1], cause=key[1], host=key[0], reason=reason)
 
     def _handle_again(self, command: Destroy) -> None:
         row = self.handle(command)

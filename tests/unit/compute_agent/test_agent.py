@@ -570,6 +570,51 @@ async def test_a_host_that_cannot_be_read_is_read_again_until_it_can(
     assert driver.machines == ({KEY: 1} if complete else {})
 
 
+class Skipping(Scripted):
+    """Its next lists of a host leave that host out."""
+
+    skips = 0
+    looks = 0
+
+    async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
+        self.looks += 1
+        if hosts is None or not self.skips:
+            return await super().list(hosts)
+        self.skips -= 1
+        return {}
+
+
+async def test_a_complete_machine_stays_whose_host_is_left_out() -> None:
+    """Ironic's list leaves out a node that cannot be read, or has another service's tag: its machine was undeployed."""
+    driver = Skipping()
+    service = await started(driver)
+    driver.machines[KEY], driver.skips, driver.looks = 1, DESTROY_ATTEMPTS, 0
+    await service.carry_out(ENDED, ENDED)
+    assert (driver.machines, driver.destroys, service.results) == ({KEY: 1}, 0, [])
+    assert service.records.get(KEY) is None
+    assert driver.looks == DESTROY_ATTEMPTS, "it gives up, and the repeat has not looked once more"
+    await service.carry_out(ENDED)
+    assert [one.outcome for one in service.results] == [ComputeOutcome.ACTIVE]
+
+
+@pytest.mark.parametrize("complete", [True, False])
+async def test_a_host_that_is_left_out_is_looked_at_again(complete: bool) -> None:
+    driver = Skipping()
+    service = await started(driver)
+    driver.machines, driver.skips = ({KEY: 1} if complete else {}), DESTROY_ATTEMPTS - 1
+    await service.carry_out(ENDED)
+    assert [one.outcome for one in service.results] == [ComputeOutcome.ACTIVE if complete else ComputeOutcome.DESTROYED]
+
+
+async def test_what_changes_the_record_while_a_host_is_left_out_counts() -> None:
+    driver = Skipping()
+    service = await started(driver)
+    driver.machines[KEY], driver.skips = 1, DESTROY_ATTEMPTS
+    await service.carry_out(ENDED, ENDED, destroy(0))
+    assert not driver.machines
+    assert {(one.attempt, one.outcome) for one in service.results} == {(1, ComputeOutcome.DESTROYED)}
+
+
 @pytest.mark.parametrize(
     ("call", "named"),
     [
