@@ -70,8 +70,8 @@ def _add_tasks(result: WorkerRuntime, env: Environment, parts: ComputeServicePar
     result.add_task("announcements", parts.reporter.report_hosts)
     result.add_task("inventory", parts.inventory.report)
     result.add_task("host conflicts", parts.host_conflicts.report_refused)
-    result.add_task("jobs", parts.agent.watch)
-    result.add_task("destructions", parts.agent.retry_destroys)
+    result.add_task("jobs", parts.jobs.watch)
+    result.add_task("destructions", parts.destroys.retry)
     if (measuring := parts.measuring()) is not None:
         result.add_task("measuring", measuring.run)
     if (waiting := parts.waiting()) is not None:

@@ -52,6 +52,7 @@ class ComputeHandlers:
         on_heartbeat: Callable[[Heartbeat], None],
         superseded: Callable[..., None],
         on_barrier: Callable[[QueueBarrier, Sequence[Key]], None],
+        pending_destroys: Callable[[], Sequence[Key]],
         reserve: Callable[[ReserveMachines], Awaitable[None]],
         on_rescan: Callable[[RescanHosts], None],
         look_up: Callable[[LookUpMachines], Awaitable[MachineLookupResult]],
@@ -68,6 +69,7 @@ class ComputeHandlers:
         self._on_heartbeat = on_heartbeat
         self._on_superseded = superseded
         self._on_barrier = on_barrier
+        self._pending_destroys = pending_destroys
         self._reserve = reserve
         self._on_rescan = on_rescan
         self._look_up = look_up
@@ -106,7 +108,7 @@ class ComputeHandlers:
         for place, query in queries:
             outcomes[place] = await self._answer(query)
         for barrier in barriers:
-            self._on_barrier(barrier, self._agent.pending_destroys())
+            self._on_barrier(barrier, self._pending_destroys())
         return outcomes
 
     def _refusal(self, received: Received) -> Refuse | None:

@@ -16,7 +16,10 @@ from bus.contracts.base import reason_of
 from bus.retrying import Retrying, RetryPolicy
 from bus.service.settings import SettingsError
 from compute_agent.attempts.agent import Agent, Limits
+from compute_agent.attempts.destroys import Destroys
+from compute_agent.attempts.jobs import Jobs
 from compute_agent.attempts.result_publisher import ResultSender
+from compute_agent.attempts.results import Results
 from compute_agent.config import ComputeConfig
 from compute_agent.driver import DriverUnavailable, MeasuringDriver, WaitingDriver
 from compute_agent.driver_guard import isolate_driver
@@ -84,6 +87,10 @@ class ComputeServiceParts:
         )
         self.scanner = MachineScanner(self.driver, self.records, on_listed=self.quarantine.drop_absent)
         self.lookup = MachineLookup(service=service, driver=self.driver, records=self.records, scanner=self.scanner)
+        self.jobs = Jobs()
+        self._send = self._driver_parts.wrap_sender(self.announcer.send)
+        self._results = Results(service, self._send, self.clock, self.records)
+        self.destroys = self._destroys()
         self.agent = self._agent()
         self.reporter = self._reporter()
         self.inventory = self._inventory()
@@ -142,6 +149,19 @@ class ComputeServiceParts:
             on_ready=self.changes.on_host_changed,
         )
 
+    def _destroys(self) -> Destroys:
+        return Destroys(
+            service=self._service,
+            driver=self.driver,
+            records=self.records,
+            results=self._results,
+            jobs=self.jobs,
+            clock=self.clock,
+            rng=self._env.rng,
+            attempts=self._config.destroy_attempts,
+            on_done=self.startup_gate.on_destroys_done,
+        )
+
     def _agent(self) -> Agent:
         config = self._config
         return Agent(
@@ -149,19 +169,19 @@ class ComputeServiceParts:
             driver=self.driver,
             records=self.records,
             scanner=self.scanner,
-            send=self._driver_parts.wrap_sender(self.announcer.send),
+            jobs=self.jobs,
+            results=self._results,
+            destroys=self.destroys,
+            send=self._send,
             clock=self.clock,
-            rng=self._env.rng,
             limits=Limits(
                 per_host=config.max_builds_per_host,
                 builds=config.max_builds,
                 accepted=config.max_accepted,
                 build_s=config.max_build_s,
-                destroy_attempts=config.destroy_attempts,
             ),
             on_failures=self.changes.on_failures_changed,
             on_accepted=self._driver_parts.on_accepted,
-            on_destroys_done=self.startup_gate.on_destroys_done,
             started=self.startup_gate.opened,
             owner_of=self.host_conflicts.owner_of,
         )
@@ -172,8 +192,8 @@ class ComputeServiceParts:
             driver=self.driver,
             records=self.records,
             scanner=self.scanner,
-            is_busy=self.agent.is_busy,
-            pending_destroys=self.agent.pending_destroys,
+            is_busy=self.destroys.is_busy,
+            pending_destroys=self.destroys.pending,
         )
 
     def _reporter(self) -> Reporter:
@@ -216,6 +236,7 @@ class ComputeServiceParts:
             on_heartbeat=self.name.on_heartbeat,
             superseded=self.reporter.on_superseded,
             on_barrier=self.startup_gate.on_barrier,
+            pending_destroys=self.destroys.pending,
             reserve=self.quarantine.reserve,
             on_rescan=self.changes.on_rescan,
             look_up=self.lookup.look_up,
@@ -283,13 +304,13 @@ class ComputeServiceParts:
         """Let builds end within the grace time (seconds), publish all results and the departure. Unfinished builds stay
         on record.
         """
-        await self.agent.stop(min(STOP_GRACE_S, grace_s / 2))
+        await self.jobs.stop(min(STOP_GRACE_S, grace_s / 2))
         await self.announcer.flush(min(FLUSH_S, grace_s / 2))
         await self.reporter.leave()
 
     async def close(self) -> None:
         """Stop at once."""
-        await self.agent.stop(0)
+        await self.jobs.stop(0)
         await self.driver.close()
         self._driver_parts.close()
         self.records.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import structlog
 
+from bus.contracts.cell import Destroy
 from compute_agent.records.records import Key
 
 log = structlog.get_logger()
@@ -18,23 +19,25 @@ class Chain:
     cancel. answers: attempts whose Destroy the next job that has cleared the host of them answers.
     """
 
-    # clearing: that build has yet to clear away an older attempt.
+    # clearing: that build has yet to clear away an older attempt. checks: the commands for which the host is yet to be
+    # looked at; a repeat of one of them adds no job.
 
-    __slots__ = ("answers", "build", "clearing", "jobs", "lock")
+    __slots__ = ("answers", "build", "checks", "clearing", "jobs", "lock")
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.jobs = 0
         self.build: asyncio.Task[None] | None = None
         self.answers: set[int] = set()
+        self.checks: set[Destroy] = set()
         self.clearing = False
 
 
 class Jobs:
-    """The chains that have work, and the tasks that do it. None of them may fail. on_idle: a chain has no work left."""
+    """The chains that have work, and the tasks that do it. None of them may fail."""
 
-    def __init__(self, on_idle: Callable[[Key], None] = lambda _: None) -> None:
-        self._on_idle = on_idle
+    def __init__(self) -> None:
+        self.on_idle: Callable[[Key], None] = lambda _: None  # called when a chain has no work left
         self.tasks: set[asyncio.Task[None]] = set()
         self._chains: dict[Key, Chain] = {}
         self._faults: list[BaseException] = []
@@ -69,7 +72,7 @@ class Jobs:
             chain.jobs -= 1
             if not chain.jobs and self._chains.get(key) is chain:
                 del self._chains[key]
-                self._on_idle(key)
+                self.on_idle(key)
             if not task.cancelled() and (fault := task.exception()) is not None:
                 self._report(fault)
 
@@ -88,7 +91,9 @@ class Jobs:
         raise self._faults[0]
 
     async def stop(self, grace_s: float) -> None:
-        """Let running jobs end within the grace time (seconds), then cancel the rest."""
+        """Let running jobs end within the grace time (seconds), then cancel the rest; builds are on record for the next
+        start.
+        """
         if self.tasks and grace_s > 0:
             await asyncio.wait(self.tasks, timeout=grace_s)
         tasks = list(self.tasks)

@@ -24,7 +24,7 @@ from cell_conductor.state.instance import State
 from cell_conductor.state.step import Step
 from cell_conductor.store.fence_rows import FenceStore
 from cell_conductor.table import Rule
-from compute_agent.attempts import agent
+from compute_agent.attempts import agent, destroys
 from compute_agent.drivers.ironic.machine_change import NodeChange
 from ironic_sync.domain import position
 from scheduler_worker.action.destination import DestinationChooser
@@ -116,16 +116,16 @@ def survived_machine_kept() -> AbstractContextManager[Any]:
 
 def survived_machine_kept_for_good() -> AbstractContextManager[Any]:
     """As `survived_machine_kept`, and nothing is looked for that is ordered destroyed again: each alone ends it."""
-    decide = agent.on_destroy
+    decide = destroys.on_destroy
 
     def on_destroy(entry: Any, attempt: int, database_id: str | None = None) -> Any:
-        if entry is not None and entry.phase is agent.AttemptPhase.GONE:
-            return agent.DestroyAction.STALE, entry
+        if entry is not None and entry.phase is destroys.AttemptPhase.GONE:
+            return destroys.DestroyAction.STALE, entry
         return decide(entry, attempt, database_id)
 
     both = ExitStack()
     both.enter_context(survived_machine_kept())
-    both.enter_context(patch.object(agent, "on_destroy", on_destroy))
+    both.enter_context(patch.object(destroys, "on_destroy", on_destroy))
     return both
 
 

@@ -24,7 +24,7 @@ from bus.transport import BusUnavailable
 from cell_conductor import engine
 from cell_conductor.engine import Engine
 from cell_conductor.reports.listings import NewestReports
-from compute_agent.attempts.agent import Agent
+from compute_agent.attempts.destroys import Destroys
 from placement_worker.domain import claims
 from scheduler_worker.build import admission, claim_answer, dispatcher, recovered_claim
 from scheduler_worker.build import placer as placing
@@ -128,7 +128,7 @@ def draining_acknowledges() -> AbstractContextManager[Any]:
 
 def destroys_given_up() -> AbstractContextManager[Any]:
     """A compute service does not try again by itself to destroy a machine that it could not destroy at once."""
-    return patch.object(Agent, "resume_destroys", lambda self: None)
+    return patch.object(Destroys, "resume_failed", lambda self: None)
 
 
 def whatever_is_held_is_what_was_claimed() -> AbstractContextManager[Any]:

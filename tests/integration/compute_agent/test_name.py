@@ -202,7 +202,7 @@ async def test_a_returning_service_offers_a_host_when_it_has_destroyed_what_is_l
     cell: Cell, unavailable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where its driver did not answer for so long that the destruction was given up and is taken up later."""
-    monkeypatch.setattr("compute_agent.attempts.agent.DESTROY_RETRY_S", 0.05)
+    monkeypatch.setattr("compute_agent.attempts.destroys.DESTROY_RETRY_S", 0.05)
     fleet = planned(OFFERING_SETTINGS)
     first, second = hosts_of(fleet)
     driver, instance = await returned(cell, fleet, unavailable=unavailable)

@@ -100,7 +100,7 @@ async def test_commands_are_answered(
 class Late(SystemClock):
     """Waits of LATE_S end when a test ends them."""
 
-    LATE_S = 61.0  # as long as no other wait: `Agent.retry_destroys` waits 60 s, again and again
+    LATE_S = 61.0  # as long as no other wait: `Destroys.retry` waits 60 s, again and again
 
     def __init__(self) -> None:
         self.enough = asyncio.Event()

@@ -11,6 +11,9 @@ from berth.config.settings import ComputeSettings
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.cell import ComputeResult, Destroy, Spawn
 from compute_agent.attempts.agent import Agent, Limits
+from compute_agent.attempts.destroys import Destroys
+from compute_agent.attempts.jobs import Jobs
+from compute_agent.attempts.results import Results
 from compute_agent.hosts.scan import MachineScanner
 from compute_sim.config import SimulatedConfig
 from compute_sim.driver import SimulatedDriver
@@ -39,16 +42,29 @@ async def main(state_dir: str) -> None:
     fleet = planned(settings)
     fleet.records.open()
     fleet.open()
-    limits = Limits(per_host=10, builds=1000, accepted=1000, build_s=60, destroy_attempts=3)
+    limits = Limits(per_host=10, builds=1000, accepted=1000, build_s=60)
     driver = SimulatedDriver(fleet, FAULTS, seed=1, clock=clock)
+    jobs, results = Jobs(), Results(SERVICE, answered, clock, fleet.records)
+    destroys = Destroys(
+        service=SERVICE,
+        driver=driver,
+        records=fleet.records,
+        results=results,
+        jobs=jobs,
+        clock=clock,
+        rng=random.Random(1),
+        attempts=3,
+    )
     agent = Agent(
         service=SERVICE,
         driver=driver,
         records=fleet.records,
         scanner=MachineScanner(driver, fleet.records),
+        jobs=jobs,
+        results=results,
+        destroys=destroys,
         send=answered,
         clock=clock,
-        rng=random.Random(1),
         limits=limits,
     )
     await agent.resume()

@@ -14,7 +14,9 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome, ComputeResult, Destroy, InstanceSpec, Spawn
 from compute_agent.attempts.agent import Agent, Limits
+from compute_agent.attempts.destroys import Destroys
 from compute_agent.attempts.jobs import Chain, Jobs
+from compute_agent.attempts.results import Results
 from compute_agent.driver import (
     Build,
     BuildAbort,
@@ -40,7 +42,8 @@ from tests.kit.waiting import until
 
 HOSTS = tuple(f"00000000-0000-4000-8000-00000000000{n}" for n in range(2))
 INSTANCES = tuple(f"00000000-0000-4000-9000-00000000000{n}" for n in range(3))
-LIMITS = Limits(per_host=10, builds=100, accepted=100, build_s=30.0, destroy_attempts=3)
+LIMITS = Limits(per_host=10, builds=100, accepted=100, build_s=30.0)
+DESTROY_ATTEMPTS = 3
 
 
 class Instant(SystemClock):
@@ -147,22 +150,36 @@ class Service:
         self.driver = driver
         called = isolate_driver(driver)
         self.scanner = MachineScanner(called, self.records)
+        self.jobs, clock = Jobs(), Instant()
+        results = Results("s", self.results.append, clock, self.records)
+        self.destroys = Destroys(
+            service="s",
+            driver=called,
+            records=self.records,
+            results=results,
+            jobs=self.jobs,
+            clock=clock,
+            rng=random.Random(1),
+            attempts=DESTROY_ATTEMPTS,
+        )
         self.agent = Agent(
             service="s",
             driver=called,
             records=self.records,
             scanner=self.scanner,
+            jobs=self.jobs,
+            results=results,
+            destroys=self.destroys,
             send=self.results.append,
-            clock=Instant(),
-            rng=random.Random(1),
+            clock=clock,
             limits=limits,
         )
 
     async def rest(self) -> None:
         """Until nothing is under way."""
         async with asyncio.timeout(20):
-            while self.agent._jobs.tasks:
-                await asyncio.wait(self.agent._jobs.tasks)
+            while self.jobs.tasks:
+                await asyncio.wait(self.jobs.tasks)
 
     async def carry_out(self, *commands: Spawn | Destroy) -> None:
         """Take the commands, and come to rest."""
@@ -217,7 +234,7 @@ async def _any_order(steps: list[object], seed: int) -> None:
             for _ in range(step):
                 await asyncio.sleep(0)
         elif step == "restart":
-            await service.agent.stop(0)
+            await service.jobs.stop(0)
             results += service.results
             service = await started(driver, service.records)
         else:
@@ -296,15 +313,15 @@ async def test_a_host_may_be_offered_while_the_build_after_a_clearance_goes_on()
     driver = Scripted()
     service = Service(driver)
     settled: list[Key] = []
-    service.agent._on_destroys_done = settled.append
+    service.destroys._on_done = settled.append
     await service.agent.resume()
     await service.carry_out(spawn(0, 1))
     settled.clear()
     driver.gate = asyncio.Event()
     service.agent.handle([spawn(0, 2)])
-    assert service.agent.pending_destroys() == [(HOSTS[0], INSTANCES[0])]
+    assert service.destroys.pending() == [(HOSTS[0], INSTANCES[0])]
     await until(lambda: driver.building.get(HOSTS[0], 0) > 0)
-    assert settled == [(HOSTS[0], INSTANCES[0])] and service.agent.pending_destroys() == []
+    assert settled == [(HOSTS[0], INSTANCES[0])] and service.destroys.pending() == []
     driver.gate.set()
     await service.rest()
 
@@ -312,7 +329,7 @@ async def test_a_host_may_be_offered_while_the_build_after_a_clearance_goes_on()
 async def test_builds_of_one_host_are_bounded_and_do_not_hold_up_another() -> None:
     driver = Scripted()
     driver.gate = asyncio.Event()
-    service = await started(driver, limits=Limits(per_host=2, builds=3, accepted=100, build_s=30, destroy_attempts=1))
+    service = await started(driver, limits=Limits(per_host=2, builds=3, accepted=100, build_s=30))
     service.agent.handle([spawn(0), spawn(1), spawn(2), spawn(0, host=1)])
     for _ in range(10):  # turns of the loop are enough: nothing waits for time
         await asyncio.sleep(0)
@@ -325,7 +342,7 @@ async def test_builds_of_one_host_are_bounded_and_do_not_hold_up_another() -> No
 async def test_too_many_accepted_builds_are_sent_elsewhere() -> None:
     driver = Scripted()
     driver.gate = asyncio.Event()
-    service = await started(driver, limits=Limits(per_host=1, builds=1, accepted=2, build_s=30, destroy_attempts=1))
+    service = await started(driver, limits=Limits(per_host=1, builds=1, accepted=2, build_s=30))
     service.agent.handle([spawn(0), spawn(1), spawn(2)])
     assert [(r.instance_uuid, r.code) for r in service.results] == [(INSTANCES[2], "service.busy")]
     driver.gate.set()
@@ -338,14 +355,14 @@ async def test_a_drivers_bug_in_a_destruction_is_tried_again_and_ends_no_service
     """The destruction is on record: it would have ended each later start of the service as well."""
     driver = Scripted()
     service = await started(driver)
-    watching = asyncio.create_task(service.agent.watch())
+    watching = asyncio.create_task(service.jobs.watch())
     await service.carry_out(spawn(0))
     driver.destroy_bug = ZeroDivisionError("oops")
     await service.carry_out(destroy(0))
     assert not watching.done()
     assert service.results[-1].code == "destroy.failed"
     driver.destroy_bug = None
-    service.agent.resume_destroys()
+    service.destroys.resume_failed()
     await service.rest()
     assert service.results[-1].outcome is ComputeOutcome.DESTROYED
     watching.cancel()
@@ -367,7 +384,7 @@ async def test_a_drivers_bug_costs_its_build_and_no_more() -> None:
 async def test_a_build_that_takes_too_long_is_given_up() -> None:
     driver = Scripted()
     driver.gate = asyncio.Event()
-    service = await started(driver, limits=Limits(per_host=1, builds=1, accepted=2, build_s=0.0, destroy_attempts=1))
+    service = await started(driver, limits=Limits(per_host=1, builds=1, accepted=2, build_s=0.0))
     await service.carry_out(spawn(0))
     assert [r.code for r in service.results] == ["build.timeout"]
 
@@ -394,7 +411,7 @@ async def test_what_could_not_be_destroyed_is_taken_up_again_without_a_command()
     assert service.results[-1].code == "destroy.failed" and len(driver.machines) == 2
     done = asyncio.Event()
     service.agent._results._send = lambda result: done.set() if result.outcome is ComputeOutcome.DESTROYED else None
-    insisting = asyncio.create_task(service.agent.retry_destroys())
+    insisting = asyncio.create_task(service.destroys.retry())
     async with asyncio.timeout(20):
         await done.wait()
     insisting.cancel()
@@ -409,7 +426,7 @@ async def test_a_newer_attempt_is_not_taken_for_what_could_not_be_destroyed() ->
     await service.carry_out(destroy(0))
     await service.carry_out(spawn(0, 2))
     destroys_before = driver.destroys
-    service.agent.resume_destroys()
+    service.destroys.resume_failed()
     await service.rest()
     assert driver.machines == {(HOSTS[0], INSTANCES[0]): 2} and driver.destroys == destroys_before
 
@@ -551,6 +568,51 @@ async def test_a_host_that_cannot_be_read_is_read_again_until_it_can(
     await service.carry_out(ENDED)
     assert [one.outcome for one in service.results] == [ComputeOutcome.ACTIVE if complete else ComputeOutcome.DESTROYED]
     assert driver.machines == ({KEY: 1} if complete else {})
+
+
+class Skipping(Scripted):
+    """Its next lists of a host leave that host out."""
+
+    skips = 0
+    looks = 0
+
+    async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
+        self.looks += 1
+        if hosts is None or not self.skips:
+            return await super().list(hosts)
+        self.skips -= 1
+        return {}
+
+
+async def test_a_complete_machine_stays_whose_host_is_left_out() -> None:
+    """Ironic's list leaves out a node that cannot be read, or has another service's tag: its machine was undeployed."""
+    driver = Skipping()
+    service = await started(driver)
+    driver.machines[KEY], driver.skips, driver.looks = 1, DESTROY_ATTEMPTS, 0
+    await service.carry_out(ENDED, ENDED)
+    assert (driver.machines, driver.destroys, service.results) == ({KEY: 1}, 0, [])
+    assert service.records.get(KEY) is None
+    assert driver.looks == DESTROY_ATTEMPTS, "it gives up, and the repeat has not looked once more"
+    await service.carry_out(ENDED)
+    assert [one.outcome for one in service.results] == [ComputeOutcome.ACTIVE]
+
+
+@pytest.mark.parametrize("complete", [True, False])
+async def test_a_host_that_is_left_out_is_looked_at_again(complete: bool) -> None:
+    driver = Skipping()
+    service = await started(driver)
+    driver.machines, driver.skips = ({KEY: 1} if complete else {}), DESTROY_ATTEMPTS - 1
+    await service.carry_out(ENDED)
+    assert [one.outcome for one in service.results] == [ComputeOutcome.ACTIVE if complete else ComputeOutcome.DESTROYED]
+
+
+async def test_what_changes_the_record_while_a_host_is_left_out_counts() -> None:
+    driver = Skipping()
+    service = await started(driver)
+    driver.machines[KEY], driver.skips = 1, DESTROY_ATTEMPTS
+    await service.carry_out(ENDED, ENDED, destroy(0))
+    assert not driver.machines
+    assert {(one.attempt, one.outcome) for one in service.results} == {(1, ComputeOutcome.DESTROYED)}
 
 
 @pytest.mark.parametrize(

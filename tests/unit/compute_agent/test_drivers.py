@@ -502,7 +502,7 @@ class Owing:
         self.offering = StartupGate(
             bus, service="s", records=records, clock=SystemClock(), on_ready=self.offered.extend
         )
-        self.service.agent._on_destroys_done = self.offering.on_destroys_done
+        self.service.destroys._on_done = self.offering.on_destroys_done
 
     async def gives_up(self) -> None:
         """The marker comes back while it tries, and then it has tried often enough."""
@@ -510,7 +510,7 @@ class Owing:
         await self.service.carry_out(spawn(0))
         self.driver.failures = TRIES
         self.service.agent.handle([destroy(0)])
-        self.offering.on_barrier(QueueBarrier(service="s", epoch=0), self.service.agent.pending_destroys())
+        self.offering.on_barrier(QueueBarrier(service="s", epoch=0), self.service.destroys.pending())
         await self.service.rest()
         assert self.service.results[-1].code == "destroy.failed"
         assert not self.offering.is_ready(HOSTS[0]) and self.offering.is_ready(HOSTS[1])
@@ -522,7 +522,7 @@ async def test_a_host_is_offered_when_what_was_given_up_is_destroyed_by_a_furthe
     await here.gives_up()
     await here.service.carry_out(destroy(0))
     assert here.service.results[-1].outcome is ComputeOutcome.DESTROYED
-    assert here.offering.is_ready(HOSTS[0]) and here.offered == [HOSTS[0]] and not here.service.agent.pending_destroys()
+    assert here.offering.is_ready(HOSTS[0]) and here.offered == [HOSTS[0]] and not here.service.destroys.pending()
 
 
 async def test_a_host_is_offered_when_a_newer_attempt_has_cleared_away_what_was_given_up() -> None:
@@ -530,7 +530,7 @@ async def test_a_host_is_offered_when_a_newer_attempt_has_cleared_away_what_was_
     await here.gives_up()
     await here.service.carry_out(spawn(0, 2))
     assert here.driver.machines == {KEY: 2}
-    assert here.offering.is_ready(HOSTS[0]) and not here.service.agent.pending_destroys()
+    assert here.offering.is_ready(HOSTS[0]) and not here.service.destroys.pending()
 
 
 async def test_a_host_is_offered_when_nothing_is_owed_there_any_more_though_nothing_was_cleared_away() -> None:
@@ -541,15 +541,15 @@ async def test_a_host_is_offered_when_nothing_is_owed_there_any_more_though_noth
     await here.service.carry_out(spawn(0, 2))
     entry = here.service.records.get(KEY)
     assert entry is not None and entry.phase is AttemptPhase.FAILED
-    here.service.agent.resume_destroys()
+    here.service.destroys.resume_failed()
     await here.service.rest()
-    assert here.offering.is_ready(HOSTS[0]) and not here.service.agent.pending_destroys()
+    assert here.offering.is_ready(HOSTS[0]) and not here.service.destroys.pending()
 
 
 async def test_a_host_is_offered_when_the_service_itself_has_destroyed_what_was_given_up() -> None:
     here = Owing()
     await here.gives_up()
-    here.service.agent.resume_destroys()
+    here.service.destroys.resume_failed()
     await here.service.rest()
     assert here.service.results[-1].outcome is ComputeOutcome.DESTROYED
-    assert here.offering.is_ready(HOSTS[0]) and not here.service.agent.pending_destroys()
+    assert here.offering.is_ready(HOSTS[0]) and not here.service.destroys.pending()

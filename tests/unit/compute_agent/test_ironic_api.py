@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from bus.clock import SystemClock
-from bus.contracts.cell import InstanceSpec
+from bus.contracts.cell import ComputeResult, Destroy, InstanceSpec
 from bus.contracts.deploy import NetworkRequest
+from compute_agent.attempts.destroys import Destroys
+from compute_agent.attempts.jobs import Jobs
+from compute_agent.attempts.results import Results
 from compute_agent.driver import Build, DriverOutage, DriverUnavailable
 from compute_agent.drivers.ironic.api import IronicApi
 from compute_agent.drivers.ironic.config import IronicConfig
@@ -149,6 +154,40 @@ async def test_pages_go_on_behind_nodes_that_cannot_be_read() -> None:
 
     made = await api(answer)
     assert [node.uuid for node in await made.nodes()] == [NODE, INSTANCE]
+    await made.close()
+
+
+@pytest.mark.parametrize("service", ["s", "former"])
+async def test_a_complete_machine_stays_on_a_node_that_the_list_leaves_out(service: str) -> None:
+    """It was undeployed by a command that was to spare it: the node that is read for that has the database's tag."""
+    tag = {"database_id": DATABASE_ID, "cell": "c1", "service": service, "instance": INSTANCE, "attempt": 1}
+    node = {"uuid": NODE, "provision_state": "active", "instance_uuid": INSTANCE, "instance_info": {"berth": tag}}
+    listed = {**node, "maintenance": "perhaps"} if service == "s" else node  # it cannot be read
+    requested: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        requested.append(request.method)
+        one = request.url.path.endswith(NODE)
+        return httpx.Response(200, json=node if one else {"nodes": [listed, {"uuid": OTHER}]})
+
+    made, records, sent = await driver(answer), Records(), list[ComputeResult]()
+    jobs, clock = Jobs(), Slept()
+    destroys = Destroys(
+        service="s",
+        driver=made,
+        records=records,
+        results=Results("s", sent.append, clock, records),
+        jobs=jobs,
+        clock=clock,
+        rng=random.Random(1),
+        attempts=2,
+    )
+    command = Destroy(instance_uuid=INSTANCE, attempt=1, host_uuid=NODE, service="s", database_id=DATABASE_ID)
+    destroys.handle(replace(command, keep_if_complete=True))
+    async with asyncio.timeout(20):
+        while jobs.tasks:
+            await asyncio.wait(jobs.tasks)
+    assert (requested, sent) == (["GET", "GET"], [])
     await made.close()
 
 

@@ -229,7 +229,7 @@ async def test_a_command_is_acknowledged_and_a_result_published_when_its_record_
     handlers = ComputeHandlers(
         story, service="s", wait_for_capacity=story.wait_for_capacity, on_report_requested=nothing,
         on_heartbeat=nothing, superseded=nothing,
-        on_barrier=nothing, reserve=nothing, on_rescan=nothing, look_up=nothing,
+        on_barrier=nothing, pending_destroys=nothing, reserve=nothing, on_rescan=nothing, look_up=nothing,
         list_machines=nothing,
         sync=story.sync, may_predate_restore=lambda _: False,
     )  # type: ignore[arg-type]  # fmt: skip

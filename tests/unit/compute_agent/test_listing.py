@@ -38,8 +38,8 @@ def lister_of(service: Service) -> MachineLister:
         driver=service.driver,
         records=service.records,
         scanner=service.scanner,
-        is_busy=service.agent.is_busy,
-        pending_destroys=service.agent.pending_destroys,
+        is_busy=service.destroys.is_busy,
+        pending_destroys=service.destroys.pending,
     )
 
 

@@ -61,6 +61,7 @@ class Service:
             on_heartbeat=note,
             superseded=lambda **numbers: note(numbers),
             on_barrier=lambda marker, _owed: note(marker),
+            pending_destroys=lambda: [],
             reserve=asynchronously,
             on_rescan=note,
             look_up=asynchronously,
@@ -73,9 +74,6 @@ class Service:
 
     def handle(self, commands: Sequence[object]) -> None:
         self.done += commands
-
-    def pending_destroys(self) -> list[Any]:
-        return []
 
     def apply(self, members: object) -> None:
         self.done.append(members)

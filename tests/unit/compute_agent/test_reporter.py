@@ -477,6 +477,7 @@ class Rig:
             on_heartbeat=self.name.on_heartbeat,
             superseded=self.reporter.on_superseded,
             on_barrier=nothing,
+            pending_destroys=nothing,
             reserve=nothing,
             on_rescan=self.changes.on_rescan,
             look_up=nothing,
