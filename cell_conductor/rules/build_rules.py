@@ -1,4 +1,4 @@
-"""The rule of each transition: `rule(instance, event, context) -> Step`. The table selects the rule that applies."""
+"""The rules of a build, `rule(instance, event, context) -> Step`; the table has the rule of each state and event."""
 
 # A rule may be called late or twice; if an attempt or a host does not match, the rule changes nothing, or destroys a
 # machine that should not run. Commands are the contract's own messages, ready to be sent.
@@ -192,14 +192,14 @@ def time_out(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     fail.
     """
     # A deadline alone proves nothing: the answer may be on its way, or in the part that a restored database has lost.
-    # The conductor does not wait for a host that stays silent, and fences its attempt.
+    # The conductor does not wait for a host that stays silent: its attempt counts as ended.
     if not instance.queried:
         return Step(replace(instance, queried=True, deadline=event.at + context.answer_timeout_s), resend=True)
     return _fail_timed_out(instance, event, context)
 
 
 def fail_over_lost_service(instance: Instance, event: ServiceLost, context: StepContext) -> Step:
-    """Fence the attempt at its lost service without waiting, then claim the next alternate on another service."""
+    """End the attempt at its lost service without waiting, then claim the next alternate on another service."""
     # Without such an alternate the build waits for its deadline, in case the service comes back. A machine that the
     # lost service may have built, or still builds, belongs to an attempt that is over: when a report lists it, the
     # record proves that, and it is destroyed.
@@ -228,8 +228,8 @@ def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepConte
 
 def build_on_alternate(instance: Instance, event: Claimed, context: StepContext) -> Step:
     """An alternate is claimed: command it under the next attempt."""
-    # If it has been closed since it was requested, and another is not, nothing is commanded there, and that is claimed
-    # instead; without another one the build ends, unless its service is only down.
+    # If its host was closed after the request and another is open, nothing is commanded here, and the other is claimed.
+    # If none is open the build ends, unless only the service of its host is down.
     taken = _with_claim(instance, event)
     if closure_reason(taken, context) is None:
         return _spawn(taken, event.at, context)
@@ -246,7 +246,7 @@ def release_alternate(instance: Instance, event: Claimed, context: StepContext) 
 
 
 def no_alternate_left(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
-    """No alternate could be claimed: release, so that a late copy of the claim is fenced, and end as failed."""
+    """No alternate could be claimed: release, so that a late copy of the claim is refused, and end as failed."""
     # If another client holds the consumer, there is nothing of the instance to release.
     skipped = step.unclaimed_records(instance, event.outcomes, event.at)
     tried = replace(instance, history=instance.history + skipped)

@@ -1,6 +1,6 @@
-"""How moves are scheduled: check against the record, without locks; choose hosts of the same cell as for a build; write
-the request, its event and the command in one transaction, after a check that nothing has changed. Nothing is claimed
-here: the cell's conductor claims, in order.
+"""How actions are scheduled: check against the record, without locks; choose hosts as for a build, in the same cell;
+write the request, its event and the command in one transaction, after a check that nothing has changed. Nothing is
+claimed here: the cell's conductor claims, in order.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Chosen(Struct, frozen=True, kw_only=True):
 
 
 class ActionEngine:
-    """Schedules batches of moves. One per scheduler process."""
+    """Schedules batches of actions. One per scheduler process."""
 
     # Before the commit nothing has changed, so a request that is delivered again is processed again. A choice counts as
     # used for a few seconds, so that the next ones see it.
@@ -432,8 +432,8 @@ class ActionEngine:
         found: ActionContext,
         chosen: Chosen | None,
     ) -> Outcome:
-        """One move of a batch. before, found: the record when it was decided, and the one under the lock. chosen: None:
-        it was to be refused then.
+        """One action of a batch. before, found: the record when it was decided, and that under the lock. chosen: None
+        where `check` had a refusal or an answer then.
         """
         request, actor = pending.request, batch.actor
         result = self.check(pending, found)
