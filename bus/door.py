@@ -1,4 +1,4 @@
-"""Sends a request to queue `scheduler.door` when its project has its turn: for a program that serves several."""
+"""Sends requests of projects to queue `scheduler.door`, each project in its turn: for the web, which serves several."""
 
 from __future__ import annotations
 

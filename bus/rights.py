@@ -1,4 +1,4 @@
-"""What a worker publishes on a bus, one key of each kind: it tries these at its start."""
+"""Samples of what a worker publishes on a bus, one routing key of each kind: it tries these at its start."""
 
 from __future__ import annotations
 

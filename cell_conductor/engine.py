@@ -1,5 +1,6 @@
-"""The only place where an instance changes. Applies events in batches: lock, step, record with the outbox in one
-transaction, then send the requests to placement and step again. Several conductors may run side by side.
+"""The only place where an instance changes. Applies events in batches, in one transaction each: read, step, record with
+the outbox. It reads without locks at first, and with them after a conflict. Then it sends the requests to placement and
+steps again. Several conductors may run side by side.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def awaited_request_of(instance: Instance) -> AwaitedRequest | None:
         return Release(consumer=action.request_id, project_id=instance.spec.project_id, of_migration=True)
     if call is PlacementCall.RELEASE:
         # One attempt further than the last: a claim that was requested and never answered may still be on its way (a
-        # placement worker that waits for its database), and must be refused by the fence.
+        # placement worker that waits for its database), and must be refused as an ended attempt.
         return Release(consumer=instance.uuid, attempt=instance.next_attempt)
     return None
 

@@ -49,8 +49,8 @@ def step(instance: Instance, event: Event, context: StepContext) -> Step:
 
 def _without_protected(stepped: Step, at: float, context: StepContext) -> Step:
     """No host is commanded to destroy what an operator keeps there, nor to build another attempt in its place."""
-    # A record does not wait for it, either: it goes on as if the host had answered. But one that wants a machine which
-    # its host is to end unless it is complete waits for the host's report, which ends the decision
+    # A record does not wait for it, either: it goes on as if the host had answered. One case waits: the record still
+    # wants the machine, and its host is to end it unless it is complete. Then the host's report ends the decision
     # (`ReportGuard.delete_resolved`).
     after, commands = stepped.instance, stepped.commands
     for order in [one for one in commands if _is_protected(one, after, context)]:

@@ -76,7 +76,7 @@ class MetricsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     weights: Annotated[dict[MetricName, Ratio], Bound(max_length=32)] = {}
     """{metric: ratio}. A host weighs the sum of its metrics, each times its ratio."""
     required: bool = False
-    """Whether a host that lacks one of them takes no builds. `MetricsFilter` does that, so it must be enabled."""
+    """Whether the scheduler starts only with `MetricsFilter` enabled, which keeps hosts that lack one of them away."""
     weight_of_unavailable: float = -10_000.0
     """The weight of a host that lacks one of them."""
     max_age_s: Seconds = 900.0

@@ -1,4 +1,4 @@
-"""Build, delete and move requests: a batch in, an outcome for each message out."""
+"""Build, delete and action requests: a batch in, an outcome for each message out."""
 
 from __future__ import annotations
 

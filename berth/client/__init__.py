@@ -175,8 +175,8 @@ class BuildClient:
         """Publish each once, follow it from its intended time, and return an outcome for each: None when it was
         confirmed.
 
-        The messages that the broker refused (PublishRefused: its queue is full) or sent back (Unroutable) is nowhere,
-        so it is no longer followed. BusUnavailable: it may have arrived, so it is.
+        A message that the broker refused (PublishRefused: its queue is full) or returned (Unroutable) is nowhere: it is
+        no longer followed. After BusUnavailable it may have arrived, and is followed.
         """
         for request, at, flavor in zip(requests, intended_at, flavors, strict=True):
             watch = self._follow(request.instance_uuid, flavor, request.project_id, at)

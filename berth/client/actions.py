@@ -1,4 +1,4 @@
-"""A client of moves as any program could be one: send one request about one instance, and follow it to its end."""
+"""A client of actions as any program could be one: send a request about an instance, and follow it to its end."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ class BuildRequest(Message, MachineSpec, frozen=True, kw_only=True, forbid_unkno
     max_attempts: Annotated[int, Bound(ge=1, le=10)] | None = None
     # how long one attempt may take before the next alternate is tried
     build_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None
-    # whom it wants to be with or apart from; each member is held to the policy that its own request names, also where
-    # another named another, and no instance is moved for it
+    # whom it wants to be with or apart from; each member is held to the policy that its own request names, even if
+    # another member's request names another policy, and no instance is moved for it
     server_group: ServerGroup | None = None
     # instead, the name of a server group on record (`objects.change.v1`), of the request's project
     group: Label | None = None

@@ -68,11 +68,11 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
     requested_at: float = 0.0
     stage_times: StageTimes | None = None  # the stages so far
     server_group: ServerGroup | None = None  # the claims of alternates are held to its rule
-    # of the project, as in a claim. Others may meanwhile have taken what this build released before an alternate's
-    # claim.
+    # the quota of the project, as in a claim (Nova's limits are those of filters). Others may meanwhile have taken what
+    # this build released before an alternate's claim.
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
-    # the first. A later one is its cell's own, from before the schedulers' record of the build was lost; a cell without
-    # a record of the instance has then lost that, too.
+    # of the claim: 1 where a scheduler has made it. A higher one is the cell's own: the schedulers have lost their
+    # record of the build, and a cell without a record of the instance has lost that, too
     attempt: GivenAttempt = 1
 
 
@@ -129,9 +129,7 @@ class MachineCommand(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Spawn(Message, MachineCommand, frozen=True, kw_only=True, tag="compute.spawn.v1"):
-    """Build on this host. `attempt` fences: a host never starts an attempt at or below one that it was commanded to
-    destroy.
-    """
+    """Build on this host. A host refuses an attempt at or below one that it was commanded to destroy."""
 
     # the instance has a machine or an image already, which this attempt takes over (None: it is built anew)
     origin: Origin | None = None

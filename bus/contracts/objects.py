@@ -31,7 +31,7 @@ SCHEDULING = "default"  # the name of the one object of its kind
 
 
 class ObjectKind(StrEnum):
-    """The kinds of objects. The body of each is the struct of the same name below."""
+    """The kinds of objects. The body of each is one of the structs below; that of a drain is `DrainRecord`."""
 
     FLAVOR = "flavor"
     AGGREGATE = "aggregate"

@@ -1,4 +1,4 @@
-"""An operator's queries of placement: a host's tree with its holders, a group's members, what projects hold."""
+"""Queries of placement by operators and schedulers, such as a host's tree with its holders, and what projects hold."""
 
 from __future__ import annotations
 

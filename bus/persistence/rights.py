@@ -1,4 +1,4 @@
-"""What a role may do in a schema: asked of PostgreSQL at a start, and whose its new objects become."""
+"""The rights of a PostgreSQL role in a schema, checked at a start; and the role that owns what is made there."""
 
 from __future__ import annotations
 

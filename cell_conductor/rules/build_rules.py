@@ -131,14 +131,14 @@ def time_out(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     fail.
     """
     # A deadline alone proves nothing: the answer may be on its way, or in the part that a restored database has lost.
-    # The conductor does not wait for a host that stays silent, and fences its attempt.
+    # The conductor does not wait for a host that stays silent: its attempt counts as ended.
     if not instance.queried:
         return Step(replace(instance, queried=True, deadline=event.at + context.answer_timeout_s), resend=True)
     return _fail_timed_out(instance, event, context)
 
 
 def fail_over_lost_service(instance: Instance, event: ServiceLost, context: StepContext) -> Step:
-    """Fence the attempt at its lost service without waiting, then claim the next alternate on another service."""
+    """End the attempt at its lost service without waiting, then claim the next alternate on another service."""
     # Without such an alternate the build waits for its deadline, in case the service comes back. A machine that the
     # lost service may have built, or still builds, belongs to an attempt that is over: when a report lists it, the
     # record proves that, and it is destroyed.
@@ -167,8 +167,8 @@ def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepConte
 
 def build_on_alternate(instance: Instance, event: Claimed, context: StepContext) -> Step:
     """An alternate is claimed: command it under the next attempt."""
-    # If it has been closed since it was requested, and another is not, nothing is commanded there, and that is claimed
-    # instead; without another one the build ends, unless its service is only down.
+    # If its host was closed after the request and another is open, nothing is commanded here, and the other is claimed.
+    # If none is open the build ends, unless only the service of its host is down.
     taken = _with_claim(instance, event)
     if closure_reason(taken, context) is None:
         return _spawn(taken, event.at, context)

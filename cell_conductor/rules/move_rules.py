@@ -1,5 +1,5 @@
-"""The rule of each transition of an action: `rule(instance, event, context) -> Step`. The table selects the one that
-applies.
+"""The rules of an action, from the claim of its host to its end: `rule(instance, event, context) -> Step`. The table
+has the rule of each state and event.
 """
 
 # An instance that moves has two machines, of which at most one runs. `current` is the source until a destination has
@@ -262,7 +262,7 @@ def on_changed(instance: Instance, event: ChangeEnded, context: StepContext) -> 
 
 def end_offloaded(instance: Instance, event: Released, context: StepContext) -> Step:
     """Nothing is allocated any more: the instance has no host."""
-    # A copy of a claim, or of this release, is fenced by its attempt.
+    # A copy of a claim, or of this release, is refused by its attempt.
     action = action_of(instance)
     gone = replace(
         enter_active(instance, event.at, context),

@@ -1,5 +1,5 @@
 """The desired state of each phase: what every machine of the instance is to be, and what is asked of placement. One row
-a state, and one for each state that may follow where an answer is waited for; nothing else in the cell lists states.
+a state, and one for each state that may follow where an answer is waited for. `table` has the effect of each event.
 """
 
 from __future__ import annotations

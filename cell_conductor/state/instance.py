@@ -43,9 +43,8 @@ class State(StrEnum):
     # One machine.
     CHANGING = "changing"  # the host was commanded to start, stop, rebuild or snapshot it
     OFFLOADED = "offloaded"  # it has no host and holds nothing; its image is kept
-    TRANSFERRED = (
-        "transferred"  # another cell has it: this one knows where to; then `absent`: the build there has ended
-    )
+    # another cell has it, and this record names that cell; next state `absent`: the build there has ended
+    TRANSFERRED = "transferred"
 
 
 # A state, and the one that follows when the answer has come which it waits for (None: it waits for none of those).

@@ -54,7 +54,7 @@ def next_attempt_record(record: Instance) -> Instance:
     return Instance(
         uuid=record.uuid,
         sequence=record.sequence,
-        highest_attempt=record.next_attempt,  # a release has fenced it
+        highest_attempt=record.next_attempt,  # a release has ended it
         proves_from=record.next_attempt if record.machine_exists else record.proves_from,
         change_number=record.change_number,
         ended=record.ended,

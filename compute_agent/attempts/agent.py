@@ -241,7 +241,7 @@ class Agent:
             entry = replace(entry, phase=AttemptPhase.RUNNING)
             self._records.put(key, entry)
         command = self._records.spawn_of(key)
-        # A machine of an attempt at or below its fence: its destruction was recorded, but did not take place.
+        # A machine of an ended attempt: its destruction was recorded, but did not take place.
         survived_destroy = (
             machine is not None
             and machine.attempt is not None

@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 class Chain:
     """The work on one instance on one host: one job holds the lock, others wait in order. build: that a Destroy would
-    cancel. answers: attempts whose Destroy the next job that has cleared the host of them answers.
+    cancel. answers: attempts whose Destroy is answered by the next job that clears the host of them.
     """
 
     # clearing: that build has yet to clear away an older attempt. checks: the commands for which the host is yet to be

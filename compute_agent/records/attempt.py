@@ -1,4 +1,4 @@
-"""A host's record of one instance, and the changes that a command makes: fences, repeats, replacements."""
+"""A host's record of one instance, and the changes that a command makes: ended attempts, repeats, replacements."""
 
 # One record per (host, instance). Commands come late, twice and out of order; the record is all that is needed to
 # answer each of them the same way every time. Two rules keep an instance from being built twice: no attempt at or below
@@ -59,7 +59,7 @@ class DestroyAction(StrEnum):
 
     DESTROY = "destroy"  # clear it away, then answer
     JOIN = "join"  # it is being cleared away: answer with the others
-    STALE = "stale"  # a newer attempt is here and stays: only the fence rises
+    STALE = "stale"  # a newer attempt is here and stays: only the ended attempt rises
     NOT_OWNED = "not_owned"  # another database's machine is here and stays
     BUILT = "built"  # it was to go unless it is complete, and it is: it stays, and is reported again
     VERIFY = "verify"  # it was to go unless it is complete, and is not on record: its host is looked at first
@@ -89,7 +89,7 @@ def on_spawn(
         return SpawnAction.SUPERSEDED, entry
     if attempt > entry.attempt:
         # The conductor has abandoned the older attempt, or it would not have commanded a newer one. Its own Destroy
-        # may still be on the way; the fence makes sure that no late copy of the older Spawn undoes this.
+        # may still be on the way; the ended attempt makes sure that no late copy of the older Spawn undoes this.
         fresh = HostAttempt(
             attempt,
             AttemptPhase.BUILDING,
@@ -100,7 +100,7 @@ def on_spawn(
         return (SpawnAction.START if entry.phase is AttemptPhase.GONE else SpawnAction.REPLACE), fresh
     if entry.phase is AttemptPhase.BUILDING:
         return SpawnAction.UNDERWAY, entry
-    assert entry.phase in (AttemptPhase.RUNNING, AttemptPhase.FAILED), entry  # destroying and gone are fenced
+    assert entry.phase in (AttemptPhase.RUNNING, AttemptPhase.FAILED), entry  # else the attempt has ended
     return SpawnAction.REPEAT, entry
 
 

@@ -1,4 +1,4 @@
-"""What a run has seen of the cells' table: pairs of an instance's state and an event, and how long each state was."""
+"""Counts the pairs of state and event that a run has seen in the cells' table, and how long each state was."""
 
 from __future__ import annotations
 

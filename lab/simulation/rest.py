@@ -1,4 +1,4 @@
-"""The differences that are not settled yet: the invariants over everything, and that everything comes to an end."""
+"""What is wrong when a run has come to rest: broken invariants, and requests, drains and messages without an end."""
 
 from __future__ import annotations
 

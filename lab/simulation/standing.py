@@ -1,4 +1,4 @@
-"""The state of a request, as the invariants judge it."""
+"""The state that the invariants count a request in, also after schedulers have forgotten requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How moves are scheduled: check against the record, without locks; choose hosts; write the request, its event and the
+"""How actions are scheduled: check against the record, without locks; choose hosts; write the request, its event and the
 command in one transaction, after a check that nothing has changed. Nothing is claimed here: the cell's conductor
 claims, in order.
 """
@@ -55,7 +55,7 @@ Admit: TypeAlias = Callable[[OperationUnit, Sequence[PendingAction]], Awaitable[
 
 
 class ActionEngine:
-    """Schedules batches of moves. One per scheduler process."""
+    """Schedules batches of actions. One per scheduler process."""
 
     # Before the commit nothing has changed, so a request that is delivered again is processed again.
 
@@ -142,8 +142,8 @@ class ActionEngine:
         found: ActionContext,
         chosen: Chosen | None,
     ) -> Outcome:
-        """One move of a batch. before, found: the record when it was decided, and the one under the lock. chosen: None:
-        it was to be refused then.
+        """One action of a batch. before, found: the record when it was decided, and that under the lock. chosen: None
+        where `check` had a refusal or an answer then.
         """
         request, actor = pending.request, batch.actor
         result = check_action(pending, found, self._selector.config)

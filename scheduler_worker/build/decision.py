@@ -120,8 +120,8 @@ def conclude(members: Sequence[PlacedBuild], actor: Actor) -> list[tuple[Pending
     """The conclusion about a build, or all members of a gang: decisions to write, or the outcome of a retry. A member
     that placement has not answered about leaves the whole gang waiting.
     """
-    # Of a gang that is short, the cell of a member with a claim is queried: it may have started before. A member that
-    # may hold one is tried again alone where its gang is not short.
+    # If a gang is short and a member has a claim, the cell of that claim is queried: the member may have started. In a
+    # gang that is not short, a member that may hold a claim is tried again alone.
     missing = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
     if missing is not None:
         return [(one.pending, waits(missing)) for one in members]

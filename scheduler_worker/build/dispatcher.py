@@ -159,8 +159,8 @@ class Dispatcher:
         decision's claim owner: where the record has another, nothing was dispatched for this one. Returns those whose
         record is gone, or waits.
         """
-        # A record of another claim owner that is not decided yet takes the claim first: it may have read that its
-        # instance holds nothing before this owner claimed, and its end releases what it has.
+        # A record of another claim owner that is not decided yet takes the claim first. It may have found no claim
+        # before this owner made one; once the claim is its own, its end releases it.
         async with self._store.unit() as unit:
             records = list((await unit.read(list(builds))).values())
         open_owners = {

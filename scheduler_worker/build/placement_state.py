@@ -1,6 +1,6 @@
 """One request on its way to a host: its state, its possible results, its claim, and the commands of a step.
 
-A claim that holds is the last: the build goes where it is, whichever claim owner of the request has made it.
+A claim that is held ends the search: the build goes to its host, whichever claim owner of the request has made it.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def result_of_fault(fault: Fault) -> PlacementRefused | PlacementUnavailable:
 
 
 def unlocatable_after_fault(fault: Fault) -> ClaimUnlocatable | PlacementUnavailable:
-    """The result of a placement of which it is not known what its instance holds, or that its claim owner has it. Where
-    placement has refused to tell, for good, it ends as if the claim were of no known cell, and nothing is released.
+    """The result when it is not known what the instance holds, or whether its claim owner has it. If placement refuses
+    for good, it ends as if the claim were of no known cell, and nothing is released.
     """
     return ClaimUnlocatable(str(fault)) if isinstance(fault, RequestRefused) else unavailable_from_fault(fault)
 

@@ -203,7 +203,7 @@ class CellEventBatch:
             if published is not None and published.stage_times is not None:
                 published = replace(published, stage_times=replace(published.stage_times, announced=self._now))
         if published is None:
-            # The timeline shows what is no news of its request, too. A repeated entry is shown once.
+            # The timeline also shows an event that changes nothing of its request. A repeated entry is shown once.
             self._add(after, timeline_of(replace(event, cell=cell), len(event.history), self._now))
             return AppliedEvent(LATE, event)
         is_shown = action is not None or not is_known(build, after)

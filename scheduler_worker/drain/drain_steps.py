@@ -39,7 +39,7 @@ UNCONFIRMED = "instance.unconfirmed"  # the host keeps the source of a move that
 MISPLACED = "instance.misplaced"  # placement has it on the host, its record on another one, or none has it
 # These end by themselves. Any other reason is that of an instance that cannot move.
 PASSING = frozenset({BUILDING, ARRIVING, RELEASING, UNRELEASED, BUSY})
-# Conditions in which a cell refuses every move of an instance (`begin` and `end_resized` in its rules of moves).
+# Conditions in which a cell refuses every move of an instance (`_action_blocker` and `end_resized` in its rules).
 UNMOVABLE = {
     Condition.SHELVED: Refusal(code="instance.shelved", reason="it is shelved: unshelve or offload it first"),
     Condition.RESCUED: Refusal(code="instance.rescued", reason="it is rescued: unrescue it first"),
@@ -344,8 +344,8 @@ def instances_on(
     by its migration or because it brings the instance there (None: the instance's own allocation). holder: by
     placement.
     """
-    # Of a migration whose records are lost the move is unconfirmed; where its request is not on record either, the
-    # migration is named.
+    # If the records of a migration are lost, its move counts as unconfirmed; if its request is not on record, either,
+    # the migration is named.
     build = known.build
     if build is not None:
         code, reason = _hold_reason(host, known, build, by)

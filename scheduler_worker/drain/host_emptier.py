@@ -98,8 +98,8 @@ class HostEmptier:
         return next_moves(level, instances, ended, begun, self._clock.time())
 
     async def step(self, of: Emptied, begun: BegunMoves, *, everything: bool = False) -> NextMoves:
-        """Request the next moves of a part of the hosts; the look ends with the page that fills the free slots with
-        what was not refused yet. everything: look at all that they hold. Raises Transient, or RequestRefused.
+        """Request the next moves of a part of the hosts, page after page, until the moves that were not refused before
+        fill the free slots. everything: look at all that the hosts hold. Raises Transient, or RequestRefused.
         """
         now, hosts = self._clock.time(), of.hosts()
         instances: list[InstanceOnHost] = []

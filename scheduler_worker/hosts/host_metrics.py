@@ -1,5 +1,5 @@
-"""Numbers about hosts as columns, with until when each counts. Publishers' wall-clock times become ages on arrival, so
-setting a clock here makes nothing fresh or stale. Pure: times come in.
+"""Numbers about hosts as columns, each with the time until which it counts. Publishers' wall-clock times become ages on
+arrival, so setting a clock here makes nothing fresh or stale. Pure: times come in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A configuration in use: its flavors parsed, its filters and weighers loaded."""
+"""What a scheduler runs with: a configuration, its flavors parsed, its filters and weighers loaded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The rules between objects, and for the projects that they name: judged when an object changes. Pure.
+"""Checks of changed objects: names and projects that no message can have, aggregates that share a uuid. Pure.
 
-Objects on record that break one stay in force: a rule that is new stops no scheduler.
+Objects on record that break one of these rules stay in force: a rule that is new stops no scheduler.
 """
 
 from __future__ import annotations

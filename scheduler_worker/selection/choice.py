@@ -1,4 +1,4 @@
-"""A chosen host with its alternates; and how picks are spread over near-best hosts and batched by cells."""
+"""The choice of a host and its alternates (`Choice`), among near-best hosts (`Spread`), one cell at a time."""
 
 from __future__ import annotations
 

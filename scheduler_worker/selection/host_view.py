@@ -20,7 +20,7 @@ class Membership:
 
     def __init__(self, aggregates: Sequence[Aggregate], named: Mapping[str, Collection[str]] | None = None) -> None:
         self.aggregates = tuple(aggregates)
-        self.named = named or {}  # {aggregate: uuids of its hosts} where these will soon differ from the replica
+        self.named = named or {}  # {aggregate: uuids of its hosts}, instead of its members in the replica
         self._keys = tuple(sorted({key for aggregate in aggregates for key in aggregate.metadata}))
 
     def with_key(self, key: str) -> list[Aggregate]:

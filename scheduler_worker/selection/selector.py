@@ -103,7 +103,7 @@ class Selector:
 
     @property
     def version(self) -> tuple[object, ...]:
-        """A value that changes with everything that decides which hosts pass, except usage and the passing of time."""
+        """A value that changes with all that decides which hosts pass, except usage, metrics and time that passes."""
         replica, table = self.replica, self.table
         return (replica.spec_moves.end, replica.epoch, table.revision, table.disabled_cells, self.config.revision)
 

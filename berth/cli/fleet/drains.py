@@ -105,8 +105,8 @@ async def drain(
 
     Schedulers carry it out: it goes on when this command ends. The hosts are disabled first, together.
 
-    Ctrl-C stops the drain: it starts nothing more. Exit status 1 when no remaining instance can move, though the drain
-    goes on; 4 when it has ended, or the time is over, before all have been moved.
+    Ctrl-C stops the drain: it starts nothing more. Exit status 1 when no remaining instance can move, whether the drain
+    goes on or has ended; 4 when it has ended, or the time is over, before the others have been moved.
     """
     check_reason(options.reason)
     kind = ActionKind.MIGRATE if options.cold else ActionKind.LIVE_MIGRATE

@@ -1,4 +1,4 @@
-"""`berth up`: everything, and what it prints when it is up; `berth config`."""
+"""The commands `berth up`, which runs everything and prints where it is, and `berth config`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/api/v1/dead-letters`: what was given up on each bus; look at it, send it back, throw it away."""
+"""The HTTP API below `/api/v1/dead-letters`: list what each bus has given up, send it back, delete it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of hosts, services, workers and cells, as the API and the pages show it."""
+"""Reads the state of hosts, services, workers, cells and queues for the HTTP API and the pages."""
 
 from __future__ import annotations
 

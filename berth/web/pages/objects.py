@@ -1,4 +1,4 @@
-"""`/api/v1` for what operators define at run time: flavors, aggregates, quotas, groups, rules, and their log.
+"""The HTTP API of what operators define at run time: flavors, aggregates, quotas, groups, rules, and their log.
 
 The bodies are the structs of the messages; a change is one `objects.change.v1`, so it is checked, logged and announced
 like one of `berth flavors set`.

@@ -1,4 +1,4 @@
-"""`/api/v1/quarantine` and `/api/v1/breakers`: what berth does not destroy by itself, and operators' decisions on it.
+"""The HTTP API of `/api/v1/quarantine` and `/api/v1/breakers`: what berth does not destroy without an operator.
 
 Read from the cells' records in the database, which schedulers do not have.
 """

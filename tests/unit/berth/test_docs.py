@@ -159,7 +159,8 @@ def test_each_member_is_held_to_the_policy_that_its_own_request_names() -> None:
     assert permitted(together, here, others) is ClaimOutcome.CLAIMED
     assert permitted(apart, there, others) is ClaimOutcome.CLAIMED
     assert permitted(together, there, others) is ClaimOutcome.POLICY_VIOLATED
-    documented = "each member is held to the policy that its own request names, also where another named another"
+    own = "each member is held to the policy that its own request names"
+    documented = f"{own}, even if another member's request names another policy"
     assert documented in " ".join(PAGE.read_text().split())
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler's loops wait for, and what its handlers remember."""
+"""Small parts of loops and handlers: waiting for a change, remembered refusals, a named host, a fence's command."""
 
 from __future__ import annotations
 
