@@ -1,6 +1,5 @@
-"""How actions are scheduled: check against the record, without locks; choose hosts; write the request, its event and the
-command in one transaction, after a check that nothing has changed. Nothing is claimed here: the cell's conductor
-claims, in order.
+"""How actions are scheduled: check against the record, without locks; choose hosts; write request, event and command in
+one transaction, after a check that nothing has changed. Nothing is claimed here: the cell's conductor claims, in order.
 """
 
 from __future__ import annotations
