@@ -90,6 +90,15 @@ def test_each_command_of_a_step_is_there() -> None:
     assert [one for one in commands if one != "rests" and not (ROOT / one).is_file()] == []
 
 
+def test_each_module_that_a_script_runs_is_there() -> None:
+    scripts = [path for path in [*(ROOT / "scripts").rglob("*"), ROOT / ".ci" / "run"] if path.is_file()]
+    named = {name for path in scripts for name in re.findall(r"-m ((?:berth|lab|tests)(?:\.\w+)*)", path.read_text())}
+    files = {name: ROOT / name.replace(".", "/") for name in sorted(named)}
+    assert [
+        one for one, at in files.items() if not ((at / "__main__.py").is_file() or at.with_suffix(".py").is_file())
+    ] == []
+
+
 def test_each_file_of_a_step_is_read_in_the_end_and_each_that_is_read_is_left_by_a_step() -> None:
     of_nightly = {file for _, _, file in TABLE if file}
     of_ci = set(re.findall(r'"\$results/([\w.-]+)"', CI))
