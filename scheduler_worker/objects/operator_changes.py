@@ -70,7 +70,6 @@ class OperatorChanges:
         is_late: as for `ObjectRegistry.write`. Raises Transient.
         """
         changed: tuple[ChangedObject, ...] = ()
-        cell, is_forced = (None, False) if decided is None else (decided.cell, decided.force)
 
         async def make(unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
             nonlocal changed
@@ -82,9 +81,9 @@ class OperatorChanges:
                 present,
                 planned,
                 self._selector.table.last_cell_of,
-                named=cell,
+                named=None if decided is None else decided.cell,
                 settings=self._registry.served,
-                force=is_forced,
+                force=decided is not None and decided.force,
             )
             if isinstance(followed, Refusal):
                 return followed
