@@ -518,11 +518,6 @@ def listings_of(*reports: HostStates) -> HostListings:
     return known
 
 
-FIRST = listing("s1", 1, sequence=5, first_sequence=5, pages=2, complete=False)
-LAST = listing("s1", 3, sequence=7, first_sequence=5, pages=2)
-CHANGE = listing("s1", 2, sequence=6, complete=False)
-
-
 def test_a_host_that_one_service_leaves_out_stays_with_the_other() -> None:
     known = listings_of(listing("s1", 1, 2), listing("s2", 1), listing("s1", 2, sequence=2))
     assert [known.reporting_services(host(n)) for n in (1, 2)] == [("s2",), ("s1",)]

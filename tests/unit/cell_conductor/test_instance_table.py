@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from msgspec import structs
 from msgspec.structs import replace
 
 from bus.contracts.actions import ActionKind
 from bus.contracts.base import MAX_REASON
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
-from bus.contracts.cell import Destroy, Selection
+from bus.contracts.cell import Selection
 from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import StageTimes
 from cell_conductor.state import events as e
@@ -30,8 +29,7 @@ from cell_conductor.state.instance import (
 from cell_conductor.state.lease import Lease, LeaseState
 from cell_conductor.state.ownership_proof import rescan_id
 from cell_conductor.state.step import StepContext
-from cell_conductor.transition import step
-from tests.unit.cell_conductor.scenario import DATABASE_ID, SPEC, UUID, answering, host, selection
+from tests.unit.cell_conductor.scenario import DATABASE_ID, SPEC, UUID, host, selection
 
 CONTEXT = StepContext(cell="c1", up=("s1", "s2"), database_id=DATABASE_ID, claim_retry_s=15.0, destroy_retry_s=30.0)
 
@@ -96,12 +94,6 @@ def test_the_selections_and_attempts_of_a_record() -> None:
     assert replace(instance, code=MACHINE_EXISTS).machine_exists and not replace(instance, code="x").machine_exists
 
 
-def test_a_record_begins_with_nothing_done_asked_or_seen() -> None:
-    assert [
-        one.name for kind in (Instance, ActionInProgress) for one in structs.fields(kind) if one.default is True
-    ] == []
-
-
 def tried(attempt: int, outcome: str = "failed", **more: Any) -> AttemptRecord:
     return AttemptRecord(attempt=attempt, host=f"host-{attempt}", outcome=outcome, **more)
 
@@ -137,29 +129,6 @@ def test_why_no_host_could_be_claimed(outcomes: tuple[ClaimOutcome, ...], reason
 
 
 # --- the smallest steps
-
-
-def test_a_state_that_waits_has_its_deadline_and_what_follows() -> None:
-    asked = steps.await_placement(BUILT, State.REVERTING, 50.0, CONTEXT)
-    assert (asked.phase, asked.deadline, asked.since) == ((State.REVERTING, None), 65.0, 50.0)
-    rows = [
-        (steps.enter_claiming(BUILT, State.BUILDING, 50.0, CONTEXT), (State.CLAIMING, State.BUILDING), 65.0),
-        (steps.enter_releasing(BUILT, State.FAILED, 50.0, CONTEXT), (State.RELEASING, State.FAILED), 65.0),
-        (steps.enter_destroying(BUILT, State.DELETED, 50.0, CONTEXT), (State.DESTROYING, State.DELETED), 80.0),
-    ]
-    for instance, phase, deadline in rows:
-        assert (instance.phase, instance.deadline, instance.since) == (phase, deadline, 50.0)
-    after = steps.release_after_destroy(rows[-1][0], 60.0, CONTEXT)
-    assert (after.phase, after.deadline) == ((State.RELEASING, State.DELETED), 75.0)
-
-
-@pytest.mark.parametrize(("claimed", "state"), [(None, State.DELETED), (True, State.RELEASING)])
-def test_what_no_move_has_claimed_is_released_at_once(claimed: bool | None, state: State) -> None:
-    deleted = replace(moved(None), state=State.RELEASING, next_state=State.DELETED)
-    assert deleted.action is not None
-    if claimed is not None:
-        deleted = replace(deleted, action=replace(deleted.action, claimed=claimed))
-    assert step(deleted, answering(deleted, e.Released(at=1.0)), CONTEXT).instance.state is state
 
 
 STAMPS = StageTimes(requested=1.0)
@@ -203,13 +172,6 @@ def test_an_announcement_names_the_host_and_zone_that_there_are() -> None:
     for known, where in ((zoned, ("host-1", host(1), "east")), (replace(BUILT, selections=()), (None, None, ""))):
         (event,) = steps.emit_event(known, BuildState.BUILDING, 9.0, CONTEXT).commands
         assert isinstance(event, BuildEvent) and (event.host, event.host_uuid, event.zone) == where
-
-
-def test_an_order_to_destroy_names_the_machine_and_the_cells_mark() -> None:
-    command = Destroy(instance_uuid=UUID, attempt=4, host_uuid=host(1), service="s1", database_id=DATABASE_ID)
-    assert steps.destroy_current(BUILT, CONTEXT) == command
-    spared = steps.destroy_at(BUILT, selection(2), 9, CONTEXT, keep_if_complete=True)
-    assert spared == replace(command, attempt=9, host_uuid=host(2), keep_if_complete=True)
 
 
 # --- whose machine a host reports

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -15,7 +14,6 @@ from bus.contracts.actions import (
     ActionKind,
     ActionState,
     ChangeKind,
-    ChangeMachine,
     Condition,
 )
 from bus.contracts.cell import InstanceSpec, LookedUpMachine, MachineLookupResult
@@ -26,15 +24,11 @@ from bus.faults import Fault, RequestTimeout
 from bus.persistence.outbox import OutboxMessage
 from cell_conductor.placement_client import Transition, is_repeatable
 from cell_conductor.placement_question import awaited_request_of
-from cell_conductor.rules.action_events import condition_of
 from cell_conductor.rules.move_steps import NO_IMAGE
 from cell_conductor.rules.rollback_rules import SOURCE_LOST, SOURCE_SILENT, SOURCE_UNREPORTED, answer_about
 from cell_conductor.state import events as e
 from cell_conductor.state.events import SourceQuery
 from cell_conductor.state.instance import Power, State
-from cell_conductor.state.lease import Lease, LeaseState
-from cell_conductor.state.ownership_proof import is_provably_ended
-from cell_conductor.state.step import Step
 from tests.unit.cell_conductor.move_scenario import (
     ACTION,
     OTHER,
@@ -44,92 +38,16 @@ from tests.unit.cell_conductor.move_scenario import (
     begun,
     changes,
     claimed,
-    ended,
     refused,
     request,
     seen,
     to_resized,
 )
-from tests.unit.cell_conductor.records import BY_REVERT, changing, in_place
-from tests.unit.cell_conductor.scenario import PATIENCE, RELEASED, SPEC, UUID, host, missed, selection, spawned
+from tests.unit.cell_conductor.records import changing
+from tests.unit.cell_conductor.scenario import PATIENCE, SPEC, UUID, host, missed, selection, spawned
 from tests.unit.cell_conductor.test_single_conditions import fences_on
 
 # --- moves to another host as scenarios of the table: each way back ends on the source
-
-
-def test_a_reverted_move_destroys_the_destination_before_the_source_starts() -> None:
-    made = to_resized()
-    made.apply(request(ActionKind.REVERT, request_id=OTHER), seen())
-    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.REVERTING), [(2, host(2))])
-    assert awaited_request_of(made.instance) is None
-    made.apply(e.Destroyed(at=220.0, attempt=2, host_uuid=host(2), service="s1"))
-    query = awaited_request_of(made.instance)
-    assert isinstance(query, Revert)
-    assert (query.attempt, query.source_attempt) == (3, 1)
-    (start,) = changes(made.apply(e.Reverted(at=221.0, attempt=3, consumer_generation=11)))
-    assert (start.change, start.host_uuid, start.attempt) == (ChangeKind.START, host(1), 1)
-    made.end(1, 1, runs=True)
-    assert (made.instance.state, made.instance.host_uuid, made.instance.attempt) == (State.ACTIVE, host(1), 1)
-    assert made.terminals == [(ActionKind.MIGRATE, ActionState.DONE, ""), (ActionKind.REVERT, ActionState.DONE, "")]
-    # The numbers that the move has used are behind it: what they may still bring is over, the source is not.
-    assert is_provably_ended(made.instance, 2, host(2))
-    assert not is_provably_ended(made.instance, 1, host(1))
-    assert not is_provably_ended(made.instance, 4, host(2))
-    made.apply(request(ActionKind.MIGRATE, 2, request_id=OTHER.replace("2", "3")))
-    query = awaited_request_of(made.instance)
-    assert isinstance(query, Claim)
-    assert query.attempt == 4
-
-
-def test_a_source_that_does_not_hand_over_is_started_again() -> None:
-    made = begun(ActionKind.MIGRATE, 2)
-    made.apply(claimed())
-    made.end(2, 2)
-    late = ended(made.instance, 1, 1)
-    made.apply(e.TimedOut(at=600.0))
-    assert made.instance.state is State.REVERTING  # the destination was never commanded
-    (start,) = changes(made.apply(e.Reverted(at=601.0, attempt=3)))
-    assert start.change is ChangeKind.START
-    assert not changes(made.apply(late))  # its answer to the older order counts for nothing
-    assert made.instance.state is State.RESTARTING
-    made.apply(e.TimedOut(at=602.0))
-    assert made.terminals == [(ActionKind.MIGRATE, ActionState.FAILED, "action.timeout")]
-    made.end(1, 1, runs=True)
-    assert made.instance.state is State.ACTIVE
-    assert len(made.terminals) == 1
-
-
-def refused_live(*hosts: int, **fields: object) -> tuple[Scenario, Step]:
-    """A live migration whose source has refused, before it began, to hand over to host 2."""
-    made = begun(ActionKind.LIVE_MIGRATE, *hosts)
-    made.apply(claimed())
-    made.end(2, 2)
-    known = {"done": False, "code": "live.pinned", "reason": "a device", "runs": True, "refused": True, **fields}
-    return made, made.end(1, 1, **known)  # type: ignore[arg-type]
-
-
-def test_a_live_migration_that_the_source_refuses_leaves_the_machine_active_and_unchanged() -> None:
-    """No alternate could help, and nothing was begun: the machine is not even commanded to start again."""
-    made, _ = refused_live(2, 3)
-    assert made.instance.state is State.REVERTING
-    stepped = made.apply(e.Reverted(at=205.0, attempt=3))
-    assert changes(stepped) == [] and made.destroys == [] and made.spawns == []
-    assert (made.instance.state, made.instance.host_uuid, made.instance.power) == (
-        State.ACTIVE,
-        host(1),
-        Power.RUNNING,
-    )
-    assert made.terminals == [(ActionKind.LIVE_MIGRATE, ActionState.FAILED, "live.pinned")]
-    event = next(m for m in made.commands if isinstance(m, ActionEvent) and m.terminal)
-    assert [(one.host, one.outcome, one.code) for one in event.history] == [("host-2", "failed", "live.pinned")]
-
-
-@pytest.mark.parametrize("runs", [False, None])
-def test_a_source_that_refuses_and_may_not_run_is_started(runs: bool | None) -> None:
-    """It may have handed over before, by a copy of the command: only a machine that runs needs no start."""
-    made, _ = refused_live(2, 3, retry_other_host=True, runs=runs)
-    (start,) = changes(made.apply(e.Reverted(at=205.0, attempt=3)))
-    assert (start.change, start.host_uuid) == (ChangeKind.START, host(1))
 
 
 STAGES = ["claiming", "preparing", "handing over", "finishing", "resized", "confirming", "releasing source", "undoing"]
@@ -207,19 +125,6 @@ def test_a_refusal_is_on_disk_before_its_request_is_acknowledged() -> None:
     assert announced(*refusal.commands) == [(ActionKind.STOP, ActionState.REFUSED, True, "instance.resized")]
     outgoing = [OutboxMessage("c", message, UUID) for message in refusal.commands]
     assert not is_repeatable(Transition({UUID: refusal.instance}, {}, outgoing, Counter(), []), {})
-
-
-def test_a_stopped_machine_is_stopped_where_it_has_been_moved_to() -> None:
-    made = begun(ActionKind.STOP)
-    made.end(1, 1, runs=False)
-    made.apply(request(ActionKind.MIGRATE, 2, request_id=OTHER), claimed())
-    made.end(2, 2)
-    made.end(1, 1, runs=False)
-    (spawn,) = made.spawns
-    assert spawn.origin is not None
-    assert not spawn.origin.runs
-    made.apply(spawned(attempt=2, at=210.0))
-    assert (made.instance.state, made.instance.power) == (State.RESIZED, Power.STOPPED)
 
 
 def test_a_move_goes_on_with_the_generation_that_an_audits_claim_has_left() -> None:
@@ -301,19 +206,6 @@ def rescued() -> Scenario:
     return made
 
 
-def test_a_rescued_instance_is_unrescued_first_and_its_password_is_forgotten() -> None:
-    made = begun(ActionKind.RESCUE, rescue_password="sesame")
-    (command,) = [one for one in made.commands if isinstance(one, ChangeMachine)]
-    assert (command.change, command.rescue_password) == (ChangeKind.RESCUE, "sesame")
-    made.end(1, 1, runs=True)
-    assert b"sesame" not in msgspec.json.encode(made.instance)
-    assert condition_of(made.instance) is Condition.RESCUED
-    refusal = made.apply(request(ActionKind.STOP, request_id=OTHER))
-    assert announced(*refusal.commands) == [(ActionKind.STOP, ActionState.REFUSED, True, "instance.rescued")]
-    (command,) = changes(made.apply(request(ActionKind.UNRESCUE, request_id=UUID)))
-    assert (command.change, command.rescue_password) == (ChangeKind.UNRESCUE, "")
-
-
 @pytest.mark.parametrize(
     ("made", "kind", "code", "runs", "power"),
     [
@@ -331,15 +223,6 @@ def test_what_is_left_of_a_rescue_that_failed(
     there.apply(request(kind, request_id=OTHER, rescue_password="sesame"))
     there.end(1, 1, done=False, code=code, runs=runs)
     assert (there.instance.state, there.instance.power) == (State.ACTIVE, power)
-
-
-def test_a_shelved_machine_that_runs_though_its_start_failed_is_not_on_record_as_shelved() -> None:
-    made = begun(ActionKind.SHELVE)
-    made.end(1, 1, runs=False, image="snapshot")
-    made.apply(request(ActionKind.UNSHELVE, request_id=OTHER))
-    made.end(1, 1, done=False, code="broken", runs=True)
-    assert (made.instance.state, made.instance.power, made.instance.image) == (State.ACTIVE, Power.RUNNING, "")
-    assert made.terminals[-1] == (ActionKind.UNSHELVE, ActionState.FAILED, "broken")
 
 
 ROOT_VOLUME = replace(SPEC, volumes=(VolumeRequest(volume_id="v"),))
@@ -360,25 +243,6 @@ def test_a_machine_whose_image_has_no_name_is_not_given_up(spec: InstanceSpec, c
     made.end(2, 2, image="")
     assert (made.instance.state, bool(made.destroys)) == (state, state is State.DESTROYING)
     assert [one[2] for one in made.terminals] == ([code] if code else [])
-
-
-def test_a_machine_that_leaves_its_cell_stays_where_its_image_has_no_name() -> None:
-    known = {"to_cell": "c2", "offload": True, "change_number": 5}
-    made = Scenario(replace(changing(ActionKind.MIGRATE, **known), change_number=5, power=Power.RUNNING, image=""))
-    made.end(2, 2, image="", runs=True)
-    assert made.instance.phase == (State.ACTIVE, None) and not made.destroys
-    assert made.terminals == [(ActionKind.MIGRATE, ActionState.FAILED, NO_IMAGE)]
-
-
-def test_a_revert_that_waits_ends_with_the_machine_that_is_lost() -> None:
-    made = Scenario(in_place(State.RESIZED, action={**BY_REVERT, "answered": True}, queried=False))
-    made.apply(missed(made.instance))
-    assert made.instance.phase == (State.RELEASING, State.FAILED)
-    made.apply(RELEASED)
-    made.apply(e.Released(at=131.0, consumer=ACTION))
-    assert made.instance.state is State.FAILED
-    ends = [(one.request_id, one.state, one.code) for one in made.commands if isinstance(one, ActionEvent)]
-    assert ends == [(OTHER, ActionState.FAILED, "instance.lost")]
 
 
 @pytest.mark.parametrize("answered", [True, False], ids=["answered", "not answered"])
@@ -403,21 +267,6 @@ def test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_com
     assert made.instance.spec == SPEC
 
 
-@pytest.mark.parametrize("state", [State.CHANGING, State.RESTARTING])
-def test_a_machine_that_is_being_changed_is_wanted_where_it_is(state: State) -> None:
-    """A report that lists it comes while it is being stopped, or started again after a move that was rolled back."""
-    made = begun(ActionKind.STOP) if state is State.CHANGING else begun(ActionKind.MIGRATE, 2)
-    if state is State.RESTARTING:
-        made.apply(claimed())
-        made.end(2, 2)
-        made.end(1, 1, done=False, code="broken", runs=True)
-        made.apply(e.Reverted(at=205.0, attempt=3))
-    assert made.instance.state is state
-    assert not is_provably_ended(made.instance, 1, host(1))
-    made.apply(e.MachineRunning(at=206.0, attempt=1, host_uuid=host(1), service="s1"))
-    assert (made.instance.state, made.destroys) == (state, [])
-
-
 # --- Machines that are lost while they move, and evacuations, as scenarios of the table.
 
 
@@ -439,52 +288,12 @@ def test_what_a_finished_resize_is_after_it_was_undone_by_itself_is_announced() 
 
 
 QUERIED = SourceQuery(host(1), "s1", 1, 202001)
-DOWN = replace(PATIENCE, up=("s1",), down={"s2": Lease(service="s2", epoch=1, state=LeaseState.SILENT)})
-
-
-def reverting(**fields: object) -> Scenario:
-    made = to_resized(**fields)
-    made.commands.clear()
-    made.apply(request(ActionKind.REVERT, request_id=OTHER))
-    return made
 
 
 # --- a revert
 
 
-def test_a_revert_queries_for_its_source_first_and_gives_nothing_up() -> None:
-    made = reverting()
-    assert (made.instance.state, made.commands) == (State.RESIZED, [])
-    assert awaited_request_of(made.instance) == QUERIED
-    made.apply(seen())
-    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.REVERTING), [(2, host(2))])
-    assert awaited_request_of(made.instance) is None
-
-
 # --- what waits shows it
-
-
-def test_time_alone_does_not_give_the_source_up_for_a_destination_that_is_down() -> None:
-    there = replace(selection(2), service="s2")
-    made = begun(ActionKind.MIGRATE, selections=(there,), auto_confirm_s=5.0)
-    made.apply(claimed())
-    made.apply(
-        e.ChangeEnded(at=202.0, attempt=2, change_number=_order(made), host_uuid=host(2), service="s2", done=True)
-    )
-    made.end(1, 1)
-    made.apply(replace(spawned(attempt=2, at=210.0), service="s2"))
-    made.context = DOWN
-    made.commands.clear()
-    made.apply(e.TimedOut(at=215.0))
-    assert (made.instance.state, made.commands, made.instance.deadline) == (State.RESIZED, [], 245.0)
-    made.context = PATIENCE
-    made.apply(e.TimedOut(at=245.0))
-    assert made.instance.phase == (State.DESTROYING, State.ACTIVE)
-
-
-def _order(made: Scenario) -> int:
-    assert made.instance.action is not None
-    return made.instance.action.change_number
 
 
 # --- the answers of the services

@@ -27,29 +27,13 @@ from cell_conductor.store.keyed_tables import DESTROY, PROTECT, DecidedMachine
 from cell_conductor.store.memory import MemoryInstanceTable
 from cell_conductor.transition import _without_protected
 from tests.unit.cell_conductor.move_scenario import begun, claimed
-from tests.unit.cell_conductor.scenario import DELETE, PATIENCE, SPEC, UUID, host, queried, selection
+from tests.unit.cell_conductor.scenario import PATIENCE, SPEC, UUID, host, selection
 from tests.unit.cell_conductor.world import BUILD, Conductor, Quiet, hosts_of, insert, listing, opened
 
 # --- What a database that was restored proves, and what an event or a state says where it says nothing: tables.
 
 
-AT = 1000.0
-
-
-BEFORE, AFTER = (replace(queried(), requested_at=at) for at in (AT, AT + 999.0))
-
-
 GONE = CellTransfer(cell="c2", spec=SPEC, image="i", last=selection(1), attempt=1)
-KNOWN, UNKNOWN = Instance(uuid=UUID, spec=SPEC, selections=(selection(1),)), Instance(uuid=UUID)
-TOMB, LEFT = (
-    replace(UNKNOWN, state=State.TOMBSTONE),
-    replace(KNOWN, state=State.TRANSFERRED, highest_attempt=2, transfer=GONE),
-)
-QUERY, BEGUN = replace(AFTER, is_query=True), replace(DELETE, may_have_started=True)
-
-
-OLD = replace(KNOWN, state=State.ACTIVE, since=AT)
-MOVES = e.action_event(CellAction(request_id=UUID, instance_uuid=UUID, project_id="p", kind=ActionKind.STOP), 1.0, "")
 
 
 # --- Events

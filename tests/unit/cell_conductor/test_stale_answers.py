@@ -15,7 +15,6 @@ from tests.unit.cell_conductor.move_scenario import ACTION, OTHER, Scenario, cla
 from tests.unit.cell_conductor.records import fenced
 from tests.unit.cell_conductor.scenario import PATIENCE, UUID, host, spawned
 
-S = State
 THIRD = "d0000000-0000-4000-8000-000000000003"
 
 
