@@ -14,12 +14,13 @@ from bus.contracts.actions import (
     ActionKind,
     ActionState,
     ChangeKind,
+    ChangeMachine,
     Condition,
 )
 from bus.contracts.cell import InstanceSpec, LookedUpMachine, MachineLookupResult
 from bus.contracts.deploy import ImageSource, VolumeRequest
 from bus.contracts.operations import EvacuationPolicy
-from bus.contracts.placement import Claim, Release, Revert
+from bus.contracts.placement import Claim, ClaimOutcome, Release, Revert
 from bus.faults import Fault, RequestTimeout
 from bus.persistence.outbox import OutboxMessage
 from cell_conductor.placement_client import Transition, is_repeatable
@@ -28,7 +29,9 @@ from cell_conductor.rules.move_steps import NO_IMAGE
 from cell_conductor.rules.rollback_rules import SOURCE_LOST, SOURCE_SILENT, SOURCE_UNREPORTED, answer_about
 from cell_conductor.state import events as e
 from cell_conductor.state.events import SourceQuery
+from cell_conductor.state.fence import Fence
 from cell_conductor.state.instance import Power, State
+from cell_conductor.transition import FenceSteps, step
 from tests.unit.cell_conductor.move_scenario import (
     ACTION,
     OTHER,
@@ -43,8 +46,8 @@ from tests.unit.cell_conductor.move_scenario import (
     seen,
     to_resized,
 )
-from tests.unit.cell_conductor.records import changing
-from tests.unit.cell_conductor.scenario import PATIENCE, SPEC, UUID, host, missed, selection, spawned
+from tests.unit.cell_conductor.records import BY_REVERT, changing, fenced, in_place
+from tests.unit.cell_conductor.scenario import DELETE, PATIENCE, SPEC, UUID, host, missed, selection, spawned
 from tests.unit.cell_conductor.test_single_conditions import fences_on
 
 # --- moves to another host as scenarios of the table: each way back ends on the source
@@ -336,3 +339,163 @@ def test_the_source_is_seen_only_where_its_host_lists_that_very_machine(
 ) -> None:
     answered = answer_about(UUID, QUERIED, answers, 211.0)
     assert (answered.query, answered.code, answered.service) == (QUERIED, code, service)
+
+
+# --- What is released and recorded of an instance that is over
+
+
+def test_what_a_refused_claim_did_not_give_to_its_migration_is_not_released() -> None:
+    made = begun(ActionKind.MIGRATE, 2)
+    made.apply(DELETE)
+    q = awaited_request_of(made.instance)
+    # Placement: claim.migration_in_use, as another instance of the project keeps its source under this uuid.
+    made.apply(
+        e.ClaimRefused(
+            at=201.0,
+            attempt=q.attempt,
+            consumer_conflict=True,
+            outcomes=(ClaimOutcome.CONSUMER_CONFLICT,),
+            reason="claim.migration_in_use",
+        )
+    )
+    made.apply(e.Destroyed(at=210.0, attempt=9, host_uuid=host(1), service="s1"))
+    asked = []
+    while made.instance.state is State.RELEASING:
+        q = awaited_request_of(made.instance)
+        assert isinstance(q, Release)
+        asked.append(q.consumer)
+        made.apply(e.Released(at=220.0, consumer=q.consumer, attempt=q.attempt or 0))
+    assert ACTION not in asked, asked
+
+
+def test_a_loss_that_its_host_has_answered_is_not_recorded_again() -> None:
+    context = replace(PATIENCE, fences={host(1): Fence(host_uuid=host(1), host="h1", version=1, at=1.0)})
+    one, found = active(), []
+    for event in (DELETE, "released"):
+        now = event
+        if event == "released":
+            q = awaited_request_of(one)
+            now = e.Released(at=900.0, consumer=q.consumer, attempt=q.attempt or 0)
+        steps = FenceSteps()
+        one = steps.apply(one, step(one, now, context), now, context).instance
+        found.append(sum(map(len, steps.abandoned.values())))
+    assert one.state is State.DELETED
+    assert found == [1, 0], found  # between the two its host has answered that it is gone
+
+
+# --- A change that takes longer than its step, and a revert whose instance is deleted
+
+
+def test_a_revert_of_a_resize_in_place_that_was_lost_has_an_end_though_its_instance_is_deleted() -> None:
+    made = Scenario(
+        in_place(State.RESIZED, action={**BY_REVERT, "answered": True}, queried=False, code="", highest_attempt=0)
+    )
+    made.apply(missed(made.instance))
+    assert made.instance.phase == (State.RELEASING, State.FAILED)
+    made.apply(DELETE)
+    while isinstance(query := awaited_request_of(made.instance), Release):
+        made.apply(e.Released(at=400.0, consumer=query.consumer, attempt=query.attempt or 0))
+    assert made.instance.state is State.DELETED
+    assert [m for m in made.commands if isinstance(m, ActionEvent) and m.terminal and m.request_id == OTHER]
+
+
+def test_a_change_that_takes_longer_than_its_step_comes_to_an_end() -> None:
+    made = begun(ActionKind.SHELVE, offload=True)
+    assert made.instance.state is State.CHANGING
+    for number in range(20):  # the snapshot takes 400 s, the step 300: its host gives it up each time, and begins anew
+        at = 500.0 + 400 * number
+        made.end(1, 1, done=False, runs=None, code="change.timeout")
+        made.apply(e.TimedOut(at=at))
+    timeouts = {m.timeout_s for m in made.commands if isinstance(m, ChangeMachine)}
+    assert made.instance.state is not State.CHANGING or len(timeouts) > 1, (
+        "20 times from the beginning, with the same limit"
+    )
+
+
+# --- A revert or abort whose source is silent when it is to be started again
+
+
+def test_why_a_revert_waits_for_the_start_of_its_source_is_reported() -> None:
+    made = to_resized()
+    made.apply(request(ActionKind.REVERT, request_id=OTHER))
+
+    made.apply(seen(awaited_request_of(made.instance)))
+    made.apply(e.Destroyed(at=220.0, attempt=2, host_uuid=host(2), service="s1"))
+    q = awaited_request_of(made.instance)
+    made.apply(e.Reverted(at=221.0, attempt=q.attempt, consumer_generation=11))
+    assert made.instance.state is State.RESTARTING, made.instance.phase
+    before = len(made.commands)
+    for n in range(5):
+        made.apply(e.TimedOut(at=1000.0 + 700 * n))
+    told = [
+        (m.state, m.code, m.terminal)
+        for m in made.commands[before:]
+        if isinstance(m, ActionEvent) and m.request_id == OTHER
+    ]
+    assert told and any(code for _, code, _ in told), "no event of the revert in an hour"
+
+
+# --- Answers of compute services about a record that has changed meanwhile, or of a database that was restored since
+
+
+THIRD = "d0000000-0000-4000-8000-000000000003"
+
+
+# --- Of the services that were asked about the source of a move.
+
+
+def _fence(made: Scenario, n: int) -> SourceQuery:
+    made.context = fenced(n)
+    made.apply(e.HostFenced(at=220.0, host_uuid=host(n)))
+    query = awaited_request_of(made.instance)
+    assert isinstance(query, SourceQuery)
+    return query
+
+
+def _seen(query: SourceQuery) -> e.SourceAnswered:
+    machine = LookedUpMachine(
+        instance_uuid=UUID, host_uuid=query.host_uuid, host="h", service=query.service, attempt=query.attempt
+    )
+    answer = MachineLookupResult(machines=(machine,), hosts=(query.host_uuid,))
+    return answer_about(UUID, query, [(query.service, answer)], 230.0)
+
+
+def test_the_answer_about_an_earlier_moves_source_undoes_no_later_move() -> None:
+    """A conductor is paused with the answer; meanwhile the move is confirmed, and the next one's destination fenced."""
+    made = to_resized()
+    late = _seen(asked := _fence(made, 2))
+    made.context = PATIENCE
+    made.apply(request(ActionKind.CONFIRM, request_id=OTHER))
+    made.apply(e.Destroyed(at=240.0, attempt=1, host_uuid=host(1), service="s1"))
+    made.apply(e.Released(at=241.0, consumer=ACTION))
+    assert made.instance.phase == (State.ACTIVE, None) and made.instance.action is None
+    made.apply(request(ActionKind.MIGRATE, 3, request_id=THIRD))
+    made.apply(claimed(attempt=(number := made.instance.next_attempt)))
+    made.end(3, number)
+    made.end(2, 2)
+    made.apply(replace(spawned(attempt=number, n=3), at=250.0))
+    assert _fence(made, 3) != asked
+    made.apply(late)
+    assert made.instance.phase == (State.RESIZED, None), "nobody has seen the source of this move"
+
+
+def test_an_answer_from_before_the_destination_was_used_again_undoes_nothing() -> None:
+    """The same move: fenced, the answer is held back, the fence lifted, the source's host reinstalled, fenced again."""
+    made = to_resized(auto_confirm_s=1000.0)
+    late = _seen(_fence(made, 2))
+    made.context = PATIENCE
+    made.apply(e.TimedOut(at=260.0))  # it is used again, and waits for nothing
+    assert made.instance.action is not None and not made.instance.action.rollback_code
+    _fence(made, 2)
+    made.apply(late)
+    assert made.instance.state is State.RESIZED, "that its source is there was answered to another question"
+
+
+def test_an_answer_that_takes_as_long_as_it_may_is_to_the_question_that_is_asked_then() -> None:
+    """Each question was numbered anew before the services had answered it: the move waited for its source for ever."""
+    made = to_resized()
+    made.context = replace(fenced(2), answer_timeout_s=60.0)
+    made.apply(e.HostFenced(at=220.0, host_uuid=host(2)))
+    for at in (400.0, 600.0):
+        made.apply(e.TimedOut(at=at))
+        assert made.instance.deadline is not None and made.instance.deadline > at + 60.0

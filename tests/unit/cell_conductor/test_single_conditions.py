@@ -14,22 +14,31 @@ from cell_conductor.hosts import lease_table
 from cell_conductor.hosts.lease_table import LeaseTable
 from cell_conductor.reports.reserved_machines import pages
 from cell_conductor.request_handlers import action_queried
+from cell_conductor.rules import rollback_rules as way_back
 from cell_conductor.state import events as e
 from cell_conductor.state.events import InstanceEvent
 from cell_conductor.state.fence import Fence
 from cell_conductor.state.instance import Instance, State
 from cell_conductor.state.lease import Lease, LeaseState
+from cell_conductor.state.step import Step
+from cell_conductor.transition import FenceSteps, step
 from tests.unit.cell_conductor.move_scenario import (
     OTHER,
     Scenario,
     begun,
     claimed,
+    to_resized,
 )
 from tests.unit.cell_conductor.records import record
 from tests.unit.cell_conductor.scenario import (
+    DELETE,
+    PATIENCE,
     SPEC,
     UUID,
     host,
+    queried,
+    run,
+    spawned,
 )
 from tests.unit.cell_conductor.world import beat, insert, opened
 
@@ -53,6 +62,20 @@ def in_place(*, arrived: bool = True) -> Scenario:
     if arrived:
         made.end(1, 1)
     return made
+
+
+def test_a_source_that_is_gone_ends_only_what_waits_for_it() -> None:
+    resized = replace(to_resized().instance, deadline=400.0)
+    assert way_back.end_source_lost(resized, 300.0, PATIENCE) == Step(resized)
+
+
+def test_a_fence_names_the_host_whose_fence_has_changed_something() -> None:
+    destroying = run(queried(hosts=1), spawned(), DELETE).instance
+    for event, hosts in ((fenced(1), [host(1)]), (fenced(2), [])):
+        follower = FenceSteps()
+        stepped = step(destroying, event, PATIENCE)
+        follower.apply(destroying, stepped, event, PATIENCE)
+        assert [*follower.hosts] == hosts
 
 
 # --- reports, leases, quarantine

@@ -18,8 +18,10 @@ from bus.contracts.actions import (
     ChangeMachine,
     Condition,
 )
+from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import Destroy, InstanceSpec
 from bus.contracts.listing import ListedMachine
+from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import Claim, Release
 from cell_conductor.placement_question import awaited_request_of
 from cell_conductor.request_handlers import transfer_event
@@ -29,8 +31,14 @@ from cell_conductor.rules.recovery_facts import KnownInstance
 from cell_conductor.state import events as e
 from cell_conductor.state.instance import Instance, Power, State
 from cell_conductor.state.step import StepContext
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.drain.drain_steps import is_restarted
+from scheduler_worker.records.action_record import ActionContext
+from scheduler_worker.records.build_record import RecordedBuild, SinceBuild
 from tests.unit.cell_conductor.move_scenario import ACTION, OTHER, Scenario, active, begun, claimed, request, unbegun
-from tests.unit.cell_conductor.scenario import PATIENCE, UUID, host, queried, selection, spawned
+from tests.unit.cell_conductor.records import fenced as on_fenced
+from tests.unit.cell_conductor.scenario import PATIENCE, SPEC, UUID, host, queried, selection, spawned
+from tests.unit.cell_conductor.test_single_conditions import fenced, in_place
 
 THERE = replace(PATIENCE, cell="c2")
 LARGER = InstanceSpec(instance_uuid=UUID, project_id="p", name="n", flavor="m1.large")
@@ -450,3 +458,31 @@ def test_a_delete_numbers_above_all_that_its_departed_record_gave_out() -> None:
     query = awaited_request_of(given.instance)
     assert isinstance(query, Release) and query.attempt is not None
     assert query.attempt > 3_001
+
+
+# --- An instance that awaits its confirm on a host that is fenced
+
+
+VM = "a0000000-0000-4000-8000-000000000000"
+
+
+def test_it_is_restarted_elsewhere_or_its_move_is_ended_by_its_cell() -> None:
+    made = in_place()
+    made.context = on_fenced(1)
+    made.instance = replace(made.instance, spec=replace(SPEC, on_host_failure=EvacuationPolicy.RESTART))
+    made.apply(fenced(1))
+    still_resized = made.instance.state is State.RESIZED
+    build = RecordedBuild(
+        instance_uuid=VM,
+        project_id="p",
+        state=BuildState.ACTIVE,
+        sequence=9,
+        terminal=True,
+        cell="c1",
+        instance=SinceBuild(condition=Condition.RESIZED),
+    )
+    request = BuildRequest(
+        instance_uuid=VM, project_id="p", flavor="m1.small", on_host_failure=EvacuationPolicy.RESTART
+    )
+    restarted = is_restarted(ActionContext(build=build, build_request=request), SchedulerConfig())
+    assert restarted or not still_resized, "the cell leaves it resized, and the scheduler leaves it to the cell"
