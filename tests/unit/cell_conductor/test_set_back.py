@@ -61,12 +61,6 @@ def test_a_request_begins_unless_it_is_a_query_or_given_up(
     )
 
 
-def test_a_request_that_does_not_say_so_is_no_query() -> None:
-    assert not e.action_event(
-        CellAction(request_id=UUID, instance_uuid=UUID, project_id="p", kind=ActionKind.STOP), 1.0, ""
-    ).is_query
-
-
 # --- States
 
 

@@ -208,11 +208,6 @@ async def test_a_notification_is_acknowledged_only_after_what_it_did_is_saved(mo
         assert here.loop.sync_state.deliveries == []
 
 
-def test_the_virtual_clock_does_not_move_by_itself() -> None:
-    clock = VirtualClock()
-    assert clock.time() == clock.time()
-
-
 # --- the end of a term of the synchronisation when several of its tasks fail at once
 
 
