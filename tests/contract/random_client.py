@@ -18,6 +18,7 @@ from bus.contracts.placement import (
     Migration,
     ProviderReport,
     Release,
+    Restate,
     Revert,
     Swap,
 )
@@ -72,7 +73,7 @@ class RandomClient:
             project_id=draw.choice(("p", "p", "p", "q")),
             owner=draw.choice((None, None, *OWNERS)),
             transfers_from=draw.choice((None, None, *OWNERS)),
-            limits=draw.choice(({}, {"VCPU": draw.randint(4, 30), "INSTANCES": 5})),
+            limits=draw.choice(({}, {"VCPU": draw.randint(2, 20), "INSTANCES": 4})),
             server_group=draw.choice((None, None, APART, replace(TOGETHER, uuid=MOVE))),
         )
 
@@ -103,6 +104,13 @@ class RandomClient:
                 attempt=draw.choice((None, claim.attempt)),
                 owner=draw.choice((None, *OWNERS)),
                 of_migration=draw.random() < 0.2,
+            ),
+            lambda: Restate(
+                consumer=consumer,
+                attempt=claim.attempt + draw.choice((0, 3000)),
+                project_id=claim.project_id,
+                allocations=draw.choice((None, {}, self.amounts())),
+                migrations=(migration,),
             ),
             lambda: Swap(
                 consumers=(

@@ -51,6 +51,7 @@ OUTCOMES = {
     *(f"ClaimResult {one}" for one in ClaimOutcome),
     *(f"ReleaseResult {one}" for one in ("released", "absent", "consumer_conflict")),
     *(f"RevertResult {one}" for one in ("reverted", "consumer_conflict")),
+    *(f"RestateResult {one}" for one in ("restated", "consumer_conflict")),
     *(f"SwapResult {one}" for one in ("claimed", "no_capacity", "consumer_conflict")),
     "InventoryResult applied",
 }

@@ -173,36 +173,11 @@ async def test_only_holders_of_what_was_lacking_are_named(store: PlacementServic
     assert await lost_to(store, grown) == []
 
 
-async def test_of_one_group_the_winner_is_named(store: PlacementService) -> None:
-    """Two claims that came together: nothing of the first was written when the second was decided."""
-    for first, second in ((0, 1), (3, 2)):
-        host = HOSTS[first]
-        won, lost = await apply(store, wants(first, {host: {"VCPU": 80}}), wants(second, {host: {"VCPU": 80}}))
-        assert (won.outcome, lost.outcome) == (ClaimOutcome.CLAIMED, ClaimOutcome.NO_CAPACITY)
-        assert [one.consumer for one in lost.conflicting_consumers] == [VMS[first]]
-
-
 async def of_gang(store: PlacementService, *claims: Claim, bus: str = "api") -> list[tuple[str, list[str]]]:
     """The outcome of each member's claim, and whom it names."""
     (reply,) = await store.apply([ClaimAll(claims=claims)], bus=bus)
     assert isinstance(reply, ClaimAllResult)
     return [(one.outcome.value, [holder.consumer for holder in one.conflicting_consumers]) for one in reply.results]
-
-
-async def test_the_member_of_a_gang_that_lost_names_who_took_it(store: PlacementService) -> None:
-    """The other members would have fitted: they lost nothing."""
-    await apply(store, wants(0, {HOST: {"VCPU": 60}}), wants(1, {OTHER: {"VCPU": 60}}))
-    members = [wants(2, {OTHER: {"VCPU": 40}}), wants(3, {HOST: {"VCPU": 50}}), wants(4, {HOST: {"VCPU": 30}})]
-    assert await of_gang(store, *members) == [("incomplete", []), ("no_capacity", [VMS[0]]), ("incomplete", [])]
-
-
-async def test_a_gang_and_claims_beside_it_name_the_winner_of_their_group(store: PlacementService) -> None:
-    gang = ClaimAll(claims=(wants(1, {OTHER: {"VCPU": 10}}), wants(2, {HOST: {"VCPU": 80}})))
-    items = [wants(0, {HOST: {"VCPU": 80}}), gang, wants(3, {OTHER: {"VCPU": 5}}), wants(4, {HOST: {"VCPU": 90}})]
-    _, lost, won, last = await store.apply(items)
-    assert isinstance(lost, ClaimAllResult) and isinstance(won, ClaimResult) and isinstance(last, ClaimResult)
-    named = [[holder.consumer for holder in one.conflicting_consumers] for one in (*lost.results, won, last)]
-    assert named == [[], [VMS[0]], [], [VMS[0]]]
 
 
 async def test_a_cell_learns_nothing_of_others_consumers(store: PlacementService) -> None:

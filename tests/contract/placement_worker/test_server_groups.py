@@ -52,18 +52,6 @@ async def test_a_cell_does_not_learn_where_the_others_are(store: PlacementServic
     assert (policy_violated.outcome, policy_violated.members) == (ClaimOutcome.POLICY_VIOLATED, {})
 
 
-async def test_where_consumers_of_a_project_are(store: PlacementService) -> None:
-    await outcomes(store, member(0, 0, group=None), member(1, 2, group=None), member(2, 3, project="q"))
-    page = (await store.reads.locate([LocateRequest(project_id="p", consumers=(VMS[0], VMS[1], VMS[2], VMS[3]))]))[0]
-    assert page.hosts == {VMS[0]: (HOSTS[0],), VMS[1]: (HOSTS[2],)}
-
-
-async def test_the_requester_is_not_counted(store: PlacementService) -> None:
-    await outcomes(store, member(0, 0), member(1, 1))
-    page = (await store.reads.locate([LocateRequest(project_id="p", server_group=GROUP, excluding=VMS[0])]))[0]
-    assert page.members == {HOSTS[1]: 1}
-
-
 @pytest.mark.parametrize("group", [APART, TOGETHER], ids=["apart", "together"])
 async def test_processes_that_claim_at_once_keep_the_rule(
     make: Placements, store: PlacementService, group: ServerGroup
