@@ -98,7 +98,7 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds after a notification that announces a change before the node is read without a further one."""
     allocation_retry_s: Seconds = 0.1
     """Seconds until an Ironic allocation without a node is read again; the wait doubles."""
-    allocation_attempts: Annotated[int, Bound(ge=1, le=100)] = 12
+    allocation_tries: Annotated[int, Bound(ge=1, le=100)] = 12
     """Reads of one such allocation before it is left to the next read of all nodes."""
     leader_poll_interval_s: Annotated[float, Bound(gt=0, le=2)] = 1.0
     """Seconds between two attempts to become the leader, and between two renewals of its lease of 5 seconds."""
