@@ -143,7 +143,7 @@ class DatabaseMark(Struct, frozen=True, omit_defaults=True):
 class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The metadata of one message: as AMQP properties and headers, or inside a batch item."""
 
-    id: str  # unique per publish attempt of one logical message (a redelivery repeats it)
+    id: str  # unique per publish of one logical message (a redelivery repeats it)
     cause: str = ""  # the build request, state change or inventory report that led to this message
     sent_at: float = 0.0  # publisher's clock, seconds since the epoch
     # reply_to, correlation_id: where and under which id a reply is expected
