@@ -236,7 +236,7 @@ def test_what_an_earlier_delivery_may_have_claimed_is_on_record_at_the_end(attem
 
 def test_a_build_that_is_carried_on_without_its_message_has_no_dead_letter() -> None:
     assert [
-        (one.attempt, one.has_dead_letter, one.last, one.awaits_hosts)
+        (one.retries, one.has_dead_letter, one.last, one.awaits_hosts)
         for one in (resumed_delivery(tries, is_warming_up=True) for tries in (0, MAX_RETRIES - 1, MAX_RETRIES))
     ] == [(0, False, False, True), (MAX_RETRIES - 1, False, False, True), (MAX_RETRIES, False, True, False)]
 
