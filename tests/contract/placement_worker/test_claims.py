@@ -103,7 +103,7 @@ async def test_a_run_takes_over_what_a_run_that_it_names_has_claimed(pooled: Pla
     assert [await released(pooled, by) for by in (MINE, ANOTHER)] == ["consumer_conflict", "released"]
 
 
-async def test_the_query_names_the_owner_the_attempt_and_the_place_and_fences_nothing(pooled: PlacementService) -> None:
+async def test_the_query_names_the_owner_the_attempt_and_the_place_and_ends_nothing(pooled: PlacementService) -> None:
     assert await pooled.reads.allocations([INSTANCE]) == []
     (claim,) = await claimed(pooled, build(0, 0, owner=MINE))
     assert claim.outcome == "claimed"

@@ -59,7 +59,7 @@ def outcome(item: ClaimItem, host: ClaimedProvider, consumers: Mapping[str, Cons
 
 
 HELD = {A: {"VCPU": 2}}
-FENCE: Hold = {}
+NOTHING_HELD: Hold = {}
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,10 @@ FENCE: Hold = {}
         (holder(HELD), {"attempt": 2}, "consumer_conflict"),
         (holder(HELD, attempt=3), {"attempt": 2, "consumer_generation": 1}, "consumer_conflict"),
         (holder(HELD, attempt=0), {"attempt": 1}, "consumer_conflict"),
-        (holder(FENCE, attempt=1), {"attempt": 1}, "consumer_conflict"),
-        (holder(FENCE, attempt=1), {"attempt": 2}, "claimed"),
-        (holder(FENCE, attempt=1), {"attempt": 2, "consumer_generation": 1, "release_first": True}, "claimed"),
-        (holder(FENCE, attempt=1), {"attempt": 2, "consumer_generation": 1}, "consumer_conflict"),
+        (holder(NOTHING_HELD, attempt=1), {"attempt": 1}, "consumer_conflict"),
+        (holder(NOTHING_HELD, attempt=1), {"attempt": 2}, "claimed"),
+        (holder(NOTHING_HELD, attempt=1), {"attempt": 2, "consumer_generation": 1, "release_first": True}, "claimed"),
+        (holder(NOTHING_HELD, attempt=1), {"attempt": 2, "consumer_generation": 1}, "consumer_conflict"),
     ],
 )
 def test_who_may_claim(known: ConsumerState | None, fields: dict[str, Any], expected: str) -> None:
@@ -91,7 +91,7 @@ def test_who_may_claim(known: ConsumerState | None, fields: dict[str, Any], expe
         (holder(HELD, attempt=2), 2, (0, {})),  # its own
         (holder(HELD, attempt=1), 2, (0, HELD)),  # its generation is not named
         (holder(HELD, attempt=0), 1, (0, HELD)),  # of the REST API
-        (holder(FENCE, attempt=2), 1, (0, {})),
+        (holder(NOTHING_HELD, attempt=2), 1, (0, {})),
         (ConsumerState(1, 2, "another", "u", "INSTANCE", HELD), 1, (0, {})),
         (ConsumerState(1, 2, "p", "u", "MIGRATION", HELD), 1, (0, HELD)),  # a move's request of this uuid
         (ConsumerState(1, 2, "p", "u", "", HELD), 1, (0, HELD)),  # of an old client of the REST API
