@@ -194,8 +194,8 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def next_attempt(self) -> int:
-        """The number of the next attempt."""
-        return min(self.last_attempt + 1, MAX_ATTEMPT)
+        """The number of the next attempt. Placement may have been restated up to the incarnation's first."""
+        return min(max(self.last_attempt + 1, self.proves_from), MAX_ATTEMPT)
 
     @property
     def is_in_place(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -97,10 +97,14 @@ class World:
         self.restated: list[Restate] = []
         self.queried: list[ListMachines] = []
         self.placement: list[Any] = []
+        self.meanwhile: Callable[[], Awaitable[object]] | None = None  # happens once placement has restated
         self.reader: KnownReader
 
     async def request_all(self, messages: Sequence[Any], *_: Any, **__: Any) -> list[Any]:
-        return [self._answer(one) for one in messages]
+        answers = [self._answer(one) for one in messages]
+        if self.meanwhile is not None and any(isinstance(one, Restate) for one in messages):
+            await self.meanwhile()
+        return answers
 
     def _answer(self, message: Any) -> Message | Fault:
         if isinstance(message, Restate):
@@ -344,6 +348,20 @@ async def test_a_delete_of_what_is_blocked_is_recorded_and_carried_out_once_its_
     assert settled is not None and (settled.state, settled.blocked_reason) == (State.DESTROYING, "")
     assert [(one.attempt, one.host_uuid) for one in cell.sent(Destroy)] == [(7, host(3))]
     assert not [one for one in world.placement if isinstance(one, Release)]
+
+
+async def test_what_a_delete_releases_is_not_below_what_placement_was_restated() -> None:
+    """The delete came between the two: placement refuses a release below, and the allocation would stay."""
+    world = World(listed(3, 7), told=known(3, 7))
+    world.services = {"s1", "s2"}
+    cell = await cell_of(world, ACTIVE)
+    await cell.recover()
+    delete = CellDelete(instance_uuid=UUID, project_id="p", attempt=7)
+    world.meanwhile = lambda: cell.requests.requests([Received(delete, Meta(id="d"), "c1", "conductor.requests")])
+    world.services |= {"s3"}
+    settled = await cell.look_again()
+    assert settled is not None and settled.phase == (State.DESTROYING, State.DELETED)
+    assert [one.attempt <= settled.next_attempt for one in world.restated] == [True]
 
 
 async def test_what_is_blocked_is_judged_by_no_report_and_begins_nothing() -> None:
