@@ -46,11 +46,10 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     # In a record that has had attempts nothing is commanded: what the build was decided by may be one's claim, which
     # was released.
     adopted = with_request(instance, event)
-    refusal = event.dead_letter_reason
     if instance.uuid in context.quarantined:
-        refusal = Refusal(code=MACHINE_EXISTS, reason="a host has a machine of it that no record explains")
-    if refusal is not None:
-        return _end_without_machine(adopted, event, refusal, context)
+        return _refuse(adopted, event, context)
+    if event.dead_letter_reason is not None:
+        return _end_without_machine(adopted, event, event.dead_letter_reason, context)
     if instance.last_attempt:
         return _reclaim(adopted, event.at, context)
     closed = closure_reason(adopted, context)
@@ -80,15 +79,19 @@ def _without_host(instance: Instance, at: float, context: StepContext) -> Step:
 
 def _end_without_machine(instance: Instance, event: BuildRequested, refusal: Refusal, context: StepContext) -> Step:
     """Its message was dead-lettered: nothing is commanded, its claim is released, and it ends as failed."""
-    # Of a query whose instance has a machine that no record explains: its claim may be for that one, and is not
-    # released.
-    if event.is_query and refusal.code == MACHINE_EXISTS:
-        return build_end_rules.enter_failed(
-            replace(instance, code=refusal.code, reason=step.truncate(refusal.reason)), event.at, context
-        )
     passed = step.with_attempt(instance, NOT_COMMANDED, at=event.at, code=refusal.code, reason=refusal.reason)
     over = replace(passed, code=refusal.code, reason=step.truncate(refusal.reason))
     return Step(step.enter_releasing(over, State.FAILED, event.at, context))
+
+
+def _refuse(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
+    """A host has a machine of it that is not proved to be its project's: the build ends, and names no host."""
+    reason = "a host has a machine of it that no record explains"
+    met = step.with_attempt(instance, NOT_COMMANDED, at=event.at, code=MACHINE_EXISTS, reason=reason)
+    refused = replace(met, selections=(), code=MACHINE_EXISTS, reason=reason, proves_from=instance.next_attempt)
+    if event.is_query:  # its claim may be for that machine, and is not released
+        return build_end_rules.enter_failed(refused, event.at, context)
+    return Step(step.enter_releasing(refused, State.FAILED, event.at, context))
 
 
 def on_active(instance: Instance, event: Spawned | MachineRunning, context: StepContext) -> Step:

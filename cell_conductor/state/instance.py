@@ -242,11 +242,6 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.selections[self.selection_index].host_uuid if self.selections else None
 
     @property
-    def machine_exists(self) -> bool:
-        """Whether the build was refused because of a machine that is not proved to be its project's."""
-        return self.code == MACHINE_EXISTS
-
-    @property
     def current_and_alternates(self) -> tuple[Selection, ...]:
         """The selection of the current attempt, and those not tried yet."""
         return self.selections[self.selection_index :]
