@@ -248,19 +248,19 @@ def closure_reason(instance: Instance, context: StepContext) -> Closure | None:
     """Why nothing is started on its host now that it would be; None: it is. One whose service is only down is passed
     over while another is not closed.
     """
-    closed = context.closed(instance).closure_of(instance.current)
+    closed = context.closed.closure_of(instance.current)
     is_to_try = closed is not None and closed.code != FENCED and not _has_open_alternate(instance, context)
     return None if is_to_try else closed
 
 
 def _has_open_alternate(instance: Instance, context: StepContext) -> bool:
-    closed = context.closed(instance)
+    closed = context.closed
     return any(closed.closure_of(selection) is None for selection in instance.alternates)
 
 
 def _without_closed(instance: Instance, at: float, context: StepContext) -> Instance:
     """Hosts that are closed now are skipped, and recorded: a request to placement is never changed."""
-    closed = context.closed(instance)
+    closed = context.closed
     notes = closed.skipped(instance.alternates, instance.next_attempt, at)
     kept = tuple(selection for selection in instance.alternates if closed.closure_of(selection) is None)
     tried = instance.selections[: instance.selection_index + 1]

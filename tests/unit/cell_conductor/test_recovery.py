@@ -84,6 +84,7 @@ class World:
 
     def __init__(self, *machines: ListedMachine, told: KnownRecord | None = None, old: bool = False) -> None:
         self.clock = SystemClock()
+        self.no_wait = NoWait()
         self.machines = machines
         self.told = told or KnownRecord(instance_uuid=UUID)
         self.old = old
@@ -168,7 +169,7 @@ class Cell(Alone):
             self.store,
             bus,
             self.relay,
-            clock=NoWait(),
+            clock=world.no_wait,
             config=config,
             known=world.reader,
             leases=leases,
@@ -252,8 +253,12 @@ class Cell(Alone):
 
 
 class NoWait(SystemClock):
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
     async def sleep(self, seconds: float) -> None:
         """At once."""
+        self.slept.append(seconds)
 
 
 async def cell_of(world: World, *instances: Instance) -> Cell:
@@ -449,7 +454,7 @@ async def test_a_service_that_is_up_and_does_not_list_is_tried_again_and_then_co
     cell = await cell_of(world, ACTIVE)
     found = await cell.recover()
     assert found is not None and found.blocked_reason == BlockedReason.HOST_ABSENT
-    assert [one.service for one in world.queried].count("s2") == MAX_TRIES
+    assert [one.service for one in world.queried].count("s2") == len(world.no_wait.slept) + 1 == MAX_TRIES
     assert [one.service for one in world.queried].count("s1") == 1
 
 
