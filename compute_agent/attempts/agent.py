@@ -228,7 +228,6 @@ class Agent:
         # A machine without a record is reported by its tag and gets no record, because the conductor decides about it.
         await self._scanner.load_hosts()
         listed = await self._driver.list()
-        self._scanner.on_scanned(listed)
         found = {(m.host_uuid, m.instance_uuid): m for machines in listed.values() for m in machines}
         for key, entry in self._records.entries():
             self._resume(key, entry, found.pop(key, None), seen=key[0] in listed)

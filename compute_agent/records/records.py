@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -248,10 +248,6 @@ class Records:
         """Whether a machine of this instance may be on this host, as far as is known."""
         entry = self._entries.get((host, instance))
         return entry is not None and entry.phase not in ENDED
-
-    def live(self, instances: Collection[str]) -> dict[Key, HostAttempt]:
-        """Of these instances what runs or is being built, as far as is known."""
-        return {key: self._entries[key] for key in (*self._running, *self._spawns) if key[1] in instances}
 
     def running(self) -> dict[Key, HostAttempt]:
         """The machines that run, as far as is known."""

@@ -43,7 +43,7 @@ async def test_nothing_is_built_or_destroyed_by_an_old_conductor_or_the_outbox_o
     try:
         await old.publish(spawn(first, kept))
         await until(lambda: fleet.machine(first, kept) is not None)
-        query = LookUpMachines(service=SERVICE, database_id=DATABASE_ID, instance_uuids=(kept,))
+        query = LookUpMachines(service=SERVICE, database_id=DATABASE_ID, instance_uuids=(kept,), on_hosts=(first,))
         assert (await new.request(query, MachineLookupResult, timeout_s=PATIENCE_S)).machines
         if restarts:
             await life.stop()
