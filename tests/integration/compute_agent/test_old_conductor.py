@@ -42,7 +42,7 @@ async def test_nothing_is_built_or_destroyed_by_an_old_conductor_or_the_outbox_o
     old, new = await _conductor(cell, 1), await _conductor(cell, 2)
     try:
         await old.publish(spawn(first, kept))
-        await until(lambda: fleet.machine(first, kept) is not None)
+        await cell.outcome(kept, 1)
         query = LookUpMachines(service=SERVICE, database_id=DATABASE_ID, instance_uuids=(kept,), on_hosts=(first,))
         assert (await new.request(query, MachineLookupResult, timeout_s=PATIENCE_S)).machines
         if restarts:
