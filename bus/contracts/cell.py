@@ -13,15 +13,14 @@ from bus.contracts.base import (
     Attempt,
     ClassName,
     Count,
+    DatabaseMark,
     Epoch,
     Generation,
     GivenAttempt,
     ImageName,
-    Incarnation,
     Label,
     Message,
     Reason,
-    SentSequences,
     Sequence,
     ShownZone,
     TraitName,
@@ -285,9 +284,7 @@ class Heartbeat(Message, FromService, frozen=True, kw_only=True, tag="compute.he
     interval_s: Annotated[float, Bound(ge=0, le=3600)] = 0.0  # seconds until the next heartbeat
     # the name shared by the services that divide their free nodes among them (None: it shares none)
     ring: Word | None = None
-    # database_incarnation, sent_sequences: of the cell's database, the highest by which it was commanded (0: not yet)
-    database_incarnation: Incarnation = 0
-    sent_sequences: SentSequences = ()
+    mark: DatabaseMark = DatabaseMark()  # of the cell's database, the highest by which it was commanded
 
 
 MAX_RING_MEMBERS = 1000

@@ -238,7 +238,6 @@ class Neighbours:
             page = CellKnown(
                 cell=CELL,
                 process=query.process,
-                database_incarnation=query.database_incarnation,
                 query_id=query.query_id,
                 instances=tuple(map(self._known, query.asked or sorted(self.held))),
             )

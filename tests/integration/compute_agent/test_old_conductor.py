@@ -48,7 +48,7 @@ async def test_nothing_is_built_or_destroyed_by_an_old_conductor_or_the_outbox_o
         if restarts:
             await life.stop()
             life = await cell.compute(settings, fleet)
-        await until(lambda: cell.heartbeats()[-1].database_incarnation == 2)
+        await until(lambda: cell.heartbeats()[-1].mark.database_incarnation == 2)
         command = Destroy(service=SERVICE, instance_uuid=kept, attempt=1, host_uuid=first, database_id=DATABASE_ID)
         session = MemoryDatabase(cell.clock).session()
         async with session.transaction() as transaction:

@@ -133,7 +133,6 @@ class World:
             page = CellKnown(
                 cell="c1",
                 process=self.process,
-                database_incarnation=message.database_incarnation,
                 query_id=message.query_id,
                 instances=wanted,
                 fences=() if message.asked else self.fences,
