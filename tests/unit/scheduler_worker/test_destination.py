@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
 from msgspec.structs import replace
 
+from bus.clock import SystemClock
 from bus.contracts.actions import ActionKind
 from bus.contracts.deploy import NetworkRequest
-from bus.contracts.placement import LocatePage
+from bus.contracts.operations import AdminState, HostAdminState
+from bus.contracts.placement import GroupPolicy, LocatePage, ServerGroup
 from scheduler_worker.action.action_checks import CELL_DRAIN_USER, Located
 from scheduler_worker.action.destination import Chosen
 from scheduler_worker.action.pending_action import PendingAction
@@ -59,3 +62,44 @@ async def test_what_has_things_of_its_cell_finds_a_host_there_or_is_told_why(
     chosen = await choosing(hosts).choose(pending, known, source)
     assert isinstance(chosen, Chosen)
     assert (chosen.failure and chosen.failure.code, len(chosen.selections)) == (code, int(code is None))
+
+
+# --- members of a group with affinity, evacuated from one host
+
+
+class Behind:
+    """The replica is behind until it is asked for the newest state, which all wait for together."""
+
+    async def refresh(self, *, timeout_s: float) -> bool:
+        await asyncio.sleep(0)
+        return True
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["room at once", "room on the newest state only"])
+async def test_evacuated_members_of_a_group_follow_the_first_choice(is_full: bool) -> None:
+    """Each had read where the group gathers before it waited for the newest state, and chose a host of its own: the
+    claim of all but one was refused.
+    """
+    hosts, group = Hosts([PLENTY] * 6, cells=["c"] * 6), ServerGroup(uuid=OTHER, policy=GroupPolicy.AFFINITY)
+    dead = hosts.uuids[0]
+    hosts.table.apply_decisions({dead: HostAdminState(host_uuid=dead, host="h0", state=AdminState.FENCED)})
+    if is_full:
+        amounts = {uuid: dict(PLENTY) for uuid in hosts.uuids}
+        hosts.selector.assumed.add("other moves", amounts, SystemClock().monotonic() + 60.0)
+    chooser = choosing(hosts, Behind())
+    members = LocatePage(members={dead: 2})
+
+    async def choose(number: int) -> Chosen:
+        uuid = f"{number}{UUID[1:]}"
+        build = replace(BUILD, instance_uuid=uuid, host="h0", host_uuid=dead)
+        request = replace(BUILT, instance_uuid=uuid, host=None, image=None, server_group=group)
+        evacuation = requested(ActionKind.EVACUATE, instance_uuid=uuid, request_id=f"{number}{OTHER[1:]}")
+        located = Located(uuid, replace(members, hosts={uuid: (dead,)}), {})
+        pending = PendingAction(batch_index=0, request=evacuation, taken_at=1.0, delivery=LAST)
+        chosen = await chooser.choose(pending, ActionContext(build=build, build_request=request), located)
+        assert isinstance(chosen, Chosen)
+        return chosen
+
+    chosen = await asyncio.gather(*map(choose, range(1, 5)))
+    assert len({one.selections[0].host for one in chosen}) == 1
+    assert {one.fenced_hosts for one in chosen} == {(dead,)}
