@@ -39,6 +39,7 @@ from scheduler_worker import plugins
 from scheduler_worker.build.claim_ownership import ClaimOwnership
 from scheduler_worker.build.placer import Placer
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.fleet.metrics_listener import add_host_metrics
 from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.placement_client import BusClaims, ClaimPort
 from scheduler_worker.selection.selector import Selector
@@ -105,6 +106,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> W
         service.add_task(name, run)
         service.add_preparation(ready.wait)
         service.add_check(name, ready.is_set)
+    add_host_metrics(service, api, selector)
     service.add_bus_check("bus api", lambda: api.unavailable_reason)
     _add_server(service, server, fallback)
     add_heartbeat(service, env, api, NAME)
