@@ -133,10 +133,12 @@ class DestinationChooser:
         if request.kind is ActionKind.EVACUATE and known.now.condition is Condition.SHELVED:
             return Chosen()  # its cell offloads it
         chosen = self._decide(pending, known, located, planned, is_newest=False)
+        if chosen is None and planned is None:
+            await self._follower.refresh(timeout_s=NEWEST_WAIT_S)
+            await yield_to_loop()
+            # Beside the choices of those that have waited with it, which a release would forget.
+            chosen = self._decide(pending, known, located, planned, is_newest=False)
         if chosen is None:
-            if planned is None:
-                await self._follower.refresh(timeout_s=NEWEST_WAIT_S)
-                await yield_to_loop()
             self._selector.assumed.release()
             chosen = self._decide(pending, known, located, planned, is_newest=True)
             assert chosen is not None

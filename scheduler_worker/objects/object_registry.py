@@ -202,8 +202,8 @@ class ObjectRegistry:
             cell, reason = f"cell {reports[0].cell}", "its report about the fence"
             return tuple(changed.values()), ChangeActor(cell, reason, self._clock.time())
 
-        await self.write(make)
-        for one in reports if changed else ():
+        written = await self.write(make)
+        for one in reports if changed and not isinstance(written, Refusal) else ():
             log.info(
                 "host.fence",
                 uuid=one.host_uuid,

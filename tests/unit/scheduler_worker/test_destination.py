@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.contracts.actions import ActionKind
 from bus.contracts.deploy import NetworkRequest
+from bus.contracts.objects import Flavor
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import GroupPolicy, LocatePage, ServerGroup
 from scheduler_worker.action.action_checks import CELL_DRAIN_USER, Located
@@ -67,6 +68,9 @@ async def test_what_has_things_of_its_cell_finds_a_host_there_or_is_told_why(
 # --- members of a group with affinity, evacuated from one host
 
 
+GROUP = ServerGroup(uuid=OTHER, policy=GroupPolicy.AFFINITY)
+
+
 class Behind:
     """The replica is behind until it is asked for the newest state, which all wait for together."""
 
@@ -75,12 +79,17 @@ class Behind:
         return True
 
 
+@pytest.mark.parametrize("group", [GROUP, None], ids=["of a group with affinity", "of no group"])
 @pytest.mark.parametrize("is_full", [False, True], ids=["room at once", "room on the newest state only"])
-async def test_evacuated_members_of_a_group_follow_the_first_choice(is_full: bool) -> None:
-    """Each had read where the group gathers before it waited for the newest state, and chose a host of its own: the
-    claim of all but one was refused.
+async def test_evacuated_instances_choose_beside_those_that_wait_with_them(
+    is_full: bool, group: ServerGroup | None
+) -> None:
+    """Members of a group follow the first choice: each had read where the group gathers before it waited for the newest
+    state. Others choose a host each where one fits on each: each had forgotten the choices before.
     """
-    hosts, group = Hosts([PLENTY] * 6, cells=["c"] * 6), ServerGroup(uuid=OTHER, policy=GroupPolicy.AFFINITY)
+    vcpus = 1 if group else PLENTY["VCPU"]
+    config = SchedulerConfig(flavors={"m1.small": Flavor(vcpus=vcpus)})
+    hosts = Hosts([PLENTY] * 6, cells=["c"] * 6, config=config)
     dead = hosts.uuids[0]
     hosts.table.apply_decisions({dead: HostAdminState(host_uuid=dead, host="h0", state=AdminState.FENCED)})
     if is_full:
@@ -101,5 +110,5 @@ async def test_evacuated_members_of_a_group_follow_the_first_choice(is_full: boo
         return chosen
 
     chosen = await asyncio.gather(*map(choose, range(1, 5)))
-    assert len({one.selections[0].host for one in chosen}) == 1
-    assert {one.fenced_hosts for one in chosen} == {(dead,)}
+    assert len({one.selections[0].host for one in chosen}) == (1 if group else len(chosen))
+    assert {one.fenced_hosts for one in chosen} == {(dead,) if group else ()}
