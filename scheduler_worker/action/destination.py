@@ -177,7 +177,7 @@ class DestinationChooser:
         except QueryTooWide as error:
             return Chosen(failure=Refusal(code=error.code, reason=str(error)))
         if isinstance(chosen, Chosen):
-            if fenced_hosts and planned is None:
+            if fenced_hosts and planned is None and chosen.selections:
                 self._gather(build_request_for(request, known), chosen.selections[0].host_uuid)
             return replace(chosen, fenced_hosts=fenced_hosts)
         if not is_newest:

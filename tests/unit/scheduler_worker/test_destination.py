@@ -98,11 +98,14 @@ async def test_evacuated_instances_choose_beside_those_that_wait_with_them(
     chooser = choosing(hosts, Behind())
     members = LocatePage(members={dead: 2})
 
-    async def choose(number: int) -> Chosen:
+    async def choose(number: int, user_id: str | None = None, networks: Sequence[NetworkRequest] = ()) -> Chosen:
         uuid = f"{number}{UUID[1:]}"
         build = replace(BUILD, instance_uuid=uuid, host="h0", host_uuid=dead)
-        request = replace(BUILT, instance_uuid=uuid, host=None, image=None, server_group=group)
-        evacuation = requested(ActionKind.EVACUATE, instance_uuid=uuid, request_id=f"{number}{OTHER[1:]}")
+        request = replace(
+            BUILT, instance_uuid=uuid, host=None, image=None, server_group=group, networks=tuple(networks)
+        )
+        request_id = f"{number}{OTHER[1:]}"
+        evacuation = requested(ActionKind.EVACUATE, instance_uuid=uuid, request_id=request_id, user_id=user_id)
         located = Located(uuid, replace(members, hosts={uuid: (dead,)}), {})
         pending = PendingAction(batch_index=0, request=evacuation, taken_at=1.0, delivery=LAST)
         chosen = await chooser.choose(pending, ActionContext(build=build, build_request=request), located)
@@ -112,3 +115,5 @@ async def test_evacuated_instances_choose_beside_those_that_wait_with_them(
     chosen = await asyncio.gather(*map(choose, range(1, 5)))
     assert len({one.selections[0].host for one in chosen}) == (1 if group else len(chosen))
     assert {one.fenced_hosts for one in chosen} == {(dead,) if group else ()}
+    as_a_drain = await choose(5, CELL_DRAIN_USER, NETWORKS)  # a client's: it raised IndexError
+    assert as_a_drain.failure is not None and as_a_drain.failure.code == "action.across_cells"
