@@ -137,7 +137,8 @@ class DestinationChooser:
             await self._follower.refresh(timeout_s=NEWEST_WAIT_S)
             await yield_to_loop()
             # Beside the choices of those that have waited with it, which a release would forget.
-            chosen = self._decide(pending, known, located, planned, is_newest=False)
+            is_newest = self._selector.assumed.next_until is None
+            chosen = self._decide(pending, known, located, planned, is_newest=is_newest)
         if chosen is None:
             self._selector.assumed.release()
             chosen = self._decide(pending, known, located, planned, is_newest=True)
