@@ -90,7 +90,7 @@ class Placer:
             lasts_s=CLAIM_DEADLINE_S,
         )
         self._spread = Spread()
-        self._batches = CellBatching()
+        self._batches = CellBatching(config.equal_hosts_per_cell)
         self._deciding = asyncio.Lock()  # passes in parts one after another: each sees the choices before it
 
     async def place(self, requests: Sequence[HostSearchRequest]) -> list[HostSearchResult]:

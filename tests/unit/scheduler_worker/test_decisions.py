@@ -435,7 +435,7 @@ def decide(hosts: Hosts, batching: CellBatching) -> None:
 
 
 def test_one_request_alone_is_decided_within_so_many_calls() -> None:
-    hosts, batching = Hosts([PLENTY] * HOSTS, cells=["c1", "c2", "c3", "c4"] * (HOSTS // 4)), CellBatching()
+    hosts, batching = Hosts([PLENTY] * HOSTS, cells=["c1", "c2", "c3", "c4"] * (HOSTS // 4)), CellBatching(64)
     for _ in range(len(hosts.table.cells) + 1):  # what is kept from decision to decision is there
         decide(hosts, batching)
     calls = CountedCalls()
@@ -465,7 +465,7 @@ def of_group(hosts: Hosts, members: int) -> list[HostSearch]:
 def test_a_member_of_a_large_group_is_decided_within_as_many_calls(members: int) -> None:
     hosts = Hosts([PLENTY] * HOSTS, cells=["c1", "c2", "c3", "c4"] * (HOSTS // 4))
     states = of_group(hosts, members)
-    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1, batching=CellBatching())
+    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1, batching=CellBatching(64))
     calls = CountedCalls()
     sys.setprofile(calls)
     try:

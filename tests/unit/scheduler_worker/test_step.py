@@ -152,7 +152,7 @@ def one_round(hosts: Hosts, batching: CellBatching | None, count: int, flavors: 
 
 
 def test_a_round_stays_in_one_cell_and_the_next_ones_go_to_the_others_in_turn() -> None:
-    hosts, batching = equal_hosts(100), CellBatching()
+    hosts, batching = equal_hosts(100), CellBatching(64)
     rounds = [set(one_round(hosts, batching, 20)) for _ in range(8)]
     assert all(len(cells) == 1 for cells in rounds)
     turns = [cells.pop() for cells in rounds]
@@ -161,7 +161,7 @@ def test_a_round_stays_in_one_cell_and_the_next_ones_go_to_the_others_in_turn() 
 
 
 def test_the_run_is_kept_where_the_best_are_drawn_from_several() -> None:
-    hosts, batching = equal_hosts(100), CellBatching()
+    hosts, batching = equal_hosts(100), CellBatching(64)
     ranking = hosts.selector.rank(hosts.spec(), random.Random(2), batching)
     cells = set()
     for _ in range(20):
@@ -175,7 +175,7 @@ def test_the_run_is_kept_where_the_best_are_drawn_from_several() -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_where_the_order_is_that_of_the_replica_it_stays_so(shuffle: bool) -> None:
     hosts = equal_hosts(50, config=SchedulerConfig(shuffle_best_same_weighed_hosts=shuffle))
-    assert len(set(one_round(hosts, CellBatching(), 12))) == (1 if shuffle else len(CELLS))
+    assert len(set(one_round(hosts, CellBatching(64), 12))) == (1 if shuffle else len(CELLS))
 
 
 async def test_what_is_placed_together_is_claimed_in_one_cell() -> None:
