@@ -18,7 +18,6 @@ from cell_conductor.state import step as steps
 from cell_conductor.state.fence import ClosedHosts, Fence, abandoned_services, fenced_hosts
 from cell_conductor.state.instance import (
     FENCED,
-    MACHINE_EXISTS,
     NOT_COMMANDED,
     ActionInProgress,
     Instance,
@@ -91,7 +90,6 @@ def test_the_selections_and_attempts_of_a_record() -> None:
         5,
     )
     assert (Instance(uuid=UUID).host_uuid, instance.phase) == (None, (State.FINISHING, None))
-    assert replace(instance, code=MACHINE_EXISTS).machine_exists and not replace(instance, code="x").machine_exists
 
 
 def tried(attempt: int, outcome: str = "failed", **more: Any) -> AttemptRecord:
