@@ -306,6 +306,15 @@ def test_amounts_never_requested_before_cost_no_call_per_inventory() -> None:
 # --- the rules, one by one, where they are easily got wrong
 
 
+def test_before_trees_at_most_one_provider_of_a_tree_gives() -> None:
+    replica = loaded(devices(1))
+    request = plain(VCPU=1, VF=1)
+    assert len(candidates(replica, request)) == 1
+    assert len(candidates(replica, structs.replace(request, one_per_tree=True))) == 0
+    flat = structs.replace(plain(VF=1), one_per_tree=True)
+    assert candidates(replica, flat).touched().tolist() == [1]
+
+
 def test_claims_in_flight_count() -> None:
     replica = loaded(devices(1, each=2))
     assert len(candidates(replica, numbered({"VF": 2}))) == 1

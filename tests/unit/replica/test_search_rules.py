@@ -54,6 +54,14 @@ def ways(replica: Replica, query: Query, root: int = 0, limit: int = 64) -> list
     ]
 
 
+def test_a_class_requested_with_nothing_is_not_searched() -> None:
+    replica = replica_of(provider(0, inventories={"CUSTOM_BAREMETAL_GOLD": 1}))
+    query = Query(resources={"CUSTOM_BAREMETAL_GOLD": 1, "VCPU": 0, "MEMORY_MB": 0})
+    assert ways(replica, query) == [{"p0": {"CUSTOM_BAREMETAL_GOLD": 1}}]
+    nothing = search(replica, Query(resources={"VCPU": 0}), explain=True)
+    assert (len(nothing.roots), nothing.funnel[-1].rejected) == (0, {"nothing is requested": 1})
+
+
 def test_options_are_near_roomy_and_real_alternatives() -> None:
     """NUMA cells: both classes from one cell first; the emptier cell first; the second option is the other cell."""
     cells = [
