@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 from collections import Counter
@@ -22,12 +21,12 @@ from compute_sim.host_plan import plan_hosts, tree
 from lab.load import LoadPlan, LoadRun, PlanError, draw_requests, percentiles, run_load, sampler, sum_up
 from lab.load import run as run_module
 from lab.load.command import app
-from lab.load.fleet import GPU_CLASS, HostKind, flavor_of, read_hosts, settings_like
+from lab.load.fleet import GPU_CLASS, HostKind, read_hosts, settings_like
 from lab.load.plan import Arrival, arrivals, draw, parse_mix, parse_ramp, phase_boots, ramp_boots
-from lab.load.record import Operations, decode, encode
+from lab.load.record import Operations
 from lab.load.session import recorded
 from lab.load.totals import knee
-from lab.load.trace import Shape, TraceRequest, read_requests, read_trace
+from lab.load.trace import Shape, read_requests, read_trace
 from scheduler_worker.config import DEFAULT_FLAVORS
 from scheduler_worker.selection.flavor import parse
 from tests.unit.berth.world import ClientWorld
@@ -88,11 +87,6 @@ def test_a_report_counts_every_build_once() -> None:
     assert (found.alternates_used, found.attempts) == (3, {"1": 1, "3": 1})
     assert found.failures_by_code == {"max_retries_exceeded": 1, "flavor.unknown": 1}
     assert found.more_than_one_terminal == 1
-
-
-def test_a_report_of_nothing_that_ended() -> None:
-    found = sum_up([RequestWatch(instance_uuid="5", flavor="f", intended_at=0.0, stages={})], started=0.0, now=8.0)
-    assert (found.seconds, found.boots_per_s, found.unfinished, found.latency_ms) == (8.0, 0.0, 1, {})
 
 
 async def test_a_constant_rate_counts_from_the_intended_times(client_world: ClientWorld) -> None:
@@ -304,19 +298,6 @@ async def test_a_broker_that_does_not_answer_holds_up_no_sample(
         assert (await looks.take_sample()).depths == {}
 
 
-async def test_each_sample_holds_what_came_since_the_one_before(client_world: ClientWorld) -> None:
-    plan = LoadPlan(boots=40, mix={"f": 1.0}, rate_per_s=20.0, timeout_s=60.0)
-    record = await recorded(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
-    samples = record.samples
-    assert decode(encode(record)) == record
-    assert samples.at_s == sorted(samples.at_s) and len(samples) >= 4
-    offered = sum(
-        rate * (at - before)
-        for rate, at, before in zip(samples.offered_per_s, samples.at_s, [0.0, *samples.at_s], strict=False)
-    )
-    assert offered == pytest.approx(40, abs=0.5) and record.totals.outcomes == {"active": 40}
-
-
 async def test_a_long_run_is_sampled_less_often_and_shows_the_same(client_world: ClientWorld, few_samples: int) -> None:
     plan = LoadPlan(boots=200, mix={"f": 1.0}, rate_per_s=20.0, timeout_s=60.0)
     record = await recorded(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
@@ -328,32 +309,6 @@ async def test_a_long_run_is_sampled_less_often_and_shows_the_same(client_world:
 def few_samples(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(sampler, "MAX_SAMPLES", 6)
     return 6
-
-
-class Deaf:
-    """A connection in whose calls a cancellation can get lost, as in Python 3.11's `asyncio.wait_for`."""
-
-    first = True
-
-    async def depth(self, queue: str) -> int:
-        if self.first:
-            self.first = False
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
-        return 7
-
-
-async def test_a_cancellation_that_gets_lost_does_not_keep_a_run_sampling_for_ever(client_world: ClientWorld) -> None:
-    plan = LoadPlan(boots=30, mix={"f": 1.0}, rate_per_s=20.0, timeout_s=60.0)
-    running = asyncio.create_task(
-        recorded(
-            client_world.client, plan, clock=client_world.clock, rng=random.Random(3),
-            transports={"api": Deaf()},  # type: ignore[dict-item]
-        )
-    )  # fmt: skip
-    done, _ = await asyncio.wait({running}, timeout=60)
-    running.cancel()
-    assert done and running.result().totals.outcomes == {"active": 30}
 
 
 # --- the definition of a load: arrivals of every mode, mixes by short names, ramps, traces, and where a ramp bends
@@ -419,10 +374,6 @@ def test_a_ramp_without_a_step_is_refused(text: str) -> None:
     with pytest.raises(PlanError) as fault:
         ramp_boots(*parse_ramp(text))
     assert fault.value.code == "load.ramp"
-
-
-def test_a_ramp_is_read() -> None:
-    assert parse_ramp("100..4000/60") == (100.0, 4000.0, 60.0)
 
 
 SHAPES = {"s": Shape(1, 1024), "l": Shape(8, 16_384), "g": Shape(4, 8_192, 1.0)}
@@ -532,19 +483,6 @@ def test_hosts_and_flavors_are_those_of_the_files_after_a_round_trip_through_a_s
     assert [dict(group.resources) for group in query.groups] == [{GPU_CLASS: 1000}] * 2
 
 
-def test_without_deletes_the_fleet_fills_up(tmp_path: Path) -> None:
-    path = written(tmp_path, "requests.csv", REQUESTS)
-    shapes = {"m": Shape(99, 99_999, 9.0)}
-    assert [a.lifetime_s for a in read_trace(path, shapes, speed=10.0)] == [6.0, None, 1.0, None]
-    assert [a.lifetime_s for a in read_trace(path, shapes, speed=10.0, deletes=False)] == [None] * 4
-
-
-def test_of_a_trace_that_is_cut_off_no_deletion_is_due_past_its_last_arrival(tmp_path: Path) -> None:
-    path = written(tmp_path, "requests.csv", REQUESTS)
-    shapes = {"m": Shape(99, 99_999, 9.0)}
-    assert [a.lifetime_s for a in read_trace(path, shapes, speed=10.0, most=3)] == [None] * 3
-
-
 def test_a_trace_begins_later_with_what_was_there_then(tmp_path: Path) -> None:
     path = written(tmp_path, "requests.csv", REQUESTS)
     shapes = {"m": Shape(99, 99_999, 9.0)}
@@ -577,13 +515,3 @@ def test_a_request_for_more_gpus_than_groups_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, "r.csv", "cpu_milli,memory_mib,num_gpu,creation_time\n1,1,17,0\n")
     with pytest.raises(PlanError, match="17 GPUs"):
         settings_like(Counter({HostKind(1, 1): 1}), read_requests(path))
-
-
-def test_one_gpu_model_is_required_and_several_are_any_of_them() -> None:
-    assert flavor_of(TraceRequest(1, 1, 1, 300, ("G2",))).extra_specs == {
-        "resources1:CUSTOM_GPU_MILLI": "300", "trait1:CUSTOM_GPU_MODEL_G2": "required",
-    }  # fmt: skip
-    assert flavor_of(TraceRequest(1, 1, 1, 300, ("G2", "T4"))).extra_specs == {
-        "resources1:CUSTOM_GPU_MILLI": "300", "trait1:in:CUSTOM_GPU_MODEL_G2,CUSTOM_GPU_MODEL_T4": "required",
-    }  # fmt: skip
-    assert flavor_of(TraceRequest(7, 9)).extra_specs == {}

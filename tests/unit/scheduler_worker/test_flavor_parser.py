@@ -212,13 +212,6 @@ def test_no_cell_has_both() -> None:
     assert "have no provider with enough free for group NIC" not in cluster.why_not()
 
 
-def test_groups_that_fit_only_apart_are_reported() -> None:
-    cluster = numa_cluster((4, 2))
-    cluster.hosts.replica.assume("the device beside the free CPUs", {child(20): {"SRIOV_NET_VF": 1}})
-    assert cluster.place() is None
-    assert "have room for each of groups CPU, NIC, but not for all of them together" in cluster.why_not()
-
-
 def test_storage_shared_by_aggregate() -> None:
     room = {"VCPU": 8, "MEMORY_MB": 8192}
     cluster = Cluster(3, Flavor(vcpus=1, memory_mb=64, disk_gb=60), room=room, members={"rack": (0, 1)})

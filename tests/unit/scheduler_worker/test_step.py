@@ -18,7 +18,6 @@ from bus.contracts.placement_queries import ConsumerRecord
 from scheduler_worker.build.claim_answer import (
     MAX_PARTLY_USED_UP_RETRIES,
     apply_recovered,
-    refusal_step,
     search_again_or_end,
     step,
 )
@@ -502,8 +501,3 @@ def test_hosts_are_looked_at_again_on_the_newest_state(
         return
     assert (after.result, after.retried_searches, after.partly_used_up) == (None, retried_searches + 1, ())
     assert list(after.rejected) == case.uuids[partly_used_up:]
-
-
-def test_a_refused_placement_has_no_choice() -> None:
-    after = refusal_step(Case().state, "x", "why")
-    assert (after.choice, after.result) == (None, PlacementRefused("x", "why"))
