@@ -36,9 +36,6 @@ from lab.simulation.widening import WIDENED, Widening
 # --- The simulation's own instruments: its steering, its report of coverage, and the stages of builds in it.
 
 
-# --- faults that end
-
-
 # --- runs that are steered to what none has seen: each is the same again, from its seed or from its plan's file
 
 

@@ -352,14 +352,6 @@ def declaring(name: str | None, **arguments: str) -> Attempt:
     return lambda one: one.channel.declare_queue(name, arguments=dict(arguments))
 
 
-def joining(destination: str, source: str, key: str) -> Attempt:
-    async def attempt(one: Tenant) -> None:
-        to = await one.channel.get_exchange(destination, ensure=False)
-        await to.bind(source, key)
-
-    return attempt
-
-
 def with_queue(name: str, work: str) -> Attempt:
     async def attempt(one: Tenant) -> None:
         await getattr(await one.channel.get_queue(name, ensure=False), work)()

@@ -18,14 +18,11 @@ from bus.contracts.build import BuildEvent, BuildState, FunnelStep
 from bus.contracts.stages import STAGES, StageTimes
 from bus.memory import MemoryBroker, MemoryTransport
 from compute_sim.host_plan import plan_hosts, tree
-from lab.load import LoadPlan, LoadRun, PlanError, draw_requests, percentiles, run_load, sampler, sum_up
+from lab.load import LoadPlan, LoadRun, PlanError, percentiles, run_load, sampler, sum_up
 from lab.load import run as run_module
 from lab.load.command import app
 from lab.load.fleet import GPU_CLASS, HostKind, read_hosts, settings_like
 from lab.load.plan import Arrival, arrivals, draw, parse_mix, parse_ramp, phase_boots, ramp_boots
-from lab.load.record import Operations
-from lab.load.session import recorded
-from lab.load.totals import knee
 from lab.load.trace import Shape, read_requests, read_trace
 from scheduler_worker.config import DEFAULT_FLAVORS
 from scheduler_worker.selection.flavor import parse
@@ -40,15 +37,6 @@ def test_percentiles_are_nearest_ranks() -> None:
     found = percentiles([float(number) for number in range(100, 0, -1)])
     assert found == {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "max": 100.0, "mean": 50.5}
     assert percentiles([1.0, 2.0, 3.0, 4.0])["p50"] == 2.0
-
-
-def test_a_seed_draws_the_same_requests_and_weights_are_kept() -> None:
-    plan = LoadPlan(boots=2000, mix={"a": 3.0, "b": 1.0, "never": 0.0})
-    drawn = draw_requests(plan, random.Random(1))
-    assert drawn == draw_requests(plan, random.Random(1)) != draw_requests(plan, random.Random(2))
-    share = sum(request.flavor == "a" for request in drawn) / 2000
-    assert 0.7 < share < 0.8 and all(request.flavor != "never" for request in drawn)
-    assert len({request.instance_uuid for request in drawn}) == 2000
 
 
 def test_the_same_seed_requests_the_same_flavors_but_never_for_the_same_machines() -> None:
@@ -298,19 +286,6 @@ async def test_a_broker_that_does_not_answer_holds_up_no_sample(
         assert (await looks.take_sample()).depths == {}
 
 
-async def test_a_long_run_is_sampled_less_often_and_shows_the_same(client_world: ClientWorld, few_samples: int) -> None:
-    plan = LoadPlan(boots=200, mix={"f": 1.0}, rate_per_s=20.0, timeout_s=60.0)
-    record = await recorded(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
-    assert len(record.samples) <= few_samples + 1
-    assert max(record.samples.offered_per_s) == pytest.approx(20.0, rel=0.2)
-
-
-@pytest.fixture
-def few_samples(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sampler, "MAX_SAMPLES", 6)
-    return 6
-
-
 # --- the definition of a load: arrivals of every mode, mixes by short names, ramps, traces, and where a ramp bends
 
 
@@ -415,29 +390,6 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, sentence: str) -
     assert fault.value.code == "load.trace"
 
 
-def ramped(bend_s: float) -> Operations:
-    """A ramp 10..100 over 60 s whose latency is 10 ms until `bend_s` and grows by 100 ms a second after it."""
-    plan = LoadPlan(boots=ramp_boots(10.0, 100.0, 60.0), mix=MIX, ramp_from_per_s=10.0, rate_per_s=100.0, ramp_s=60.0)
-    at = times(plan)
-    late = [0.010 + max(0.0, when - bend_s) * 0.1 for when in at]
-    many = len(at)
-    return Operations(
-        flavors=["f"], kinds=["vm"], codes=[""], cells=[""], hosts=[""], instance_uuid=[str(n) for n in range(many)],
-        intended_s=at, sent_s=list(at), accepted_s=list(at),
-        ended_s=[when + more for when, more in zip(at, late, strict=True)], outcome=[0] * many, flavor=[0] * many,
-        code=[0] * many, cell=[0] * many, host=[0] * many, attempts=[1] * many, conflicts=[0] * many, again=[0] * many,
-    )  # fmt: skip
-
-
-def test_the_knee_is_where_the_median_leaves_its_calm() -> None:
-    found = knee(ramped(40.0), 60.0)
-    assert found["rate_per_s"] == pytest.approx(70.0, abs=5) and found["calm_p50_ms"] == pytest.approx(10.0)
-    assert "rate_per_s" not in knee(ramped(999.0), 60.0), "not reached"
-    assert knee(Operations(), 60.0) == {}
-    steps = list(itertools.pairwise([knee(ramped(bend), 60.0)["rate_per_s"] for bend in (10.0, 25.0, 40.0)]))
-    assert all(earlier < later for earlier, later in steps)
-
-
 # --- a real cluster's files as settings: hosts and flavors that are just theirs
 
 
@@ -481,15 +433,6 @@ def test_hosts_and_flavors_are_those_of_the_files_after_a_round_trip_through_a_s
     query = parse("q", flavors["trace.12000m-16384M-2x1000-G2-T4"]).query
     assert query.resources == {"VCPU": 12000, "MEMORY_MB": 16384} and query.group_policy == "isolate"
     assert [dict(group.resources) for group in query.groups] == [{GPU_CLASS: 1000}] * 2
-
-
-def test_a_trace_begins_later_with_what_was_there_then(tmp_path: Path) -> None:
-    path = written(tmp_path, "requests.csv", REQUESTS)
-    shapes = {"m": Shape(99, 99_999, 9.0)}
-    found = read_trace(path, shapes, speed=1.0, skip_s=55.0)
-    assert [(a.at_s, a.lifetime_s) for a in found] == [(0.0, 5.0), (0.0, None), (45.0, None)], "r had gone at 150"
-    with pytest.raises(PlanError, match="nothing arrives"):
-        read_trace(path, shapes, speed=1.0, skip_s=100.5)
 
 
 @pytest.mark.parametrize(

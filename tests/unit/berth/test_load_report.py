@@ -122,9 +122,6 @@ def _heat(hosts: int, seconds: float, name: str, rng: np.random.Generator) -> Ut
     )
 
 
-# --- The record of a load run, its report, and two of them side by side.
-
-
 # --- a load report: one file that holds everything, whatever names the record came with, and nothing of its own
 
 
@@ -238,34 +235,6 @@ def test_what_is_unknown_or_absurd_makes_no_broken_plot() -> None:
     assert "No boot became active" in page.text and "No boot has the times" in page.text
 
 
-def test_a_runs_figures_are_those_of_its_columns() -> None:
-    rows = Operations(
-        flavors=["f"], kinds=["vm"], codes=[""], cells=[""], hosts=[""],
-        instance_uuid=["a", "b", "c", "d"],
-        intended_s=[3.0, 0.0, 1.0, 2.0], sent_s=[3.0, 0.0, 1.0, None], accepted_s=[None] * 4,
-        ended_s=[3.5, 0.1, None, 9.0], outcome=[0, 0, 7, 2],
-        flavor=[0] * 4, code=[0] * 4, cell=[0] * 4, host=[0] * 4, attempts=[1] * 4, conflicts=[None] * 4, again=[0] * 4,
-        stages={"built": [0.25, -1.0, None, 5.0]},
-    )  # fmt: skip
-    assert figures.latencies_ms(rows).tolist() == pytest.approx([100.0, 500.0]), (
-        "active ones, as they were meant to leave"
-    )
-    assert {name: values.tolist() for name, values in figures.stages_ms(rows).items()} == {"built": [0.0, 250.0]}
-    assert figures.summary(figures.latencies_ms(rows))["p50"] == pytest.approx(100.0)
-    timeline = figures.Timeline(replace(made_up(0), boots=rows))
-    assert timeline.step == 0.5, "few boots: longer pieces"
-    assert sum(rate or 0 for rate in timeline.rate(figures.column(rows.ended_s))) * timeline.step == pytest.approx(3)
-    sent, ended = figures.column([0.0, 3.0]), figures.column([1.2, None])
-    flying = timeline.in_flight(sent, ended)
-    assert (flying[1], flying[3], flying[-1]) == (1.0, 0.0, 1.0)
-
-
-def test_a_counter_becomes_a_rate_and_peaks_survive_thinning() -> None:
-    assert figures.per_second([1.0, 2.0, 4.0, 5.0], [10, None, 40, 3]) == [10.0, None, 10.0, 0.0]
-    at, shown = figures.thinned([float(n) for n in range(1000)], {"q": [float(n == 777) for n in range(1000)]})
-    assert len(at) <= figures.MAX_POINTS and max(v or 0 for v in shown["q"]) == 1.0
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -333,15 +302,6 @@ def test_few_boots_prove_nothing() -> None:
     assert line(found, "latency p99, ms").meaning == "too few boots to compare", "three boots beyond it"
     empty = compare(made_up(0), made_up(0))
     assert line(empty, "latency p50, ms").ratio is None and "not known" in empty.text
-
-
-def test_no_run_is_faster_at_requests_that_the_other_did_not_have() -> None:
-    calm, slow = made_up(2_000, seed=1), made_up(2_000, seed=2, slower=1.3)
-    calm = replace(calm, settings=replace(calm.settings, rate_per_s=500.0))
-    for found, word in ((compare(calm, slow), "higher"), (compare(slow, calm), "lower")):
-        assert line(found, "latency p50, ms").meaning == word
-        assert "faster" not in found.text and "slower" not in found.text
-        assert "the requests differ" in found.conclusions[1]
 
 
 @pytest.mark.parametrize("boots", [0, 1, 3_000])

@@ -227,13 +227,6 @@ async def test_what_a_crash_took_after_its_commit_is_not_acknowledged() -> None:
     await store.close()
 
 
-# --- A cell's events of a request about an instance, applied in any order of their arrival at the scheduler.
-
-
-MOVE, VM = "40000000-0000-4000-8000-000000000000", "a0000000-0000-4000-8000-000000000000"
-CELL, SOURCE, TARGET = "c1", "host-1", "host-2"
-
-
 # --- the record of a build, a row for each condition: what a report changes, and which messages follow a
 # change
 

@@ -333,23 +333,3 @@ def test_a_forced_host_passes_the_filters_by_and_must_have_room_all_the_same() -
         refused = hosts.selector.request_spec(hosts.request(forced=True, **more))
         assert isinstance(refused, Unsatisfiable)
         assert refused.code == "host.not_forced"
-
-
-def test_isolated_aggregates_are_for_those_who_require_their_traits() -> None:
-    """Each required trait of the metadata must be required by the flavor, of the host or of a group."""
-    licensed = aggregate("licensed", **{"trait:CUSTOM_WINDOWS": "required", "trait:CUSTOM_FAST": "preferred"})
-    flavors = {
-        "plain": Flavor(vcpus=1),
-        "windows": Flavor(vcpus=1, extra_specs={"root_required": "CUSTOM_WINDOWS"}),
-        "other": Flavor(vcpus=1, extra_specs={"root_required": "CUSTOM_OTHER"}),
-    }
-
-    def forbidden(flavor: str, *, enabled: bool = True) -> tuple[str, ...]:
-        config = SchedulerConfig(flavors=flavors, aggregates=(licensed,), enable_isolated_aggregate_filtering=enabled)
-        hosts = Hosts([PLENTY] * 2, config=config, members={licensed.uuid: [0]})
-        return hosts.spec(flavor).query.root_forbidden_aggregates
-
-    assert forbidden("plain") == forbidden("other") == (licensed.uuid,)
-    assert forbidden("windows") == forbidden("plain", enabled=False) == ()
-    config = SchedulerConfig(flavors=flavors, aggregates=(licensed,), enable_isolated_aggregate_filtering=True)
-    assert passing(Hosts([PLENTY] * 2, config=config, members={licensed.uuid: [0]}), flavor="plain") == ["h1"]

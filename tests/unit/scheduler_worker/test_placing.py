@@ -199,22 +199,6 @@ async def test_a_conflict_folds_the_newer_shape_in_and_claims_the_same_host(clus
     ) == [2]
 
 
-async def test_a_host_that_keeps_racing_is_given_up_within_its_bound(cluster: Cluster) -> None:
-    refused: list[str] = []
-
-    def races(claim: Claim) -> ClaimResult:
-        host = cluster.host_of(claim)
-        if not refused or host == refused[0]:
-            refused.append(host)
-            return result(ClaimOutcome.CONFLICT)
-        return cluster.claimed(claim)
-
-    cluster.answer = races
-    (placed,) = await cluster.place(cluster.hosts.request())
-    assert isinstance(placed, HostClaimed) and placed.selections[0].host != refused[0]
-    assert len(refused) == CONFIG.conflict_retries + 1
-
-
 @pytest.mark.parametrize(
     ("outcome", "code"),
     [(ClaimOutcome.CONSUMER_CONFLICT, "claim.consumer_conflict"), (ClaimOutcome.INVALID, "claim.invalid")],

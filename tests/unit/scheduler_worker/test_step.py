@@ -41,7 +41,6 @@ from scheduler_worker.selection.host_view import HostsView
 from scheduler_worker.selection.plugin import FilterResult
 from scheduler_worker.selection.request_spec import RelatedInstances, RequestSpec
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
-from tests.unit.scheduler_worker.test_placing import Cluster
 
 # --- The pure step of a placement: the answer to its claim decides its next state and its commands.
 
@@ -177,15 +176,6 @@ def test_where_the_order_is_that_of_the_replica_it_stays_so(shuffle: bool) -> No
     assert len(set(one_round(hosts, CellBatching(), 12))) == (1 if shuffle else len(CELLS))
 
 
-async def test_what_is_placed_together_is_claimed_in_one_cell() -> None:
-    hosts = equal_hosts(100)
-    cluster = Cluster(hosts, SchedulerConfig())
-    for _ in range(2):
-        await cluster.placer.place([cluster.asking(hosts.request()) for _ in range(20)])
-    cells = [hosts.selector.cell_of(next(iter(claim.options[0].allocations))) for claim in cluster.claims]
-    assert len(set(cells[:20])) == len(set(cells[20:])) == 1 and cells[0] != cells[-1]
-
-
 # --- A choice for a move counts as used until the feed has its claim, and no longer.
 
 
@@ -230,14 +220,6 @@ def test_a_hold_ends_at_its_time_and_all_end_when_they_are_released() -> None:
     assert (room.free(0), room.free(1)) == (7, 8), "one request is held once"
     room.holds.release()
     assert (room.free(0), room.free(1)) == (8, 8) and room.holds.next_until is None
-
-
-def test_many_holds_of_one_time_end_together() -> None:
-    room = Room()
-    for number in range(8):
-        room.hold(str(number), number % 2, until=1.0)
-    room.holds.expire(1.0)
-    assert (room.free(0), room.free(1), room.holds.next_until) == (8, 8, None)
 
 
 # --- the step of a placement, a row for each condition: the state and the commands after each answer to its claim

@@ -186,19 +186,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_every_step_did_is_printed_in_one_line(folder: Path) -> None:
-    assert executed(folder, tuple(STEPS)) == (
-        "all passed: 2858 tests (pytest), 90 tests of more seeds and examples, "
-        "71 tests of deliberate defects, 20 drills, "
-        "130 tests on PostgreSQL 16.2, Ironic 7 tests, Ironic 2 drills, demo 1000 boots, "
-        "conformance 1315, conformance in memory 1314, differential 3000 requests, "
-        "simulation 4466 requests, simulation alone 540 requests, mutation 38 killed, clients 57 calls, "
-        "bad input 1524 requests, bad input to the HTTP API 2262 requests, pages 10 steps, fuzz 15000 inputs, "
-        "chaos 2000 builds, street 20000 boots, in front of Nova 1 checks, two versions side by side 304 builds"
-    )
-    assert executed(folder, ("demo.json", "drills.xml")) == "all passed: demo 1000 boots, 20 drills"
-
-
 def test_no_file_and_one_that_no_step_leaves_are_no_pass(folder: Path) -> None:
     with pytest.raises(Untold, match="no step left a file"):
         executed(folder, ())
