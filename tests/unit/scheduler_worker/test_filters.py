@@ -139,14 +139,6 @@ def test_an_extra_spec_without_a_scope_concerns_hosts_that_have_the_attribute() 
     assert result.rejected == {"capability.ssd": 1}
 
 
-def test_an_extra_spec_in_the_scope_rejects_hosts_that_lack_the_attribute() -> None:
-    flavor = Flavor(vcpus=1, extra_specs={"capabilities:ssd": "true"})
-    hosts = Hosts(
-        [PLENTY] * 2, config=SchedulerConfig(flavors={"f": flavor}), reports={0: {"attributes": {"ssd": "true"}}}
-    )
-    assert ComputeCapabilitiesFilter().filter(hosts.view(), hosts.spec("f")).passed.tolist() == [True, False]
-
-
 class OnlyEven(HostFilter):
     """An operator's own."""
 

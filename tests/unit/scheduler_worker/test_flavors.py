@@ -19,7 +19,7 @@ from scheduler_worker.selection.flavor import (
     matches,
     parse,
 )
-from scheduler_worker.selection.flavor_query import request_spec, traits_of_image
+from scheduler_worker.selection.flavor_query import request_spec
 from scheduler_worker.selection.host_view import Membership
 from scheduler_worker.selection.request_spec import RequestSpec, Unsatisfiable
 from tests.unit.scheduler_worker.hosts import aggregate
@@ -225,22 +225,6 @@ def test_what_a_request_adds_to_the_query_of_its_flavor(
         assert isinstance(spec, Unsatisfiable) and spec.code == code and word in spec.reason
     else:
         assert isinstance(spec, RequestSpec) and spec.query == replace(query, **found)
-
-
-def test_requests_with_one_key_share_a_ranking() -> None:
-    query, plain = shaped({})
-    assert plain == RequestSpec(query=query, flavor="f", project_id="demo", key=("f", "demo", "", "", ""))
-    properties = A | B | {"os": "x"}
-    request = {"host": "h", "forced": True, "availability_zone": "west", "image_properties": properties}
-    specs = {"trait:C": "preferred", "resources:VGPU": "preferred", "hw:x": "y"}
-    _, spec = shaped(request, specs=specs, hosts=("u",), aggregates=ZONES, force_host_projects=("demo",))
-    assert isinstance(spec, RequestSpec)
-    assert spec == RequestSpec(
-        query=spec.query, flavor="f", project_id="demo", extra_specs={"hw:x": "y"}, preferred_traits=("C",),
-        preferred_classes=("VGPU",), availability_zone="west", image_properties=properties, forced=True,
-        key=("f", "demo", "west", "h", "forced", "A required", "B forbidden"),
-    )  # fmt: skip
-    assert traits_of_image(properties) == {"A": "required", "B": "forbidden"}
 
 
 @pytest.mark.parametrize(

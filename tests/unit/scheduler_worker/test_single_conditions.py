@@ -19,12 +19,11 @@ from bus.faults import DatabaseUnavailable
 from scheduler_worker.build import build_metrics
 from scheduler_worker.build.claim_answer import DELETED, FOREIGN
 from scheduler_worker.build.decision import DecidedBuild, PlacedBuild, conclude, conclude_unplaced
-from scheduler_worker.build.decision_round import DecisionRound
-from scheduler_worker.build.host_search import HostClaimed, HostSearchRefused, HostSearchRequest, new_host_search
+from scheduler_worker.build.host_search import HostClaimed, HostSearchRefused, HostSearchRequest
 from scheduler_worker.build.pending_build import expand_gang
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.hosts.host_table import HostTable
-from scheduler_worker.records.build_record import Actor, Gang
+from scheduler_worker.records.build_record import Actor
 from scheduler_worker.requests.request_delivery import MAX_RETRIES, resumed_delivery
 from scheduler_worker.selection.choice import Spread
 from scheduler_worker.selection.explain import NoValidHost, reason_text
@@ -158,23 +157,6 @@ def test_a_member_whose_gang_did_not_fit_stays_on_its_host_unless_all_share_one(
     state = replace(case.state, spec=replace(case.state.spec, related=related))
     after = case.step(ClaimOutcome.INCOMPLETE, state=state).state
     assert after.same_host is stays
-
-
-def test_a_member_that_is_left_alone_is_placed_when_no_host_takes_the_largest() -> None:
-    hosts = Hosts([{"VCPU": 1, "MEMORY_MB": 1024, "DISK_GB": 20}])
-    related = RelatedInstances(server_group=ServerGroup(uuid=UUID, policy=GroupPolicy.AFFINITY))
-    gang = Gang(uuid=UUID, size=2, min_count=1)
-    members = []
-    for flavor in ("m1.large", "m1.tiny"):
-        request = hosts.request(flavor)
-        spec = hosts.spec(flavor).with_related(related, request.instance_uuid)
-        members.append(new_host_search(HostSearchRequest(request=request, spec=spec, gang=gang), hosts.selector))
-    deciding = DecisionRound(hosts.selector, hosts.rng, subset=1).decide_gang(members)
-    try:
-        while True:
-            next(deciding)
-    except StopIteration as ended:
-        assert [one.choice is not None for one in ended.value] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from scheduler_worker.selection.host_view import HostsView
 from scheduler_worker.selection.plugin import FilterResult
 from scheduler_worker.selection.request_spec import RelatedInstances, RequestSpec
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
+from tests.unit.scheduler_worker.test_placing import Cluster
 
 # --- The pure step of a placement: the answer to its claim decides its next state and its commands.
 
