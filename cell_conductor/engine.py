@@ -413,7 +413,8 @@ class Engine:
             if not answers:
                 return
             requests = await self._apply(answers)
-        log.error("instance.unresolved", instances=[request.instance.uuid for request in requests][:10])
+        if left := self._of_placement(requests):
+            log.error("instance.unresolved", instances=[request.instance.uuid for request in left][:10])
 
     def _of_placement(self, requests: Sequence[PendingRequest]) -> list[PendingRequest]:
         """The requests to placement; the queries of compute services wait for the next search."""

@@ -1,10 +1,11 @@
 """Changes machines in place: start, stop, hand over, resize, rebuild, snapshot."""
 
-# One at a time for one instance on one host, in the chain that its builds and destructions go through. A change with a
-# higher number takes the place of the one before, wherever that stands; one with a lower number is late, one with the
-# same is a copy, and both are dropped. The number is on record before the message is acknowledged. A change that was in
-# progress when its service died is not resumed: that it is unknown whether it has taken place is its answer, and the
-# conductor repeats its command, under a higher number.
+# One at a time for one instance on one host, in the chain that its builds and destructions go through. Of the changes
+# of one attempt, one with a higher number takes the place of the one before, wherever that stands; one with a lower
+# number is late, one with the same is a copy, and both are dropped. One for another attempt than that on record is
+# refused. The number is on record before the message is acknowledged. A change that was in progress when its service
+# died is not resumed: that it is unknown whether it has taken place is its answer, and the conductor repeats its
+# command, under a higher number.
 
 from __future__ import annotations
 
@@ -72,11 +73,11 @@ class MachineChanges:
             metrics.COMMANDS.labels(self._service, "stale").inc()
             return None
         row = None
-        if entry is not None and _is_its_machine(entry, command):
+        if entry is not None:
+            if not _is_its_machine(entry, command):  # a late copy: what goes on here is for another attempt
+                self._refuse(command, entry)
+                return None
             row = self._records.note(key, replace(entry, order=command.change_number, changing=command.change), None)
-        elif entry is not None and entry.phase is not AttemptPhase.RUNNING:
-            self._answer(command, done=False, code=MACHINE_ABSENT, reason="no such machine runs here", runs=False)
-            return None
         chain = self._jobs.without_build(key)
         chain.build = self._jobs.start(key, chain, self._change(key, chain, command))
         return row
@@ -174,9 +175,15 @@ class MachineChanges:
             return True
         if _is_its_machine(entry, command):
             return entry.order == command.change_number  # otherwise a later change is on record, whose answer counts
-        reason = "another attempt's machine is here"
-        self._answer(command, done=False, code="machine.other", reason=reason, runs=False)
+        self._refuse(command, entry)
         return False
+
+    def _refuse(self, command: ChangeMachine, entry: HostAttempt) -> None:
+        """Answer a command about another machine than the one on record."""
+        code, reason = "machine.other", "another attempt's machine is here"
+        if entry.phase is not AttemptPhase.RUNNING:
+            code, reason = MACHINE_ABSENT, "no such machine runs here"
+        self._answer(command, code=code, reason=reason, runs=False)
 
     async def _listed(self, key: Key) -> tuple[int | None, str | None] | None:
         """Return the tag of the machine; None when its host was not listed."""

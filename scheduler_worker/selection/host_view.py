@@ -31,6 +31,11 @@ class Membership:
         """The aggregates with a metadata key that begins like this, in configured order."""
         return [a for a in self.aggregates if any(key.startswith(prefix) for key in a.metadata)]
 
+    def has(self, aggregate: Aggregate, host: str, in_replica: Collection[str]) -> bool:
+        """Whether a host is a member. in_replica: the aggregates that the replica has it in."""
+        uuid = aggregate.uuid
+        return host in self.named[uuid] if uuid in self.named else uuid in in_replica
+
     def has_key(self, key: str) -> bool:
         """Whether any aggregate has this metadata key: most keys are unused, and then nothing is computed."""
         return key in self._keys
@@ -170,16 +175,16 @@ class HostsView(Struct, eq=False):
         """One host of a view of reported hosts."""
         at = int(self.index[position])
         row = int(self.rows[position])
-        mine = set(self.replica.aggregates_of(row))
+        uuid, in_replica = self.replica.uuid_of(row), self.replica.aggregates_of(row)
         return HostView(
-            uuid=self.replica.uuid_of(row),
+            uuid=uuid,
             name=self.table.names[at],
             cell=self.table.cells[int(self.table.cell[at])],
             enabled=bool(self.table.enabled[at] and not self.table.admin[at]),
             up=not bool(self.down[self.table.service[at]]),
             failed_builds=int(self.table.failed_builds[at]),
             attributes=self.table.attributes[at],
-            aggregates=tuple(a for a in self.membership.aggregates if a.uuid in mine),
+            aggregates=tuple(a for a in self.membership.aggregates if self.membership.has(a, uuid, in_replica)),
             view=self,
             position=position,
         )

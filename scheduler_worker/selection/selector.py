@@ -173,11 +173,10 @@ class Selector:
         """The zone of a host: that of its first aggregate that names one, else the default. "": no aggregate does."""
         if not self.config.zoned:
             return ""
-        row, named = self.replica.row_of(host_uuid), self.config.membership.named
-        mine = () if row is None else self.replica.aggregates_of(row)
+        row = self.replica.row_of(host_uuid)
+        in_replica = () if row is None else self.replica.aggregates_of(row)
         for aggregate in self.config.zoned:
-            is_member = host_uuid in named[aggregate.uuid] if aggregate.uuid in named else aggregate.uuid in mine
-            if is_member:
+            if self.config.membership.has(aggregate, host_uuid, in_replica):
                 return aggregate.metadata[ZONE_KEY]
         return self.config.settings.default_availability_zone
 
