@@ -291,7 +291,7 @@ class ChangeMachine(Message, MachineCommand, frozen=True, kw_only=True, tag="com
 
     change: ChangeKind
     # rises with every change that is requested of one instance. A host carries out none at or below the last it took
-    # for that attempt, and repeats its answer to the last.
+    # for that attempt, and does not answer it again.
     change_number: int
     to_host: Uuid | None = None  # of a hand-over
     rescue_password: RescuePassword = ""

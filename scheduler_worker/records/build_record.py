@@ -273,15 +273,15 @@ def releases_of(build: RecordedBuild, *readers: str) -> list[OutboxMessage]:
     uuid = build.instance_uuid
     return [
         OutboxMessage(
-            API, ReleaseByOwner(consumer=uuid, attempt=FIRST_ATTEMPT, project_id=build.project_id, owner=run), uuid
+            API, ReleaseByOwner(consumer=uuid, attempt=FIRST_ATTEMPT, project_id=build.project_id, owner=owner), uuid
         )
-        for run in dict.fromkeys((build.claim_owner, *readers))
-        if run
+        for owner in dict.fromkeys((build.claim_owner, *readers))
+        if owner
     ]
 
 
 def _is_over(state: BuildState | None, build: RecordedBuild) -> bool:
-    """Whether in this state of it the instance held nothing, and no cell has it. What a unlocatable one holds stays
+    """Whether in this state of it the instance held nothing, and no cell has it. What an unlocatable one holds stays
     until its delete finds nothing any more.
     """
     has_failed = state in (BuildState.FAILED, BuildState.REFUSED) and build.code != UNLOCATABLE

@@ -131,7 +131,7 @@ async def list_hosts(
 
 @hosts.command()
 async def disable(settings: Settings, names: Hosts, reason: Reason, *, decision: HostOptions) -> int:
-    """Put nothing new onto these hosts; its instances stay. In effect on every scheduler at once."""
+    """Place nothing new on these hosts; their instances stay. In effect on every scheduler at once."""
     return await _decide(settings, names, AdminState.DISABLED, reason, decision)
 
 
@@ -147,7 +147,7 @@ async def fence(
     names: Hosts,
     reason: Reason,
     force: Annotated[
-        bool, typer.Option("--force", help="Also though its compute service is up, or is not known.")
+        bool, typer.Option("--force", help="Even if the compute service is up or unknown.")
     ] = False,
     switch_off: Annotated[
         bool, typer.Option("--switch-off", help="Switch them off first, by the plug-in that `fencing.plugin` names.")
