@@ -65,8 +65,8 @@ class Consumer:
     """Consumes a queue of the catalogue, which it declares. start(), then run() as a side task, then drain()."""
 
     # After a transient fault the handler is called again with the same batch, after RetryWhenAvailable with the
-    # messages that have it: an outage uses up no retries. After a crash it is called with each message alone, so that only the one that
-    # crashes it is a dead letter; also after a broken invariant, and then the consumer ends
+    # messages that have it: an outage uses up no retries. After a crash it is called with each message alone, so that
+    # only the one that crashes it is a dead letter; also after a broken invariant, and then the consumer ends
     # (docs/decisions/0010-broken-invariants.md).
 
     def __init__(

@@ -69,7 +69,7 @@ class MachineChanges:
             self._jobs.start(key, Chain(), self._check(command))
             return None
         entry = self._records.get(key)
-        if entry is not None and entry.attempt == command.attempt and command.change_number <= entry.order:
+        if entry is not None and entry.attempt == command.attempt and command.change_number <= entry.change_number:
             metrics.COMMANDS.labels(self._service, "stale").inc()
             return None
         row = None
@@ -77,7 +77,9 @@ class MachineChanges:
             if not _is_its_machine(entry, command):  # a late copy: what goes on here is for another attempt
                 self._refuse(command, entry)
                 return None
-            row = self._records.note(key, replace(entry, order=command.change_number, changing=command.change), None)
+            row = self._records.note(
+                key, replace(entry, change_number=command.change_number, changing=command.change), None
+            )
         chain = self._jobs.without_build(key)
         chain.build = self._jobs.start(key, chain, self._change(key, chain, command))
         return row
@@ -89,7 +91,7 @@ class MachineChanges:
             MachineChanged(
                 instance_uuid=key[1],
                 attempt=entry.attempt,
-                change_number=entry.order,
+                change_number=entry.change_number,
                 host_uuid=key[0],
                 service=self._service,
                 change=entry.changing,
@@ -127,7 +129,7 @@ class MachineChanges:
                 host_uuid=command.host_uuid,
                 spec=command.spec,
                 attempt=command.attempt,
-                order=command.change_number,
+                change_number=command.change_number,
                 allocations=dict(command.allocations),
                 database_id=command.database_id,
                 to_host=command.to_host,
@@ -171,10 +173,12 @@ class MachineChanges:
                 self._answer(command, done=False, code=MACHINE_ABSENT, reason="no such machine is here", runs=False)
                 return False
             entry = HostAttempt(command.attempt, AttemptPhase.RUNNING, database_id=command.database_id, reported=True)
-            self._records.put(key, replace(entry, order=command.change_number, changing=command.change))
+            self._records.put(key, replace(entry, change_number=command.change_number, changing=command.change))
             return True
         if _is_its_machine(entry, command):
-            return entry.order == command.change_number  # otherwise a later change is on record, whose answer counts
+            return (
+                entry.change_number == command.change_number
+            )  # otherwise a later change is on record, whose answer counts
         self._refuse(command, entry)
         return False
 

@@ -87,13 +87,13 @@ def check_action(pending: PendingAction, known: ActionContext, config: SelectorC
 
 def _misfit(request: ActionRequest, known: ActionContext, config: SelectorConfig) -> Refusal | None:
     """Why this cannot be requested of the instance in its state. The cell checks the rest."""
-    build, now = known.build, known.now
+    build, current = known.build, known.current
     assert build is not None and known.build_request is not None
-    if build.state is not BuildState.ACTIVE or now.condition in _ENDED:
-        reason = f"its build is {build.state.value}, and the instance {now.condition.value}"
+    if build.state is not BuildState.ACTIVE or current.condition in _ENDED:
+        reason = f"its build is {build.state.value}, and the instance {current.condition.value}"
         return Refusal(code=NOT_ACTIVE, reason=reason)
-    if now.under_way is not None and request.kind is not ActionKind.ABORT:
-        return Refusal(code=BUSY, reason=f"request {now.under_way} is under way")
+    if current.under_way is not None and request.kind is not ActionKind.ABORT:
+        return Refusal(code=BUSY, reason=f"request {current.under_way} is under way")
     if request.kind is ActionKind.RESIZE:
         if request.flavor is None:
             return Refusal(code=INCOMPLETE, reason="a resize names a flavor")
@@ -107,7 +107,7 @@ def _misfit(request: ActionRequest, known: ActionContext, config: SelectorConfig
         return Refusal(code=INCOMPLETE, reason="a rebuild names an image")
     if request.kind is ActionKind.RESCUE and not request.rescue_password:
         return Refusal(code=INCOMPLETE, reason="a rescue names a password")
-    if request.kind is ActionKind.UNSHELVE and request.host is not None and now.condition is Condition.SHELVED:
+    if request.kind is ActionKind.UNSHELVE and request.host is not None and current.condition is Condition.SHELVED:
         # As Nova does: it starts where its machine is, and would not be on the host that its client asked for.
         return Refusal(code=NOT_OFFLOADED, reason="it starts where it is: offload it first, or name no host")
     return None
@@ -139,12 +139,12 @@ def changes_image(request: ActionRequest, known: ActionContext) -> bool:
 def in_progress(request: ActionRequest, known: ActionContext) -> SinceBuild:
     """The record of an instance whose request is dispatched."""
     if request.kind is ActionKind.ABORT:
-        return known.now  # it does not replace the request that it ends, which stays under way
-    begun = replace(known.now, under_way=request.request_id)
+        return known.current  # it does not replace the request that it ends, which stays under way
+    begun = replace(known.current, under_way=request.request_id)
     if request.kind is ActionKind.RESIZE:
         assert request.flavor is not None
         # The cell refuses the resize of a resized instance, which then keeps what it may be reverted to.
-        old = known.now.old_flavor if known.now.condition is Condition.RESIZED else flavor_of(known)
+        old = known.current.old_flavor if known.current.condition is Condition.RESIZED else flavor_of(known)
         begun = replace(begun, new_flavor=request.flavor, old_flavor=old)
     if not changes_image(request, known):
         return begun
@@ -156,7 +156,7 @@ def in_progress(request: ActionRequest, known: ActionContext) -> SinceBuild:
 def selects_host(request: ActionRequest, known: ActionContext) -> bool:
     """Whether hosts are chosen for it; a shelved instance that still has its host starts on that host."""
     if request.kind is ActionKind.UNSHELVE:
-        return known.now.condition is Condition.OFFLOADED
+        return known.current.condition is Condition.OFFLOADED
     return request.kind in CHOOSES_HOSTS
 
 

@@ -125,12 +125,12 @@ class DestinationChooser:
         {host: why it may not be chosen} of a plan, for which this call holds nothing and does not wait.
         """
         request, page, source = pending.request, located.page, located.source
-        if source is None and known.now.condition is not Condition.OFFLOADED:
+        if source is None and known.current.condition is not Condition.OFFLOADED:
             return SOURCE_UNKNOWN if pending.delivery.may_be_out_of_order else Chosen(failure=NO_REPORT)
         if request.kind is ActionKind.EVACUATE and not await self._is_fenced(source):
             where = "its host" if source is None else f"host {self._selector.name_of(source)}"
             return Chosen(failure=Refusal(code="host.not_fenced", reason=f"{where} is not fenced by an operator"))
-        if request.kind is ActionKind.EVACUATE and known.now.condition is Condition.SHELVED:
+        if request.kind is ActionKind.EVACUATE and known.current.condition is Condition.SHELVED:
             return Chosen()  # its cell offloads it
         fenced_hosts: tuple[str, ...] = ()
         if request.kind is ActionKind.EVACUATE:

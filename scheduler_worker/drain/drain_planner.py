@@ -93,11 +93,11 @@ class DrainPlanner:
     """Makes plans for one scheduler."""
 
     def __init__(
-        self, selector: Selector, destinations: DestinationChooser, holders: DrainInventory, *, clock: Clock
+        self, selector: Selector, destinations: DestinationChooser, inventory: DrainInventory, *, clock: Clock
     ) -> None:
         self._selector = selector
         self._destinations = destinations
-        self._inventory = holders
+        self._inventory = inventory
         self._clock = clock
 
     async def plan(self, query: DrainQuery) -> MadePlan | Refusal:

@@ -98,13 +98,13 @@ class HostsView(Struct, eq=False):
 
     def in_cells(self, names: Collection[str]) -> Mask:
         """Whether each host is in one of these cells; unknown names match no host."""
-        places = [at for at, name in enumerate(self.table.cells) if name in names]
-        return np.asarray(np.isin(self.cell, places), dtype=np.bool_)
+        cells = [index for index, name in enumerate(self.table.cells) if name in names]
+        return np.asarray(np.isin(self.cell, cells), dtype=np.bool_)
 
     def is_in(self, *states: AdminState) -> Mask:
         """Whether an operator has put each host into one of these states."""
-        places = [ADMIN_STATES.index(state) for state in states]
-        return np.asarray(np.isin(self.table.admin[self.index], places), dtype=np.bool_)
+        chosen = [ADMIN_STATES.index(state) for state in states]
+        return np.asarray(np.isin(self.table.admin[self.index], chosen), dtype=np.bool_)
 
     @property
     def up(self) -> Mask:
@@ -143,7 +143,7 @@ class HostsView(Struct, eq=False):
     def attribute(self, key: str) -> list[str | None]:
         """The value of one reported attribute per host."""
         attributes = self.table.attributes
-        return [attributes[at].get(key) for at in self.index.tolist()]
+        return [attributes[index].get(key) for index in self.index.tolist()]
 
     def member_of(self, uuid: str) -> Mask:
         """Whether each host is in an aggregate."""
@@ -173,17 +173,17 @@ class HostsView(Struct, eq=False):
 
     def host(self, position: int) -> HostView:
         """One host of a view of reported hosts."""
-        at = int(self.index[position])
+        index = int(self.index[position])
         row = int(self.rows[position])
         uuid, in_replica = self.replica.uuid_of(row), self.replica.aggregates_of(row)
         return HostView(
             uuid=uuid,
-            name=self.table.names[at],
-            cell=self.table.cells[int(self.table.cell[at])],
-            enabled=bool(self.table.enabled[at] and not self.table.admin[at]),
-            up=not bool(self.down[self.table.service[at]]),
-            failed_builds=int(self.table.failed_builds[at]),
-            attributes=self.table.attributes[at],
+            name=self.table.names[index],
+            cell=self.table.cells[int(self.table.cell[index])],
+            enabled=bool(self.table.enabled[index] and not self.table.admin[index]),
+            up=not bool(self.down[self.table.service[index]]),
+            failed_builds=int(self.table.failed_builds[index]),
+            attributes=self.table.attributes[index],
             aggregates=tuple(a for a in self.membership.aggregates if self.membership.has(a, uuid, in_replica)),
             view=self,
             position=position,

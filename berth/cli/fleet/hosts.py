@@ -146,9 +146,7 @@ async def fence(
     settings: Settings,
     names: Hosts,
     reason: Reason,
-    force: Annotated[
-        bool, typer.Option("--force", help="Even if the compute service is up or unknown.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Even if the compute service is up or unknown.")] = False,
     switch_off: Annotated[
         bool, typer.Option("--switch-off", help="Switch them off first, by the plug-in that `fencing.plugin` names.")
     ] = False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bus.contracts.actions import ActionEvent, ActionKind, ChangeMachine
 from bus.contracts.placement import Release
-from cell_conductor.placement_question import awaited_request_of
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.state import events as e
 from cell_conductor.state.instance import State
 from tests.unit.cell_conductor.move_scenario import OTHER, Scenario, begun

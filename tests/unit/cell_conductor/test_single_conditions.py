@@ -13,9 +13,9 @@ from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import MAX_RESERVED_AT_ONCE, Destroy, Running, ServiceSuperseded, Spawn
 from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import Claim, Revert
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.hosts import lease_table
 from cell_conductor.hosts.lease_table import LeaseTable
-from cell_conductor.placement_question import awaited_request_of
 from cell_conductor.reports.reserved_machines import pages
 from cell_conductor.request_handlers import action_queried
 from cell_conductor.rules import rollback_rules as way_back
@@ -23,7 +23,7 @@ from cell_conductor.rules.action_events import DONE, ActionEnd, close
 from cell_conductor.state import events as e
 from cell_conductor.state.evacuation_proof import may_run_after_evacuation
 from cell_conductor.state.events import InstanceEvent
-from cell_conductor.state.fence import Fence, abandoned_services
+from cell_conductor.state.fence import Fence, services_of_stale
 from cell_conductor.state.instance import NOT_COMMANDED, Instance, Phase, State, summary_of_attempts
 from cell_conductor.state.lease import Lease, LeaseState
 from cell_conductor.state.ownership_proof import rescan_id
@@ -283,7 +283,7 @@ def test_a_destination_that_is_fenced_is_given_up(is_last: bool) -> None:
     if is_last:
         made.apply(fenced(2))
         assert isinstance(awaited_request_of(made.instance), Revert)
-    assert abandoned_services(before, made.instance, host(2)) == ("s1",)
+    assert services_of_stale(before, made.instance, host(2)) == ("s1",)
 
 
 # --- The leases of compute services: a row for each bound and each condition.
@@ -566,7 +566,7 @@ async def test_a_record_without_a_step_does_not_stop_the_deadlines_of_others(poi
     with capture_logs() as logged:
         assert await conductor.engine.sweep() == 2
         assert await conductor.engine.sweep() == 0, "it is tried again, and later"
-    known = await conductor.engine.recorded((LONE, UUID))
+    known = await conductor.engine.read_recorded((LONE, UUID))
     assert known[LONE].queried and known[UUID].deadline is not None and known[UUID].deadline > 99.0
     assert known[UUID] == replace(poisoned, deadline=known[UUID].deadline)
     assert [(one["event"], one["instance"]) for one in logged if one["log_level"] == "error"] == [
@@ -582,7 +582,7 @@ async def test_a_record_without_a_step_does_not_stop_a_report_and_makes_a_messag
     runs = e.MachineRunning(at=300.0, attempt=2, host_uuid=host(2), service="s2")
     reported = [InstanceEvent(one, runs) for one in (UUID, LONE)]
     await conductor.engine.take(reported, source="reports")
-    known = await conductor.engine.recorded((LONE, UUID))
+    known = await conductor.engine.read_recorded((LONE, UUID))
     assert (known[LONE].state, known[UUID]) == (State.ACTIVE, poisoned)
     with pytest.raises(AssertionError):
         await conductor.engine.take([replace(reported[0], message_id="m")], source="results")

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from bus.contracts.actions import ActionKind
 from bus.contracts.cell import LookedUpMachine, MachineLookupResult
-from cell_conductor.placement_question import awaited_request_of
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.rules.rollback_rules import answer_about
 from cell_conductor.state import events as e
 from cell_conductor.state.events import SourceQuery

@@ -202,7 +202,7 @@ async def test_a_live_migration_takes_the_time_of_copying_its_memory(
     fleet.put(host.plan.uuid, SimulatedMachine(VM, 1, held))
     driver = SimulatedDriver(fleet, Faults(copy_mb_s=rate), seed=1, clock=clock)
     spec = InstanceSpec(instance_uuid=VM, project_id="p")
-    command = ChangeOrder(kind=kind, host_uuid=host.plan.uuid, spec=spec, attempt=1, order=1, allocations={})
+    command = ChangeOrder(kind=kind, host_uuid=host.plan.uuid, spec=spec, attempt=1, change_number=1, allocations={})
     assert not (await driver.change(command)).runs
     assert clock.slept == expected
 

@@ -248,13 +248,13 @@ def test_a_rebuild_changes_the_image_or_its_properties(
     assert moves.needs_hosts(request_, known) is looks
     after = moves.in_progress(request_, known)
     both = {moves.image_of(known): moves.image_properties_of(known), request_.image: properties}
-    assert after.image_properties == (both if changes else known.now.image_properties)
+    assert after.image_properties == (both if changes else known.current.image_properties)
     assert after.under_way == MOVE
 
 
 def test_an_abort_leaves_the_request_under_way_that_it_is_to_end() -> None:
     known = instance(under_way=OTHER)
-    assert moves.in_progress(requested(ActionKind.ABORT), known) == known.now
+    assert moves.in_progress(requested(ActionKind.ABORT), known) == known.current
 
 
 @pytest.mark.parametrize(
@@ -591,5 +591,5 @@ async def test_the_last_delivery_of_a_request_whose_instance_changed_is_refused_
     assert (row.message.state, row.message.terminal, row.message.code) == (ActionState.REFUSED, True, CHANGED.code)
     async with MemoryBuilds.operation(store) as unit:
         ((_, known),) = (await unit.known([(OVERTAKEN, INSTANCE)])).items()
-    assert known.action is not None and known.action.state is ActionState.REFUSED and known.now.under_way is None
+    assert known.action is not None and known.action.state is ActionState.REFUSED and known.current.under_way is None
     assert await outcome_of(store, 0) == Done(reply=refusal), "a repeat is answered from the record"
