@@ -484,7 +484,7 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
     async with other.operation() as unit:
         assert await unit.insert_actions([moved(cell="c9")], 7.0) == set()
         found = await unit.known([(B, A), (B, C), (C, B), (A, C)])
-    assert found[B, A].action == moved(transfer=LEAVING) and found[B, A].now == instance
+    assert found[B, A].action == moved(transfer=LEAVING) and found[B, A].current == instance
     assert not found[B, A].names_instance
     assert found[B, A].build_request == new(A).request and found[B, A].build == replace(build, instance=instance)
     assert found[B, C] == replace(found[A, C], action=found[B, A].action, names_instance=False), "one id, two instances"

@@ -171,7 +171,7 @@ def test_a_record_that_an_event_leaves_as_it_was_loses_nothing_again() -> None:
     follower = FenceSteps()
     for event, before in ((TIMED_OUT, replace(over, state=State.FAILED, next_state=None)),):
         follower.apply(before, Step(before), event, replace(PATIENCE, fences=fences))
-    assert follower.abandoned == {}
+    assert follower.stale == {}
 
 
 def test_a_fenced_source_is_gone_by_the_service_that_has_it() -> None:
