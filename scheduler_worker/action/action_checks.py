@@ -7,9 +7,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.consuming.outcome import Done, Retry
@@ -24,10 +22,7 @@ from bus.contracts.actions import (
     ResizePolicy,
 )
 from bus.contracts.base import Refusal
-from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.placement import INSTANCES, LocatePage
-from bus.contracts.placement_queries import ConsumerRecord
-from bus.faults import Fault
+from bus.contracts.build import BuildState
 from placement_worker.replica.request import total_resources
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.build.admission import conflict_with
@@ -194,73 +189,6 @@ def may_leave_cell(request: ActionRequest) -> bool:
     return request.kind in _LEAVES_CELL and not (stays or request.user_id == DRAIN_USER)
 
 
-def build_request_for(request: ActionRequest, known: ActionContext) -> BuildRequest:
-    """The request for which hosts are chosen: that of the build, with the instance's present flavor and image and those
-    that this request names. The source of its present image is known to its cell alone.
-    """
-    built = known.build_request
-    assert built is not None
-    is_rebuilt = request.kind is ActionKind.REBUILD
-    return replace(
-        built,
-        flavor=(request.flavor if request.kind is ActionKind.RESIZE else None) or flavor_of(known),
-        image=(request.image if is_rebuilt else None) or image_of(known),
-        image_properties=dict(rebuild_image(request, known) if is_rebuilt else image_properties_of(known)),
-        image_source=request.image_source,
-        host=request.host,
-        forced=request.forced,
-        ignore_hosts=request.ignore_hosts,
-        max_attempts=request.max_attempts,
-    )
-
-
-def limits_of(request: ActionRequest, quota: Mapping[str, int]) -> dict[str, int]:
-    """What its claims are held to: the quota, where the instance may hold more than before, as in Nova. The instances
-    do not become more.
-    """
-    if request.kind not in (ActionKind.RESIZE, ActionKind.UNSHELVE):
-        return {}
-    return {name: most for name, most in quota.items() if name != INSTANCES}
-
-
 def accepted(request: ActionRequest) -> Done:
     """The outcome of a request that is on record."""
     return Done(reply=ActionAccepted(request_id=request.request_id, instance_uuid=request.instance_uuid))
-
-
-HostAllocations: TypeAlias = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
-
-
-def added_by(allocations: HostAllocations, present: HostAllocations) -> dict[str, dict[str, int]]:
-    """What a claim adds to the usage of each provider: what is held there is counted once, the larger of the two."""
-    added = {
-        uuid: {
-            name: more for name, amount in share.items() if (more := amount - present.get(uuid, {}).get(name, 0)) > 0
-        }
-        for uuid, share in allocations.items()
-    }
-    return {uuid: share for uuid, share in added.items() if share}
-
-
-class Located(Struct, frozen=True):
-    """Where an instance and those that it depends on are, and what it holds."""
-
-    instance_uuid: str
-    page: LocatePage
-    allocations: HostAllocations
-
-    @property
-    def source(self) -> str | None:
-        """The instance's host."""
-        return next(iter(self.page.hosts.get(self.instance_uuid, ())), None)
-
-
-def located_of(
-    pending: PendingAction, page: LocatePage | Fault, consumer: ConsumerRecord | Fault | None
-) -> Located | Fault:
-    """Both answers of placement about one instance."""
-    if isinstance(page, Fault):
-        return page
-    if isinstance(consumer, Fault):
-        return consumer
-    return Located(pending.request.instance_uuid, page, {} if consumer is None else consumer.allocations)

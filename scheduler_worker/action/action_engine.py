@@ -21,16 +21,14 @@ from bus.yielding import yield_to_loop
 from scheduler_worker import metrics as metrics_module
 from scheduler_worker.action.action_checks import (
     CHANGED,
-    Located,
     accepted,
-    build_request_for,
     check_action,
     in_progress,
-    limits_of,
     needs_hosts,
     superseded_refusal,
 )
 from scheduler_worker.action.destination import Chosen, DestinationChooser
+from scheduler_worker.action.destination_request import Located, build_request_for, limits_of
 from scheduler_worker.action.pending_action import PendingAction, record_of
 from scheduler_worker.build.decision import NO_HOST, instance_spec
 from scheduler_worker.build.host_search import HostSearchRefused, result_of_fault

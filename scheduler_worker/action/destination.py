@@ -25,15 +25,12 @@ from scheduler_worker.action.action_checks import (
     CELL_DRAIN_USER,
     NO_REPORT,
     SOURCE_UNKNOWN,
-    Located,
-    added_by,
-    build_request_for,
     changes_image,
-    located_of,
     may_leave_cell,
     releases_source,
     stays_in_cell,
 )
+from scheduler_worker.action.destination_request import Located, added_by, build_request_for, located_of
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.build.decision import NO_HOST
 from scheduler_worker.build.host_search import HostSearchRequest, new_host_search

@@ -18,8 +18,9 @@ from bus.contracts.drains import DrainPlan, DrainQuery, DrainRecord, DrainTarget
 from bus.contracts.placement import LocatePage
 from bus.yielding import yield_to_loop
 from placement_worker.replica.request import total_resources
-from scheduler_worker.action.action_checks import Located, check_action
+from scheduler_worker.action.action_checks import check_action
 from scheduler_worker.action.destination import Chosen, DestinationChooser
+from scheduler_worker.action.destination_request import Located
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.drain.drain_inventory import DrainInventory
 from scheduler_worker.drain.drain_steps import DRAIN_KINDS, UNCONFIRMED, NextMove, level_of, next_moves

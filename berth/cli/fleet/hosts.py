@@ -100,7 +100,7 @@ class FenceOptions(FinalOptions, frozen=True, kw_only=True):
 @hosts.default
 async def list_hosts(
     settings: Settings,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="So many, by name.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="At most this many hosts, the first by name.")] = 100,
     cell: OnlyCell = None,
     up: Annotated[
         bool | None, typer.Option("--up/--down", help="Only hosts whose compute service is up, or is not.")

@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from bus.contracts.actions import ActionKind
 from bus.contracts.deploy import NetworkRequest
 from bus.contracts.placement import LocatePage
-from scheduler_worker.action.action_checks import CELL_DRAIN_USER, Located
+from scheduler_worker.action.action_checks import CELL_DRAIN_USER
 from scheduler_worker.action.destination import Chosen
+from scheduler_worker.action.destination_request import Located
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.records.action_record import ActionContext

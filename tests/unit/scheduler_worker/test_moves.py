@@ -35,6 +35,7 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.transport import Outgoing
 from lab.simulation.loop import SimClock
 from scheduler_worker.action import action_checks as moves
+from scheduler_worker.action import destination_request
 from scheduler_worker.action.action_checks import (
     CELL_DRAIN_USER,
     CHANGED,
@@ -334,14 +335,14 @@ SOURCE = ImageSource(source="https://images/1")
 def test_hosts_are_chosen_for_the_instance_as_it_will_be(
     request_: ActionRequest, known: ActionContext, flavor: str, image: str, properties: dict[str, str]
 ) -> None:
-    placed = moves.build_request_for(request_, known)
+    placed = destination_request.build_request_for(request_, known)
     assert (placed.flavor, placed.image, placed.image_properties) == (flavor, image, properties)
     assert (placed.image_source, placed.host, placed.max_attempts) == (request_.image_source, None, None)
 
 
 def test_hosts_are_chosen_as_the_request_says_and_not_as_its_build_did() -> None:
     more: dict[str, Any] = {"host": "x", "forced": True, "ignore_hosts": ("y",), "max_attempts": 3}
-    placed = moves.build_request_for(requested(ActionKind.MIGRATE, **more), KNOWN)
+    placed = destination_request.build_request_for(requested(ActionKind.MIGRATE, **more), KNOWN)
     assert {name: getattr(placed, name) for name in more} == more and placed.instance_uuid == UUID
 
 
