@@ -11,7 +11,7 @@ from functools import partial
 import structlog
 from msgspec.structs import replace
 
-from bus.bus import API
+from bus.bus import API, Bus
 from bus.contracts.queues import FRONTEND
 from bus.rabbitmq.address import BadBusUrl, parse_bus_url
 from bus.rabbitmq.transport import RabbitTransport
@@ -39,6 +39,7 @@ from scheduler_worker import plugins
 from scheduler_worker.build.claim_ownership import ClaimOwnership
 from scheduler_worker.build.placer import Placer
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.fleet.metrics_listener import add_host_metrics
 from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.placement_client import BusClaims, ClaimPort
 from scheduler_worker.selection.selector import Selector
@@ -105,15 +106,21 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> W
         service.add_task(name, run)
         service.add_preparation(ready.wait)
         service.add_check(name, ready.is_set)
-    service.add_bus_check("bus api", lambda: api.unavailable_reason)
     _add_server(service, server, fallback)
-    add_heartbeat(service, env, api, NAME)
+    _add_bus(service, env, api, selector)
     return service
 
 
 def _selector(table: HostTable, scheduler: SchedulerConfig) -> Selector:
     filters, weighings = plugins.filters(scheduler), plugins.weighings(scheduler)
     return Selector(Replica(), table, SelectorConfig(scheduler, flavors={}, filters=filters, weighings=weighings))
+
+
+def _add_bus(service: WorkerRuntime, env: Environment, api: Bus, selector: Selector) -> None:
+    """What comes and goes on the API bus beside the feed, claims and calls."""
+    service.add_bus_check("bus api", lambda: api.unavailable_reason)
+    add_host_metrics(service, api, selector)
+    add_heartbeat(service, env, api, NAME)
 
 
 def _add_server(service: WorkerRuntime, server: RpcServer, fallback: StockForwarder | None) -> None:
