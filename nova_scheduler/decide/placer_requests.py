@@ -163,10 +163,10 @@ class PlacerRequests:
             if asked.return_alternates and asked.return_objects
             else 1,
         )
-        external, run = ExternalClaim(group_members=members), claim_owner_of(call)
+        external, owner = ExternalClaim(group_members=members), claim_owner_of(call)
         return [
             HostSearchRequest(
-                request=replace(one, instance_uuid=uuid), spec=spec, claim_owner=run, gang=gang, external=external
+                request=replace(one, instance_uuid=uuid), spec=spec, claim_owner=owner, gang=gang, external=external
             )
             for uuid in uuids
         ]

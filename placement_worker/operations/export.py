@@ -258,7 +258,7 @@ SINCE_CONSUMER_GENERATIONS = 28  # the oldest version that returns everything th
 AT_ONCE = 8
 TIMEOUT_S = 60.0
 BOUNDS: Any = {"timeout_s": 600.0, "max_bytes": 2**28}  # of one answer: a list of half a million providers
-ASK = RetryPolicy(first_s=0.4, longest_s=3.2, least=1.0, attempts=5)  # for one page of the other service
+ASK = RetryPolicy(first_s=0.4, longest_s=3.2, least=1.0, max_calls=5)  # for one page of the other service
 
 Allocations = dict[str, dict[str, Any]]  # {provider: {class: amount}}
 

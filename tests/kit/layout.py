@@ -59,12 +59,12 @@ LAYERS: Mapping[str, str] = {
     "scheduler_worker": """
         config hosts metrics placement_client | selection | filters weighers records | plugins requests store
         | build objects | action cell_events fleet upkeep | drain request_handler | operator_handler queries
-        | cell_link | app
+        | wiring | app
     """,
     "nova_scheduler": "metrics wire | cloud | config | request | decide | stock | rpc | app",
     "cell_conductor": """
-        config metrics state | rules store | table placement_question reports
-        | transition placement_client pending_lookups | engine | hosts machine_search periodic
+        config metrics state | rules store | table awaited_request reports
+        | transition recorded_changes | placement_client pending_lookups | engine | hosts machine_search periodic
         | recovery request_handlers
         | host_handlers | app
     """,

@@ -323,7 +323,7 @@ def test_a_fence_is_followed_to_the_end(  # noqa: PLR0917  (the columns of the t
     steps, stepped = followed(before, event, *numbers)
     assert stepped.instance.phase == after
     assert list(steps.hosts) == [host(n) for n in hosts]
-    assert {one: len(services) for one, services in steps.abandoned.items()} == {host(n): 1 for n in lost}
+    assert {one: len(services) for one, services in steps.stale.items()} == {host(n): 1 for n in lost}
 
 
 STARTED = (

@@ -15,7 +15,7 @@ from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import StageTimes
 from cell_conductor.state import events as e
 from cell_conductor.state import step as steps
-from cell_conductor.state.fence import ClosedHosts, Fence, abandoned_services, fenced_hosts
+from cell_conductor.state.fence import ClosedHosts, Fence, fenced_hosts, services_of_stale
 from cell_conductor.state.instance import (
     FENCED,
     NOT_COMMANDED,
@@ -270,7 +270,7 @@ DELETED = replace(moved(), state=State.DELETED, action=None)
 def test_the_machines_that_a_record_gives_up_on_a_fenced_host(
     before: Instance, after: Instance, n: int, lost: list[str]
 ) -> None:
-    assert abandoned_services(before, after, host(n)) == tuple(lost)
+    assert services_of_stale(before, after, host(n)) == tuple(lost)
 
 
 def test_a_host_is_passed_over_while_it_is_fenced_or_its_service_is_down() -> None:

@@ -23,8 +23,8 @@ from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import Claim, ClaimOutcome, Release, Revert
 from bus.faults import Fault, RequestTimeout
 from bus.persistence.outbox import OutboxMessage
-from cell_conductor.placement_client import Transition, is_repeatable
-from cell_conductor.placement_question import awaited_request_of
+from cell_conductor.awaited_request import awaited_request_of
+from cell_conductor.placement_client import RecordedChanges, is_repeatable
 from cell_conductor.rules.move_steps import NO_IMAGE
 from cell_conductor.rules.rollback_rules import SOURCE_LOST, SOURCE_SILENT, SOURCE_UNREPORTED, answer_about
 from cell_conductor.state import events as e
@@ -127,7 +127,7 @@ def test_a_refusal_is_on_disk_before_its_request_is_acknowledged() -> None:
     refusal = made.apply(request(ActionKind.STOP, request_id=OTHER))
     assert announced(*refusal.commands) == [(ActionKind.STOP, ActionState.REFUSED, True, "instance.resized")]
     outgoing = [OutboxMessage("c", message, UUID) for message in refusal.commands]
-    assert not is_repeatable(Transition({UUID: refusal.instance}, {}, outgoing, Counter(), []), {})
+    assert not is_repeatable(RecordedChanges({UUID: refusal.instance}, {}, outgoing, Counter(), []), {})
 
 
 def test_a_move_goes_on_with_the_generation_that_an_audits_claim_has_left() -> None:

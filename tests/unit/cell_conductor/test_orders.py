@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from bus.contracts.actions import ActionKind, ChangeKind, ChangeMachine
 from bus.contracts.cell import Destroy
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert, ServerGroup
-from cell_conductor.placement_question import awaited_request_of
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.state import events as e
 from cell_conductor.state.commands import (
     MAX_STEP_S,

@@ -65,7 +65,7 @@ def test_a_request_begins_unless_it_is_a_query_or_given_up(
 
 
 def test_states_are_listed_in_sql_in_the_order_of_the_table() -> None:
-    assert phases_as_sql(desires.PURGED) == "'tombstone', 'deleted'"
+    assert phases_as_sql(desires.PURGEABLE) == "'tombstone', 'deleted'"
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,12 @@ def test_states_are_listed_in_sql_in_the_order_of_the_table() -> None:
     [
         (desires.DELETE_REQUESTED, "tombstone deleted claiming/deleted destroying/deleted releasing/deleted"),
         (
-            desires.REFUSED,
+            desires.ENDED_BY_FAILURE_OR_DELETE,
             "tombstone deleted claiming/deleted destroying/deleted releasing/deleted failed releasing/failed",
         ),
         (desires.AT_REST, "tombstone failed deleted offloaded transferred transferred/absent"),
-        (desires.PURGED, "tombstone deleted"),
-        (desires.PURGED_FAILED, "failed transferred/absent"),
+        (desires.PURGEABLE, "tombstone deleted"),
+        (desires.PURGEABLE_FAILED, "failed transferred/absent"),
         (desires.IN_OTHER_CELL, "transferred transferred/absent"),
         (desires.EVACUATED, "destroying/reverting finishing resized"),
         (

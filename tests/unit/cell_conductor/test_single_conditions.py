@@ -353,7 +353,7 @@ async def test_a_record_without_a_step_does_not_stop_the_deadlines_of_others(poi
     with capture_logs() as logged:
         assert await conductor.engine.sweep() == 2
         assert await conductor.engine.sweep() == 0, "it is tried again, and later"
-    known = await conductor.engine.recorded((LONE, UUID))
+    known = await conductor.engine.read_recorded((LONE, UUID))
     assert known[LONE].queried and known[UUID].deadline is not None and known[UUID].deadline > 99.0
     assert known[UUID] == replace(poisoned, deadline=known[UUID].deadline)
     assert [(one["event"], one["instance"]) for one in logged if one["log_level"] == "error"] == [
@@ -369,7 +369,7 @@ async def test_a_record_without_a_step_does_not_stop_a_report_and_makes_a_messag
     runs = e.MachineRunning(at=300.0, attempt=2, host_uuid=host(2), service="s2")
     reported = [InstanceEvent(one, runs) for one in (UUID, LONE)]
     await conductor.engine.take(reported, source="reports")
-    known = await conductor.engine.recorded((LONE, UUID))
+    known = await conductor.engine.read_recorded((LONE, UUID))
     assert (known[LONE].state, known[UUID]) == (State.ACTIVE, poisoned)
     with pytest.raises(AssertionError):
         await conductor.engine.take([replace(reported[0], message_id="m")], source="results")

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from bus.contracts.actions import ActionEvent, ActionKind, ActionState, Condition
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, Selection
-from cell_conductor.placement_question import awaited_request_of
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.state import events as e
 from cell_conductor.state.commands import commands_of, with_commands
 from cell_conductor.state.desired_state import DELETE_REQUESTED, DESIRED_STATES, phase_from_text, phase_to_text

@@ -23,7 +23,7 @@ from bus.contracts.cell import Destroy, InstanceSpec
 from bus.contracts.listing import ListedMachine
 from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import Claim, Release
-from cell_conductor.placement_question import awaited_request_of
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.request_handlers import transfer_event
 from cell_conductor.rules.reconcile import ATTEMPTS_PER_INCARNATION, reconcile
 from cell_conductor.rules.recovered import recovered
@@ -293,9 +293,9 @@ def test_a_move_ends_no_machine_that_an_operator_keeps(complete: bool) -> None:
         (here(3, 2), (9,), ""),
         (here(3, 2), (2,), "host_absent"),
         (here(4, 5), (5,), "host_absent"),
-        (None, (), "top_silent"),
+        (None, (), "schedulers_silent"),
         (None, (9,), "host_absent"),
-        (here(3, 2, is_old=True), (), "top_silent"),
+        (here(3, 2, is_old=True), (), "schedulers_silent"),
     ],
 )
 def test_an_arrival_is_offloaded_once_its_hosts_have_listed_that_none_is_there(
@@ -341,7 +341,7 @@ def test_a_record_from_before_its_departure_ends_no_move_that_may_go_on_elsewher
     for made in before_it_left():
         before = made.instance.phase
         recover(made, known=known)
-        assert (made.instance.phase, made.instance.blocked_reason) == (before, "top_silent")
+        assert (made.instance.phase, made.instance.blocked_reason) == (before, "schedulers_silent")
         assert made.commands == [] and awaited_request_of(made.instance) is None
 
 

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
+from msgspec.structs import replace
 
 from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceStates
 from scheduler_worker import filters, plugins, weighers
@@ -23,7 +24,7 @@ from scheduler_worker.filters.image import AggregateImagePropertiesIsolation, Im
 from scheduler_worker.filters.project import AggregateMultiTenancyIsolation, ProjectHostFilter
 from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.selection.explain import message_of
-from scheduler_worker.selection.host_view import HostView
+from scheduler_worker.selection.host_view import HostView, Membership
 from scheduler_worker.selection.plugin import HostFilter, applies_to
 from scheduler_worker.selection.request_spec import RequestSpec, Unsatisfiable
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts, aggregate
@@ -150,6 +151,18 @@ class OnlyEven(HostFilter):
         return None if int(host.name[1:]) % 2 == 0 else "odd"
 
 
+def test_a_host_is_in_the_aggregates_whose_hosts_are_named() -> None:
+    ours, theirs = aggregate("ours"), aggregate("theirs")
+    hosts = Hosts([PLENTY] * 2, config=SchedulerConfig(aggregates=(ours, theirs)), members={theirs.uuid: [0, 1]})
+    named = {ours.uuid: {hosts.uuids[1]}, theirs.uuid: {hosts.uuids[0]}}
+    view = replace(hosts.view(), membership=Membership((ours, theirs), named))
+    for position, expected in ((0, (theirs,)), (1, (ours,))):
+        assert view.host(position).aggregates == expected
+        assert [bool(view.member_of(one.uuid)[position]) for one in (ours, theirs)] == [
+            one in expected for one in (ours, theirs)
+        ]
+
+
 def test_an_operators_filter_is_loaded_by_class_path_and_counts_in_the_funnel() -> None:
     path = f"{__name__}.OnlyEven"
     config = SchedulerConfig(available_filters=(path,), enabled_filters=("ComputeFilter", "OnlyEven"))
@@ -168,6 +181,12 @@ def test_an_unknown_filter_fails_the_start(enabled: str) -> None:
         plugins.filters(SchedulerConfig(enabled_filters=(*DEFAULT_FILTERS, enabled)))
     with pytest.raises(plugins.PluginInvalid, match="PYTHONPATH"):
         plugins.filters(SchedulerConfig(available_filters=("no.such.module.Filter",), enabled_filters=("Filter",)))
+
+
+@pytest.mark.parametrize("enabled", ["RAMWeigher", "scheduler_worker.weighers.free_amounts.RAMWeigher"])
+def test_a_weigher_is_enabled_by_class_name_or_class_path(enabled: str) -> None:
+    (weighing,) = plugins.weighings(SchedulerConfig(enabled_weighers=(enabled,)))
+    assert weighing.weigher.name == "ram"
 
 
 @pytest.mark.parametrize("package", [filters, weighers], ids=["filters", "weighers"])

@@ -256,8 +256,6 @@ def test_a_source_that_is_gone_has_one_line_in_its_own_cell() -> None:
         ("groups _A and _B", "groups do not fit together", "each of groups _A and _B"),
         ("other", "groups do not fit together", "rejected by other"),
         ("groups _A", "else", "rejected by groups _A (else)"),
-        ("filter", "image.os_distro", "images with another os_distro"),
-        ("filter", "capability.arch", "requested arch"),
         ("filter", "filter", "rejected by filter"),
     ],
 )

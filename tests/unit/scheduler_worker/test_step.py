@@ -17,9 +17,9 @@ from bus.contracts.placement import ClaimOption, ClaimOutcome, ClaimResult, Grou
 from bus.contracts.placement_queries import ConsumerRecord
 from scheduler_worker.build.claim_answer import (
     MAX_PARTLY_USED_UP_RETRIES,
+    apply_answer,
     apply_recovered,
     search_again_or_end,
-    step,
 )
 from scheduler_worker.build.decision_round import DecisionRound
 from scheduler_worker.build.host_search import (
@@ -63,7 +63,7 @@ class ClaimCase:
 
     def step(self, outcome: ClaimOutcome, *, state: HostSearch | None = None, **more: Any) -> HostSearchStep:
         answer = ClaimResult(outcome=outcome, **more)
-        return step(state or self.state, answer, self.hosts.selector, now=7.0)
+        return apply_answer(state or self.state, answer, self.hosts.selector, now=7.0)
 
 
 def test_the_only_host_that_passes_is_claimed_without_weights() -> None:
@@ -266,7 +266,7 @@ class Case:
         return RankedHost(self.uuids[at], row, at, 2.5, offered, "s")
 
     def step(self, outcome: ClaimOutcome, *, state: HostSearch | None = None, **more: Any) -> HostSearchStep:
-        return step(state or self.state, ClaimResult(outcome=outcome, **more), self.hosts.selector, now=7.0)
+        return apply_answer(state or self.state, ClaimResult(outcome=outcome, **more), self.hosts.selector, now=7.0)
 
     def held(self, *at: int, **more: Any) -> ConsumerRecord:
         fields: dict[str, Any] = {

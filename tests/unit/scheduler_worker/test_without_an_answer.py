@@ -408,8 +408,8 @@ async def test_two_moves_of_one_id_in_a_batch_are_each_judged_by_their_own_insta
         known = (await unit.known([(request_id, first)]))[request_id, first]
     assert known.action is not None
     assert (command.instance_uuid, known.action.instance_uuid, known.action.cell) == (first, first, "c1")
-    assert (await site.build_of(first)).now.under_way == request_id
-    assert (await site.build_of(second)).now.under_way is None, "and nothing would ever end it there"
+    assert (await site.build_of(first)).current.under_way == request_id
+    assert (await site.build_of(second)).current.under_way is None, "and nothing would ever end it there"
 
 
 async def test_an_evacuation_is_not_refused_by_a_scheduler_that_has_not_loaded_the_fence(site: Site) -> None:
