@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,13 +14,27 @@ from msgspec.structs import replace
 import nova_scheduler.app
 import placement_worker.app
 from berth.cli.claims.placement import DEFAULT_API, placement_database
-from berth.cli.common import SHADOW, Stop, explain, host_and_port, in_shadow, print_stop, settings_of
+from berth.cli.common import (
+    SHADOW,
+    AsJson,
+    Exit,
+    Stop,
+    err,
+    explain,
+    host_and_port,
+    in_shadow,
+    print_json,
+    print_stop,
+    settings_of,
+)
 from berth.cli.options import CommandGroup
+from berth.cli.site.as_toml import as_toml
 from berth.cli.site.serving import Tokens
 from berth.config.ports import ServerFailed
 from berth.config.rest_address import with_rest_at
 from berth.config.settings import BusSettings, Settings
 from berth.config.site import Brokers, Site, process_name
+from berth.text import printable
 from berth.up.embedded.process import ServerMissing
 from berth.web.server import WebServer
 from berth.web.sign_in_sessions import Access, WebCaller, read_tokens
@@ -27,6 +43,7 @@ from bus.service.environment import Environment
 from bus.service.main import run_process
 from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
+from nova_scheduler.nova_conf import MAX_BYTES, NovaConfUnreadable, translate
 from placement_worker.service import PlacementService
 from placement_worker.store.memory_rows import MemoryPlacementRows
 from placement_worker.store.memory_table import MemoryPlacementTable
@@ -73,6 +90,33 @@ def serve(
         assert stop is not None
         print_stop(stop)
         raise SystemExit(stop.status) from None
+
+
+@nova.command("settings")
+async def translated_settings(
+    file: Annotated[Path, typer.Argument(help="A nova.conf.", metavar="FILE")],
+    as_json: AsJson = False,
+) -> int:
+    """Print a nova.conf as settings of berth.
+
+    That is `[nova]`, passwords included, and what of `[scheduler]` nova.conf has. Each option of Nova's scheduler that
+    cannot be translated is named on stderr, and the exit status is then 1.
+    """
+    try:
+        with file.open("rb") as opened:
+            found = translate(opened.read(MAX_BYTES + 1))
+    except NovaConfUnreadable as error:
+        raise Stop(Exit.USAGE, error.code, f"{file}: {error.reason}") from None
+    except OSError as error:
+        raise Stop(Exit.USAGE, NovaConfUnreadable.code, f"{file}: {error.strerror}") from None
+    if as_json:
+        print_json(found)
+    else:
+        sys.stdout.write(as_toml(found.settings))
+        for one in found.left_out:
+            reason = f"not translated: [{one.group}] {one.option}: {one.reason}"
+            err.print(printable(reason), markup=False, soft_wrap=True)
+    return Exit.NO if found.left_out else 0
 
 
 class ShownAt(Struct, frozen=True):
