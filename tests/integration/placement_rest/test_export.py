@@ -251,7 +251,7 @@ async def test_an_answer_that_cannot_be_unpacked_is_no_placement() -> None:
 
 async def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was kept in memory whole."""
-    monkeypatch.setattr(export, "BOUNDS", {"max_bytes": 1000}, raising=False)
+    monkeypatch.setattr(export, "MAX_BYTES", 1000)
     async with answering(lambda _: b" " * 1001 + b'{"versions":[]}') as url:
         await refused(url, match="AnswerTooLarge")
 

@@ -239,7 +239,7 @@ def test_a_worker_answers_where_it_is_told_to(
     requested: tuple[str, int] | None, port: int | None, listens: tuple[str, int] | None
 ) -> None:
     telemetry = TelemetrySettings(http_host="127.0.0.1", http_port=port)
-    assert run._listen(requested, Settings(telemetry=telemetry)) == listens
+    assert run.health_address(requested, Settings(telemetry=telemetry)) == listens
 
 
 @pytest.mark.parametrize(
