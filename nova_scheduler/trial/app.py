@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import API
+from bus.clock import Clock
 from bus.contracts.queues import FRONTEND
 from bus.openstack.rest import auth_of, tls_of
 from bus.service.environment import Environment
@@ -39,7 +43,8 @@ class Silent:
 class TrialCalls:
     """Takes the calls that are heard, and has each compared."""
 
-    def __init__(self, comparison: AnswerComparison, choices: StockChoices) -> None:
+    def __init__(self, comparison: AnswerComparison, choices: StockChoices, clock: Clock) -> None:
+        self._clock = clock
         self._comparison = comparison
         self._choices = choices
 
@@ -56,14 +61,21 @@ class TrialCalls:
             ignored = tuple(request.ignore_hosts or ())
         except (RemoteFault, SpecRefused, NotDecided):
             pass  # berth's decision says so again
-        instances = instances_of(call)
-        self._comparison.start(
-            call, lambda: self._choices.choice(instances, ignored), self._choices.left_out(instances)
-        )
+        instances, heard_s = instances_of(call), self._clock.monotonic()
+        stock = partial(self._choices.choice, instances, ignored, heard_s)
+        self._comparison.start(call, stock, self._choices.left_out(instances))
 
 
-def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> tuple[WorkerRuntime, AnswerComparison]:
-    """A trial, and what it counts. Raises SettingsError."""
+class Trial(Struct, frozen=True):
+    """A trial as a service, what it counts, and what it decides by."""
+
+    service: WorkerRuntime
+    comparison: AnswerComparison
+    mirror: PlacementMirror
+
+
+def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> Trial:
+    """A trial. Raises SettingsError."""
     service = WorkerRuntime("nova-trial", clock=env.clock)
     config = replace(config, shadow=True)
     api, replica = env.bus(API), Replica()
@@ -89,7 +101,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> t
         transport_of(env.process, "transport_url", config.transport_url, config.rabbit),
         control_exchange=config.control_exchange,
         unique=f"{env.rng.getrandbits(128):032x}",
-        heard=TrialCalls(comparison, choices).heard,
+        heard=TrialCalls(comparison, choices, env.clock).heard,
     )
     service.add_counts(comparison.counts)
     service.add_resource(api.open, api.close)
@@ -105,7 +117,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> t
     service.add_drain(listener.stop)
     service.add_bus_check("bus nova", lambda: listener.unavailable_reason)
     add_heartbeat(service, env, api, NAME)
-    return service, comparison
+    return Trial(service, comparison, mirror)
 
 
 def _source(env: Environment, settings: TrialSettings) -> PlacementReader:

@@ -95,18 +95,18 @@ class StockChoices:
         finally:
             self._mirror.count_again(instances)
 
-    async def choice(self, instances: Sequence[str], ignored: Sequence[str]) -> SchedulerAnswer:
+    async def choice(self, instances: Sequence[str], ignored: Sequence[str], heard_s: float) -> SchedulerAnswer:
         """The host of each instance, once two reads have shown it, or that there is none. ignored: hosts that the call
-        rules out: an evacuated server still holds its source.
+        rules out: an evacuated server still holds its source. heard_s: when the call came (monotonic); the answer took
+        so long until a read had shown it.
         """
-        begun_s = self._clock.monotonic()
         try:
             async with asyncio.timeout(self._wait_s):
-                return await self._seen(instances, frozenset(ignored), begun_s)
+                return await self._seen(instances, frozenset(ignored), heard_s)
         except TimeoutError:
             return SchedulerAnswer(reason=UNSEEN, is_decided=False)
 
-    async def _seen(self, instances: Sequence[str], ignored: frozenset[str], begun_s: float) -> SchedulerAnswer:
+    async def _seen(self, instances: Sequence[str], ignored: frozenset[str], heard_s: float) -> SchedulerAnswer:
         before, seen_s = self._chosen(instances, ignored), self._clock.monotonic()
         passes, has_ended = 0, False
         while True:
@@ -114,11 +114,11 @@ class StockChoices:
             passes += 1
             chosen = self._chosen(instances, ignored)
             if chosen and chosen == before:
-                return SchedulerAnswer(hosts=chosen, took_s=seen_s - begun_s)
+                return SchedulerAnswer(hosts=chosen, took_s=seen_s - heard_s)
             if chosen != before:
                 before, seen_s = chosen, self._clock.monotonic()
             elif has_ended:
-                return SchedulerAnswer(reason=NO_HOST, took_s=seen_s - begun_s)
+                return SchedulerAnswer(reason=NO_HOST, took_s=seen_s - heard_s)
             elif passes >= PATIENT_PASSES:
                 seen_s = self._clock.monotonic()
                 has_ended = not await self._may_be_chosen(instances)

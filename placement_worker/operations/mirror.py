@@ -33,7 +33,7 @@ from placement_worker.replica.replica import Replica
 log = structlog.get_logger("placement.mirror")
 
 MAX_PROVIDERS = 200_000
-LATE = 10  # intervals without a complete pass, after which the replica is too old
+LATE_S = 10.0  # without a complete pass, after which the replica is too old; of a longer interval, two of them
 
 _age = Gauge("berth_mirror_age_seconds", "Seconds since the last complete read of another Placement began")
 
@@ -80,7 +80,7 @@ class PlacementMirror:
         """Why the replica must not be decided by; "": it is new enough."""
         if not self.ready.is_set():
             return "nothing was read yet"
-        limit_s = LATE * self._interval_s
+        limit_s = max(LATE_S, 2 * self._interval_s)
         return f"read {self.age_s:.0f} s ago" if self.age_s > limit_s else ""
 
     async def next_pass(self) -> None:

@@ -111,9 +111,9 @@ def trial(
     found: list[AnswerComparison] = []
 
     def made(env: Environment) -> WorkerRuntime:
-        service, comparison = nova_scheduler.trial.app.build(env, settings.nova, settings.scheduler)
-        found.append(comparison)
-        return service
+        built = nova_scheduler.trial.app.build(env, settings.nova, settings.scheduler)
+        found.append(built.comparison)
+        return built.service
 
     try:
         settings = replace(settings_of(context), bus=BusSettings())
