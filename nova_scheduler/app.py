@@ -51,6 +51,14 @@ log = structlog.get_logger("nova")
 NAME = "nova-scheduler"
 
 
+class PlacementAccess(Struct, frozen=True):
+    """A replica of placement, what keeps it up to date, and what claims."""
+
+    replica: Replica
+    follower: ReplicaFollower
+    claims: ClaimPort
+
+
 class Deciding(Struct, frozen=True):
     """What decides the calls of a Nova, and what it is kept up to date by."""
 
@@ -71,17 +79,15 @@ def deciding(
     env: Environment,
     config: NovaConfig,
     scheduler: SchedulerConfig,
+    placed: PlacementAccess,
     *,
-    replica: Replica,
-    follower: ReplicaFollower,
-    claims: ClaimPort,
     notifier: Notifier,
     recorder: CallRecorder,
 ) -> Deciding:
-    """What decides by this replica. Raises SettingsError."""
-    table = host_table()
+    """What decides the calls. Raises SettingsError."""
+    table, claims = host_table(), placed.claims
     scheduler, lacking = _scheduler_settings(scheduler, config)
-    selector = _selector(replica, table, scheduler)
+    selector = _selector(placed.replica, table, scheduler)
     nova_state = NovaState(table)
     rest, cells = NovaRest(config.api, clock=env.clock, setting="nova.api"), cells_of(config.api, env.clock)
     poller = NovaStatePoller(rest, nova_state, table, cells=cells, config=config.api, clock=env.clock)
@@ -89,7 +95,7 @@ def deciding(
         claims,
         ClaimOwnership(claims, table.last_cell_of, _no_records),
         selector,
-        follower,
+        placed.follower,
         clock=env.clock,
         rng=random.Random(env.rng.getrandbits(64)),
         config=scheduler,
@@ -99,7 +105,7 @@ def deciding(
         selector,
         nova_state,
         poller,
-        follower,
+        placed.follower,
         requests=PlacerRequests(selector, nova_state, config, lacking=lacking),
         configure=partial(configure, selector, nova_state, scheduler),
         notifier=notifier,
@@ -122,14 +128,12 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> W
     follower = Follower(api, replica, process=env.process, clock=env.clock)
     claims: ClaimPort = BusClaims(api, timeout_s=scheduler.claim_timeout_s)
     transport = transport_of(env.process, "transport_url", config.transport_url, config.rabbit)
-    notifier, calls = _notifier(env, config, transport), PublishedCalls(api)
+    notifier, calls = notifier_of(env, config, transport), PublishedCalls(api)
     decides = deciding(
         env,
         config,
         scheduler,
-        replica=replica,
-        follower=follower,
-        claims=GrantedClaims(claims) if config.shadow else claims,
+        PlacementAccess(replica, follower, GrantedClaims(claims) if config.shadow else claims),
         notifier=notifier,
         recorder=calls,
     )
@@ -142,17 +146,21 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> W
     else:
         server = _server(env, config, transport, destinations, fallback, recorder=calls)
     service.add_resource(api.open, api.close)
-    service.add_resource(follower.start, follower.close)
     service.add_task("nova notifications", notifier.run)
     service.add_task("nova calls told", calls.run)
-    service.add_task("replica", follower.run)
-    service.add_preparation(follower.ready.wait)
-    service.add_check("replica", follower.ready.is_set)
+    _add_follower(service, follower)
     decides.add_to(service)
     service.add_bus_check("bus api", lambda: api.unavailable_reason)
     _add_server(service, server, fallback)
     add_heartbeat(service, env, api, NAME)
     return service
+
+
+def _add_follower(service: WorkerRuntime, follower: Follower) -> None:
+    service.add_resource(follower.start, follower.close)
+    service.add_task("replica", follower.run)
+    service.add_preparation(follower.ready.wait)
+    service.add_check("replica", follower.ready.is_set)
 
 
 def _selector(replica: Replica, table: HostTable, scheduler: SchedulerConfig) -> Selector:
@@ -238,8 +246,8 @@ def _fallback(env: Environment, config: NovaConfig) -> StockForwarder | None:
     )
 
 
-def _notifier(env: Environment, config: NovaConfig, transport: RabbitTransport) -> NovaNotifier:
-    """Silent in the shadow: the stock nova-scheduler notifies."""
+def notifier_of(env: Environment, config: NovaConfig, transport: RabbitTransport) -> NovaNotifier:
+    """What notifies of calls. Silent in the shadow: the stock nova-scheduler notifies."""
     return NovaNotifier(
         transport,
         NotificationSettings() if config.shadow else config.notifications,

@@ -106,7 +106,7 @@ class NovaConfUnreadable(Fault):
     code = "nova.conf_unreadable"
 
 
-class LeftOut(Struct, frozen=True):
+class UntranslatedOption(Struct, frozen=True):
     """An option of a nova.conf that is no setting here, and why."""
 
     group: str
@@ -118,13 +118,13 @@ class Translation(Struct, frozen=True):
     """The settings of a nova.conf, as a tree that begins with `nova` and `scheduler`, and what is not among them."""
 
     settings: dict[str, Any]
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[UntranslatedOption, ...]
 
 
 def translate(body: bytes) -> Translation:
     """The settings that a nova.conf gives. Raises NovaConfUnreadable."""
     tree: dict[str, Any] = {}
-    left_out: list[LeftOut] = []
+    left_out: list[UntranslatedOption] = []
     for name, text in _options(body):
         path = TRANSLATED.get(name)
         reason = UNTRANSLATED.get(name, "berth does not know it")
@@ -135,7 +135,7 @@ def translate(body: bytes) -> Translation:
             except (msgspec.ValidationError, ValueError) as error:
                 reason = reason_of(error)
         if path is not None or name[0] in GROUPS:
-            left_out.append(LeftOut(name[0][:MAX_SHOWN], name[1][:MAX_SHOWN], reason))
+            left_out.append(UntranslatedOption(name[0][:MAX_SHOWN], name[1][:MAX_SHOWN], reason))
     left_out += _contradictions(tree)
     return Translation(tree, tuple(left_out))
 
@@ -186,7 +186,7 @@ def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
     tree[path[-1]] = value
 
 
-def _contradictions(tree: Mapping[str, Any]) -> Iterator[LeftOut]:
+def _contradictions(tree: Mapping[str, Any]) -> Iterator[UntranslatedOption]:
     """What is translated, and does not let a process of berth decide every call."""
     nova = tree.get("nova", {})
     try:
@@ -194,10 +194,11 @@ def _contradictions(tree: Mapping[str, Any]) -> Iterator[LeftOut]:
     except msgspec.ValidationError as error:
         reason = reason_of(error)
     if reason:
-        yield LeftOut("oslo_messaging_rabbit", "", reason)
+        yield UntranslatedOption("oslo_messaging_rabbit", "", reason)
+    option = ("filter_scheduler", "enabled_filters")
     config = NovaConfig(enabled_filters=tuple(nova.get("enabled_filters", ())))
     for one in config.enabled_filters:
         if one in NOT_OWNED:
-            yield LeftOut("filter_scheduler", "enabled_filters", f"berth does not decide what {one[:MAX_SHOWN]} reads")
+            yield UntranslatedOption(*option, f"berth does not decide what {one[:MAX_SHOWN]} reads")
     for one in plugins.lacking(SchedulerConfig(enabled_filters=config.own_filters)):
-        yield LeftOut("filter_scheduler", "enabled_filters", f"berth has no {one[:MAX_SHOWN]}, and decides no call")
+        yield UntranslatedOption(*option, f"berth has no {one[:MAX_SHOWN]}, and decides no call")

@@ -15,7 +15,7 @@ from bus.service.environment import Environment
 from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
 from bus.service.worker_heartbeat import add_heartbeat
-from nova_scheduler.app import NAME, deciding, transport_of
+from nova_scheduler.app import NAME, PlacementAccess, deciding, notifier_of, transport_of
 from nova_scheduler.config import NovaConfig, TrialSettings
 from nova_scheduler.decide.decision_log import PublishedCalls
 from nova_scheduler.decide.placer_requests import parse_arguments
@@ -31,13 +31,6 @@ from placement_worker.operations.export import InvalidExport, PlacementReader
 from placement_worker.operations.mirror import PlacementMirror
 from placement_worker.replica.replica import Replica
 from scheduler_worker.config import SchedulerConfig
-
-
-class Silent:
-    """The notifier of a trial: Nova's scheduler notifies."""
-
-    def notify(self, call: Call, begun_at: float, *, placed: bool) -> None:
-        """Nothing."""
 
 
 class TrialCalls:
@@ -76,48 +69,54 @@ class Trial(Struct, frozen=True):
 
 def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> Trial:
     """A trial. Raises SettingsError."""
-    service = WorkerRuntime("nova-trial", clock=env.clock)
     config = replace(config, shadow=True)
     api, replica = env.bus(API), Replica()
     api.publishes_as(FRONTEND)
-    source = _source(env, config.trial)
-    mirror = PlacementMirror(
-        source, replica, clock=env.clock, interval_s=config.trial.interval_s, whole_s=config.trial.whole_s
-    )
+    source, settings = _source(env, config.trial), config.trial
+    mirror = PlacementMirror(source, replica, clock=env.clock, interval_s=settings.interval_s, whole_s=settings.whole_s)
+    transport = transport_of(env.process, "transport_url", config.transport_url, config.rabbit)
     calls = PublishedCalls(api)
     decides = deciding(
         env,
         config,
         scheduler,
-        replica=replica,
-        follower=mirror,
-        claims=GrantedClaims(MirroredInstances(mirror)),
-        notifier=Silent(),
+        PlacementAccess(replica, mirror, GrantedClaims(MirroredInstances(mirror))),
+        notifier=notifier_of(env, config, transport),
         recorder=calls,
     )
-    choices = StockChoices(mirror, decides.nova_state, decides.rest, clock=env.clock, wait_s=config.trial.answer_s)
+    choices = StockChoices(mirror, decides.nova_state, decides.rest, clock=env.clock, wait_s=settings.answer_s)
     comparison = AnswerComparison(decides.destinations, replica, env.clock, calls)
     listener = CallListener(
-        transport_of(env.process, "transport_url", config.transport_url, config.rabbit),
+        transport,
         control_exchange=config.control_exchange,
         unique=f"{env.rng.getrandbits(128):032x}",
         heard=TrialCalls(comparison, choices, env.clock).heard,
     )
-    service.add_counts(comparison.counts)
+    service = WorkerRuntime("nova-trial", clock=env.clock)
     service.add_resource(api.open, api.close)
     service.add_resource(None, source.close)
-    service.add_resource(None, comparison.close)
-    service.add_resource(listener.open, listener.close)
     service.add_task("nova calls told", calls.run)
+    decides.add_to(service)
+    _add_mirror(service, mirror)
+    _add_listener(service, listener, comparison)
+    add_heartbeat(service, env, api, NAME)
+    return Trial(service, comparison, mirror)
+
+
+def _add_mirror(service: WorkerRuntime, mirror: PlacementMirror) -> None:
     service.add_task("replica", mirror.run)
     service.add_preparation(mirror.ready.wait)
     service.add_bus_check("replica", lambda: mirror.unavailable_reason)
-    decides.add_to(service)
-    service.add_preparation(listener.start)  # once all else is prepared
+
+
+def _add_listener(service: WorkerRuntime, listener: CallListener, comparison: AnswerComparison) -> None:
+    """Calls are heard once all else is prepared."""
+    service.add_resource(None, comparison.close)
+    service.add_counts(comparison.counts)
+    service.add_resource(listener.open, listener.close)
+    service.add_preparation(listener.start)
     service.add_drain(listener.stop)
     service.add_bus_check("bus nova", lambda: listener.unavailable_reason)
-    add_heartbeat(service, env, api, NAME)
-    return Trial(service, comparison, mirror)
 
 
 def _source(env: Environment, settings: TrialSettings) -> PlacementReader:
@@ -142,4 +141,4 @@ def _source(env: Environment, settings: TrialSettings) -> PlacementReader:
             timeout_s=settings.request_timeout_s,
         )
     except InvalidExport as error:
-        raise SettingsError("nova.trial.placement_url", str(error)) from None
+        raise SettingsError("nova.placement_url", f"nova.trial.placement_url: {error}") from None

@@ -272,7 +272,7 @@ ASK = RetryPolicy(first_s=0.4, longest_s=3.2, least=1.0, attempts=5)  # for one 
 Allocations = dict[str, dict[str, Any]]  # {provider: {class: amount}}
 
 
-class ProviderRow(Struct, frozen=True):
+class ListedProvider(Struct, frozen=True):
     """A provider as the list of all has it."""
 
     uuid: str
@@ -336,13 +336,13 @@ class PlacementReader:
             traits = (await self._get("traits"))["traits"]
             return [row["name"] for row in (await self._get("resource_classes"))["resource_classes"]], traits
 
-    async def rows(self) -> list[ProviderRow]:
+    async def rows(self) -> list[ListedProvider]:
         """All providers without their parts."""
         with _as_placement():
             listed = (await self._get("resource_providers"))["resource_providers"]
-            return msgspec.convert(listed, list[ProviderRow])
+            return msgspec.convert(listed, list[ListedProvider])
 
-    async def provider(self, row: ProviderRow) -> Provider | None:
+    async def provider(self, row: ListedProvider) -> Provider | None:
         """A provider with its parts; None: it is gone."""
         path = f"resource_providers/{row.uuid}"
         with _as_placement():
@@ -480,7 +480,7 @@ class CopyReader(PlacementReader):
         self._consumers = dict(item for item in consumers if item is not None)
         return PlacementExport(_custom(classes), _custom(traits), self._providers, self._consumers)
 
-    async def _known_or_read(self, row: ProviderRow) -> Provider | None:
+    async def _known_or_read(self, row: ListedProvider) -> Provider | None:
         known = self._providers.get(row.uuid)
         return known if known is not None and row.is_of(known) else await self.provider(row)
 

@@ -22,8 +22,8 @@ from placement_worker.domain.server_groups import hosts_of
 from placement_worker.domain.values import Provider, state_of
 from placement_worker.operations.export import (
     InvalidExport,
+    ListedProvider,
     PlacementReader,
-    ProviderRow,
     check_trees,
     problem_of_names,
     problem_of_provider,
@@ -132,7 +132,9 @@ class PlacementMirror:
             try:
                 await self.read()
             except InvalidExport as error:
-                log.warning("placement.unread", reason=str(error), age_s=self.age_s if self.ready.is_set() else None)
+                log.warning(
+                    "placement.mirror_unread", reason=str(error), age_s=self.age_s if self.ready.is_set() else None
+                )
             else:
                 self._read_s, self._ended = begun_s, self._begun
                 self.ready.set()
@@ -161,7 +163,7 @@ class PlacementMirror:
         # Nothing awaits from here on: the replica goes from one pass to the next.
         self._take(gone, read, held)
 
-    def _is_known(self, row: ProviderRow) -> bool:
+    def _is_known(self, row: ListedProvider) -> bool:
         known = self._providers.get(row.uuid)
         return known is not None and row.is_of(known)
 

@@ -201,6 +201,19 @@ async def test_the_room_that_the_stock_scheduler_has_taken_breaks_no_rule() -> N
     assert here.comparison.counts() == {"same": 1}
 
 
+async def test_a_call_that_nobody_waits_for_is_compared_all_the_same() -> None:
+    """The stock scheduler may have answered it before berth decides."""
+    here = await world(1)
+    here.cloud.waiting = set()
+    again = msgspec.structs.replace(call(VMS[0]), redelivered=True)
+    asking = asyncio.create_task(here.relay.call(again, "shadow", acknowledge_first))
+    await here.decided(1)
+    here.stock.answer.set_result(here.answered(0))
+    await asking
+    await here.idle()
+    assert here.comparison.counts() == {"same": 1}
+
+
 async def test_no_line_says_that_it_has_placed_what_it_has_not() -> None:
     here = await world()
     with capture_logs() as lines:

@@ -12,7 +12,7 @@ import pytest
 
 from bus.clock import SystemClock, new_uuid
 from placement_worker.domain.values import Provider, StoredInventory, capacity
-from placement_worker.operations.export import HeldOfProvider, InvalidExport, PlacementReader, ProviderRow
+from placement_worker.operations.export import HeldOfProvider, InvalidExport, ListedProvider, PlacementReader
 from placement_worker.operations.mirror import PlacementMirror
 from placement_worker.replica.replica import Replica
 
@@ -34,10 +34,10 @@ class Source(PlacementReader):
 
     # --- reads
 
-    async def rows(self) -> list[ProviderRow]:
-        return [ProviderRow(p.uuid, p.name, p.generation, p.parent, p.root) for p in self.there.values()]
+    async def rows(self) -> list[ListedProvider]:
+        return [ListedProvider(p.uuid, p.name, p.generation, p.parent, p.root) for p in self.there.values()]
 
-    async def provider(self, row: ProviderRow) -> Provider | None:
+    async def provider(self, row: ListedProvider) -> Provider | None:
         if self.during is not None:
             self.during()
         return self.there.get(row.uuid)
