@@ -26,7 +26,7 @@ from placement_worker.replica.replica import Replica
 log = structlog.get_logger("nova")
 
 DECIDE_S: Final = 10.0  # that a decision may take
-MAX_IN_FLIGHT: Final = 64  # decisions whose call has no answer yet; the calls beyond are answered all the same
+MAX_IN_FLIGHT: Final = 256  # decisions whose call has no answer yet; the calls beyond are answered all the same
 MAX_UUID, MAX_HOST = 255, 600  # letters that are told of what another scheduler or a client names
 
 Hosts = tuple[tuple[str, str], ...]  # of each instance the host, and its node

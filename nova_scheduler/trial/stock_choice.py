@@ -19,7 +19,8 @@ from scheduler_worker.placement_client import PlacementUnavailable
 
 PATIENT_PASSES: Final = 3  # without a claim, after which Nova is asked whether the servers still wait for a host
 NO_HOST: Final = "No valid host was found."
-UNSEEN: Final = "its choice was not seen"
+UNSEEN: Final = SchedulerAnswer(reason="its choice was not seen", is_decided=False)
+GONE: Final = frozenset({None, "deleting", "soft-deleting"})  # of which no claim is left to be seen
 
 
 class MirroredPlacement(Protocol):
@@ -87,10 +88,13 @@ class StockChoices:
 
     @asynccontextmanager
     async def left_out(self, instances: Sequence[str]) -> AsyncIterator[None]:
-        """Within, the mirror is of a moment after the call came, and without what the call's instances hold."""
+        """Within, the mirror is of a moment after the call came, and without what the call's instances hold. Raises
+        TimeoutError: it was not read in time.
+        """
         self._mirror.leave_out(instances)
         try:
-            await self._mirror.next_pass()
+            async with asyncio.timeout(self._wait_s):
+                await self._mirror.next_pass()
             yield
         finally:
             self._mirror.count_again(instances)
@@ -104,7 +108,7 @@ class StockChoices:
             async with asyncio.timeout(self._wait_s):
                 return await self._seen(instances, frozenset(ignored), heard_s)
         except TimeoutError:
-            return SchedulerAnswer(reason=UNSEEN, is_decided=False)
+            return UNSEEN
 
     async def _seen(self, instances: Sequence[str], ignored: frozenset[str], heard_s: float) -> SchedulerAnswer:
         before, seen_s = self._chosen(instances, ignored), self._clock.monotonic()
@@ -113,20 +117,23 @@ class StockChoices:
             await self._mirror.next_pass()
             passes += 1
             chosen = self._chosen(instances, ignored)
-            if chosen and chosen == before:
-                return SchedulerAnswer(hosts=chosen, took_s=seen_s - heard_s)
             if chosen != before:
                 before, seen_s = chosen, self._clock.monotonic()
+            elif len(chosen) == len(instances):
+                return SchedulerAnswer(hosts=chosen, took_s=seen_s - heard_s)
             elif has_ended:
-                return SchedulerAnswer(reason=NO_HOST, took_s=seen_s - heard_s)
+                return UNSEEN if chosen else SchedulerAnswer(reason=NO_HOST, took_s=seen_s - heard_s)
             elif passes >= PATIENT_PASSES:
                 seen_s = self._clock.monotonic()
-                has_ended = not await self._may_be_chosen(instances)
+                task = await self._task_of(instances)
+                if task in GONE:
+                    return UNSEEN
+                has_ended = task not in WAITING
 
     def _chosen(self, instances: Sequence[str], ignored: frozenset[str]) -> Hosts:
-        """A host of each; (): not all have one."""
-        found = [self._host_of(one, ignored) for one in instances]
-        return tuple(one for one in found if one is not None) if None not in found else ()
+        """The hosts of those instances that have one."""
+        found = (self._host_of(one, ignored) for one in instances)
+        return tuple(one for one in found if one is not None)
 
     def _host_of(self, instance: str, ignored: frozenset[str]) -> tuple[str, str] | None:
         for root in self._mirror.hosts_of(instance):
@@ -137,12 +144,12 @@ class StockChoices:
                 return (node.host, node.nodename)
         return None
 
-    async def _may_be_chosen(self, instances: Sequence[str]) -> bool:
-        """Whether a choice may still be seen. Raises TimeoutError: it was not seen, and the server is deleted."""
+    async def _task_of(self, instances: Sequence[str]) -> str | None:
+        """The task state of the first of these servers that there is; None: there is none."""
         try:
-            tasks = [await self._servers.task_of(one) for one in instances]
+            for one in instances:
+                if (task := await self._servers.task_of(one)) is not None:
+                    return task
         except (NovaUnavailable, NovaRefused):
-            return True
-        if None in tasks:
-            raise TimeoutError
-        return any(task in WAITING for task in tasks)
+            return next(iter(WAITING))  # it may still wait
+        return None

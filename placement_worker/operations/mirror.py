@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import structlog
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from prometheus_client import Gauge
 
 from bus.clock import Clock
 from bus.contracts.feed import Change
+from bus.faults import first_fault
 from placement_worker.domain.server_groups import hosts_of
 from placement_worker.domain.values import Provider, state_of
 from placement_worker.operations.export import (
@@ -31,6 +33,8 @@ from placement_worker.operations.export import (
 from placement_worker.replica.replica import Replica
 
 log = structlog.get_logger("placement.mirror")
+
+T = TypeVar("T")
 
 MAX_PROVIDERS = 200_000
 LATE_S = 10.0  # without a complete pass, after which the replica is too old; of a longer interval, two of them
@@ -57,7 +61,7 @@ class PlacementMirror:
         self._source = source
         self._clock = clock
         self._interval_s = interval_s
-        self._share = min(1.0, interval_s / whole_s)
+        self._whole_s = whole_s
         self._providers: dict[str, Provider] = {}  # without usage
         self._held: dict[str, Held] = {}  # by provider; the one read longest ago first
         self._of_consumer: dict[str, set[str]] = {}  # {consumer: providers}
@@ -126,35 +130,37 @@ class PlacementMirror:
 
     async def run(self) -> None:
         """Read until cancelled. What cannot be read is read by the next pass; what is known counts until then."""
+        _age.set_function(lambda: self.age_s if self.ready.is_set() else 0.0)
         while True:
             begun_s = self._clock.monotonic()
-            self._begun += 1
             try:
                 await self.read()
             except InvalidExport as error:
-                log.warning(
-                    "placement.mirror_unread", reason=str(error), age_s=self.age_s if self.ready.is_set() else None
-                )
-            else:
-                self._read_s, self._ended = begun_s, self._begun
-                self.ready.set()
-                async with self._passed:
-                    self._passed.notify_all()
-            _age.set(self.age_s if self.ready.is_set() else 0)
+                log.warning("placement.mirror_unread", reason=str(error))
             await self._clock.sleep(max(0.0, begun_s + self._interval_s - self._clock.monotonic()))
 
     async def read(self) -> None:
         """One pass. Raises InvalidExport; the replica is then as it was."""
+        begun_s = self._clock.monotonic()
+        self._begun += 1
+        await self._pass(begun_s - self._read_s)
+        self._read_s, self._ended = begun_s, self._begun
+        self.ready.set()
+        async with self._passed:
+            self._passed.notify_all()
+
+    async def _pass(self, since_s: float) -> None:
+        """since_s: the time since the last complete pass began (seconds)."""
         rows = {row.uuid: row for row in await self._source.rows()}
         if len(rows) > MAX_PROVIDERS:
             raise InvalidExport(f"it has more than {MAX_PROVIDERS} providers")
         moved = [row for row in rows.values() if not self._is_known(row)]
-        read = {one.uuid: one for one in await asyncio.gather(*map(self._source.provider, moved)) if one is not None}
+        read = {one.uuid: one for one in await _all(map(self._source.provider, moved)) if one is not None}
         gone = {row.uuid for row in moved} - read.keys() | (self._providers.keys() - rows.keys())
         providers = {uuid: one for uuid, one in self._providers.items() if uuid not in gone} | read
         _check(read.values(), providers)
-        due = self._due(read, providers)
-        parts = await asyncio.gather(*map(self._source.allocations, due))
+        due = self._due(read, providers, since_s)
+        parts = await _all(map(self._source.allocations, due))
         held: dict[str, Held] = {}
         for uuid, part in zip(due, parts, strict=True):
             held[uuid] = {consumer: one.resources for consumer, one in part.items()}
@@ -167,10 +173,11 @@ class PlacementMirror:
         known = self._providers.get(row.uuid)
         return known is not None and row.is_of(known)
 
-    def _due(self, read: Collection[str], providers: Collection[str]) -> list[str]:
+    def _due(self, read: Collection[str], providers: Collection[str], since_s: float) -> list[str]:
         """Whose allocations are read: of providers that have moved, and of those that were read longest ago."""
         left = [uuid for uuid in self._held if uuid not in read and uuid in providers]
-        return [*read, *left[: math.ceil(len(providers) * self._share)]]
+        share = min(1.0, max(since_s, self._interval_s) / self._whole_s)
+        return [*read, *left[: math.ceil(len(providers) * share)]]
 
     def _take(self, gone: Collection[str], read: Mapping[str, Provider], held: Mapping[str, Held]) -> None:
         changes = [self._remove(uuid) for uuid in sorted(gone, key=self._is_root) if uuid in self._providers]
@@ -240,6 +247,16 @@ class PlacementMirror:
     def _apply(self, changes: Iterable[Change]) -> None:
         first = self.replica.sequence + 1
         self.replica.apply([replace(change, sequence=number) for number, change in enumerate(changes, first)])
+
+
+async def _all(reads: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of them read; the first that fails ends the others. Raises InvalidExport."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in reads]
+    except BaseExceptionGroup as failed:
+        raise first_fault(failed) from failed
+    return [task.result() for task in tasks]
 
 
 def _at(provider: Provider, generation: int) -> Provider:

@@ -76,8 +76,8 @@ CHOICES: tuple[tuple[str, Passes, tuple[str | Fault | None, ...], list[str] | st
     ("none", [NONE], ("",), NO_HOST),
     ("none after a while, with Nova away", [NONE], ("scheduling", AWAY, "scheduling", ""), NO_HOST),
     ("seen just after Nova had said that none waits", [NONE] * 4 + [{VMS[0]: [1]}], ("",), ["h1"]),
-    ("deleted meanwhile", [NONE], (None,), UNSEEN),
-    ("never", [NONE], ("scheduling",), UNSEEN),
+    ("deleted meanwhile", [NONE], (None,), UNSEEN.reason),
+    ("being deleted", [NONE], ("deleting",), UNSEEN.reason),
 )
 
 
@@ -86,9 +86,7 @@ async def test_a_choice_by_what_the_instance_holds(
     passes: Passes, tasks: tuple[str | Fault | None, ...], wanted: list[str] | str
 ) -> None:
     here = await Cloud([PLENTY] * 3).open()
-    choices = StockChoices(
-        Mirror(here, passes), here.facts, Servers(*tasks), clock=here.clock, wait_s=0.1 if wanted == UNSEEN else 60
-    )
+    choices = StockChoices(Mirror(here, passes), here.facts, Servers(*tasks), clock=here.clock, wait_s=60)
     answer = await choices.choice(VMS[:1], ["h2"], here.clock.monotonic())
     if isinstance(wanted, list):
         assert ([host for host, _ in answer.hosts], answer.is_decided) == (wanted, True)
@@ -102,6 +100,25 @@ async def test_of_several_instances_each_has_a_host_or_none_has() -> None:
     choices = StockChoices(Mirror(here, passes), here.facts, Servers(""), clock=here.clock, wait_s=60)
     answer = await choices.choice(VMS, [], here.clock.monotonic())
     assert [host for host, _ in answer.hosts] == ["h0", "h1"]
+    choices = StockChoices(Mirror(here, passes[:2]), here.facts, Servers(None, ""), clock=here.clock, wait_s=60)
+    assert await choices.choice(VMS, [], here.clock.monotonic()) == UNSEEN, "the other one was deleted"
+
+
+async def test_what_is_not_seen_in_time() -> None:
+    here = await Cloud([PLENTY]).open()
+    choices = StockChoices(Mirror(here, [NONE]), here.facts, Servers("scheduling"), clock=here.clock, wait_s=0)
+    assert await choices.choice(VMS[:1], [], here.clock.monotonic()) == UNSEEN
+
+
+async def test_a_replica_that_is_not_read_in_time_decides_nothing() -> None:
+    here = await Cloud([PLENTY]).open()
+    mirror = Mirror(here, [NONE])
+    mirror.next_pass = asyncio.Event().wait  # type: ignore[assignment,method-assign]
+    choices = StockChoices(mirror, here.facts, Servers(""), clock=here.clock, wait_s=0)
+    with pytest.raises(TimeoutError):
+        async with choices.left_out(VMS[:1]):
+            pytest.fail("it was decided")
+    assert mirror.left_out == []
 
 
 async def test_what_is_decided_is_left_out_from_before_a_read_until_it_is_over() -> None:

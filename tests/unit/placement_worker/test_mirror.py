@@ -25,6 +25,7 @@ class Source(PlacementReader):
     """
 
     def __init__(self, rng: random.Random) -> None:
+        self.refuses = ""  # whose allocations cannot be read
         self.rng = rng
         self.there: dict[str, Provider] = {}
         self.held: dict[str, dict[str, dict[str, int]]] = {}  # by consumer
@@ -43,6 +44,8 @@ class Source(PlacementReader):
         return self.there.get(row.uuid)
 
     async def allocations(self, provider: str) -> dict[str, HeldOfProvider]:
+        if provider == self.refuses:
+            raise InvalidExport("500")
         self.moved.clear()
         self.asked.append(provider)
         return {
@@ -103,8 +106,15 @@ def inventories(total: int = 16) -> dict[str, StoredInventory]:
     return {name: StoredInventory(total, 0, 1, total, 1, 1.0, capacity(total, 0, 1.0)) for name in CLASSES}
 
 
-def mirror_of(source: Source, whole_s: float = 1.0) -> PlacementMirror:
-    return PlacementMirror(source, Replica(), clock=SystemClock(), interval_s=1.0, whole_s=whole_s)
+class Stopped(SystemClock):
+    """A clock that does not go on."""
+
+    def monotonic(self) -> float:
+        return 0.0
+
+
+def mirror_of(source: Source) -> PlacementMirror:
+    return PlacementMirror(source, Replica(), clock=SystemClock(), interval_s=1.0, whole_s=1.0)
 
 
 def shown(replica: Replica) -> dict[str, Any]:
@@ -150,7 +160,7 @@ async def test_a_deleted_consumer_is_seen_when_its_provider_has_its_turn() -> No
     hosts = [source.make() for _ in range(10)]
     for number, host in enumerate(hosts):
         source.claim(str(number), host)
-    mirror = mirror_of(source, whole_s=5.0)
+    mirror = PlacementMirror(source, Replica(), clock=Stopped(), interval_s=1.0, whole_s=5.0)
     await mirror.read()
     source.held.clear()
     source.asked.clear()
@@ -176,6 +186,22 @@ async def test_a_pass_that_was_read_while_a_tree_changed_changes_nothing() -> No
     del source.there[child]
     await mirror.read()
     assert shown(mirror.replica) == {}
+
+
+async def test_a_pass_of_which_a_part_cannot_be_read_changes_nothing() -> None:
+    source = Source(random.Random(1))
+    hosts = [source.make() for _ in range(3)]
+    mirror = mirror_of(source)
+    await mirror.read()
+    before = shown(mirror.replica)
+    source.claim("a", *hosts)
+    source.refuses = hosts[1]
+    with pytest.raises(InvalidExport):
+        await mirror.read()
+    assert shown(mirror.replica) == before
+    source.refuses = ""
+    await mirror.read()
+    assert shown(mirror.replica) == true(source)
 
 
 async def test_what_is_left_out_counts_again() -> None:
