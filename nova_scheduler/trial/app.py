@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.clock import Clock
 from bus.contracts.queues import FRONTEND
+from bus.openstack.keystone import checked_address
 from bus.openstack.rest import auth_of, tls_of
 from bus.service.environment import Environment
 from bus.service.service import WorkerRuntime
-from bus.service.settings import SettingsError
 from bus.service.worker_heartbeat import add_heartbeat
 from nova_scheduler.app import NAME, PlacementAccess, deciding, notifier_of, transport_of
 from nova_scheduler.config import NovaConfig, TrialSettings
@@ -27,7 +27,7 @@ from nova_scheduler.trial.listener import CallListener
 from nova_scheduler.trial.stock_choice import MirroredInstances, StockChoices
 from nova_scheduler.wire.envelope import Call, RemoteFault
 from nova_scheduler.wire.methods import check_method
-from placement_worker.operations.export import InvalidExport, PlacementReader
+from placement_worker.operations.export import PlacementReader
 from placement_worker.operations.mirror import PlacementMirror
 from placement_worker.replica.replica import Replica
 from scheduler_worker.config import SchedulerConfig
@@ -131,14 +131,11 @@ def _source(env: Environment, settings: TrialSettings) -> PlacementReader:
         verify=verify,
         setting="nova.trial.keystone",
     )
-    try:
-        return PlacementReader(
-            settings.placement_url,
-            token=settings.token,
-            auth=auth,
-            verify=verify,
-            clock=env.clock,
-            timeout_s=settings.request_timeout_s,
-        )
-    except InvalidExport as error:
-        raise SettingsError("nova.placement_url", f"nova.trial.placement_url: {error}") from None
+    return PlacementReader(
+        checked_address(settings.placement_url, setting="nova.trial.placement_url"),
+        token=settings.token,
+        auth=auth,
+        verify=verify,
+        clock=env.clock,
+        timeout_s=settings.request_timeout_s,
+    )
