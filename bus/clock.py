@@ -26,7 +26,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's clock. It waits on the running loop, so that a loop with virtual time controls the waits."""
+    """The computer's clock. It waits on the running loop, so that a loop with virtual time controls the waits."""
 
     def time(self) -> float:
         """Seconds since the epoch."""

@@ -52,7 +52,7 @@ BATCH = "application/vnd.berth.batch+json"
 
 CAUSE = "berth-cause"
 SENT_AT = "berth-sent-at-ms"  # whole milliseconds: a float header has 32 bits on the wire
-DELIVERY_ATTEMPT = "berth-delivery-attempt"
+RETRIES = "berth-retries"
 TIMEOUT = "berth-timeout-ms"
 WAITED = "berth-waited-ms"
 INCARNATION = "berth-database-incarnation"
@@ -79,9 +79,9 @@ MAX_BATCH_ITEMS = 512
 MAX_ID = 255
 # A reply queue's name gets a prefix on some systems, and has to stay a name.
 MAX_REPLY_TO = 200
-# Times in seconds and attempts beyond these cannot be written into a header again.
+# Times in seconds and retries beyond these cannot be written into a header again.
 MAX_TIME_S = 2**43
-MAX_ATTEMPT = 1000
+MAX_RETRIES = 1000
 # A time never leaves later than it was; a value that today's floats cannot distinguish from a whole millisecond stays
 # that one.
 SLACK_MS = 0.0005
@@ -198,8 +198,8 @@ def headers_of(meta: Meta) -> dict[str, str | int | float]:
         headers[CAUSE] = meta.cause
     if meta.sent_at:
         headers[SENT_AT] = math.floor(meta.sent_at * 1000 + SLACK_MS)
-    if meta.delivery_attempt:
-        headers[DELIVERY_ATTEMPT] = meta.delivery_attempt
+    if meta.retries:
+        headers[RETRIES] = meta.retries
     if meta.timeout_s is not None:
         headers[TIMEOUT] = round(meta.timeout_s * 1000)
     if meta.waited_s:
@@ -415,7 +415,7 @@ def _may_travel(meta: Meta) -> bool:
         and abs(meta.sent_at) < MAX_TIME_S
         and abs(meta.timeout_s or 0.0) < MAX_TIME_S
         and abs(meta.waited_s) < MAX_TIME_S
-        and 0 <= meta.delivery_attempt <= MAX_ATTEMPT
+        and 0 <= meta.retries <= MAX_RETRIES
         and 0 <= meta.database_incarnation <= MAX_INCARNATION
         and len(meta.sent_sequences) <= SENT_SLOTS
         and all(0 <= one <= MAX_SENT_SEQUENCE for one in meta.sent_sequences)
@@ -474,7 +474,7 @@ def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
         timeout_s=delivery.expiration_s if timeout_ms is None else timeout_ms / 1000,
         waited_s=(numbers[WAITED] or 0.0) / 1000,
         traceparent=_text(headers, TRACEPARENT),
-        delivery_attempt=max(0, min(MAX_ATTEMPT, int(numbers[DELIVERY_ATTEMPT] or 0))),
+        retries=max(0, min(MAX_RETRIES, int(numbers[RETRIES] or 0))),
         database_incarnation=int(numbers[INCARNATION] or 0),
         sent_sequences=tuple(map(int, sent.split())),
     )
@@ -494,7 +494,7 @@ def _text(headers: Mapping[str, object], name: str) -> str | None:
 def _numbers(headers: Mapping[str, object]) -> tuple[dict[str, float | None], str]:
     found: dict[str, float | None] = {}
     problem = ""
-    for name in (SENT_AT, TIMEOUT, WAITED, DELIVERY_ATTEMPT, INCARNATION):
+    for name in (SENT_AT, TIMEOUT, WAITED, RETRIES, INCARNATION):
         value = headers.get(name)
         sound = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53
         found[name] = float(value) if sound else None  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""A memory broker shared with other processes of this machine, over a Unix socket: `berth up` serves the brokers of its
-memory, so that `berth boot` in another terminal reaches them without RabbitMQ. See docs/decisions/0006-local-bus.md.
+"""A memory broker shared with other processes of this computer, over a Unix socket: `berth up` serves the brokers of
+its memory, so that `berth boot` in another terminal reaches them without RabbitMQ (decision 0006).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from bus.contracts.build import BuildEvent, BuildState
 # The number of an event about a request that is not on record, or about a refused delete: the lowest, so it is outdated
 # for a client that follows what is on record.
 OFF_RECORD = 0
-_ACTIONS = "instance.action."  # how the routing keys of moves begin
+_ACTIONS = "instance.action."  # how the routing keys of actions begin
 
 
 class _Named(Struct):
@@ -25,7 +25,7 @@ class _Named(Struct):
 
 
 class _NamedAction(_Named):
-    """The fields of an unreadable move."""
+    """The fields of an unreadable action."""
 
     request_id: Uuid
 
@@ -55,7 +55,7 @@ def refused_build_event(
 def refused_action_event(
     request_id: str, uuid: str, project: str, kind: ActionKind | None, *, refusal: Refusal, at: float = 0.0
 ) -> ActionEvent:
-    """The end of a move."""
+    """The end of an action."""
     return ActionEvent(
         request_id=request_id,
         instance_uuid=uuid,

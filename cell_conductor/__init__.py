@@ -1,1 +1,1 @@
-"""Builds, moves and deletes instances in one cell; retries alternates without asking a scheduler."""
+"""Builds, changes and deletes instances in one cell; retries alternates without asking a scheduler."""

@@ -138,7 +138,7 @@ def context_of(config: ConductorConfig, cell: str) -> StepContext:
 
 
 class Engine:
-    """Moves the instances of one cell."""
+    """Changes the instances of one cell."""
 
     def __init__(
         self,

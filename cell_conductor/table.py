@@ -79,14 +79,14 @@ class ByNextState(Struct, frozen=True):
 
 
 # None: cannot happen. Events from outside are legal everywhere; TimedOut comes only from a row that has a deadline.
-Cell: TypeAlias = Rule | ByNextState | None
+Entry: TypeAlias = Rule | ByNextState | None
 
 
-def rules_of(cell: Cell) -> tuple[Rule, ...]:
+def rules_of(entry: Entry) -> tuple[Rule, ...]:
     """Every rule of one event in one state."""
-    if isinstance(cell, ByNextState):
-        return (*cell.rules.values(), *(() if cell.otherwise is None else (cell.otherwise,)))
-    return () if cell is None else (cell,)
+    if isinstance(entry, ByNextState):
+        return (*entry.rules.values(), *(() if entry.otherwise is None else (entry.otherwise,)))
+    return () if entry is None else (entry,)
 
 
 def ignore(instance: Instance, event: object, context: StepContext) -> Step:
@@ -111,7 +111,7 @@ SKIP = Rule(move_rules.skip_destination, NEXT)
 RELEASE_DESTROYED = Rule(delete_rules.release_destroyed, (State.RELEASING,))
 DECIDE = Rule(blocked_rules.decide)
 
-USUAL: Mapping[type[Event], Cell] = {
+USUAL: Mapping[type[Event], Entry] = {
     BuildRequested: Rule(build_repeat_rules.answer_build),
     DeleteRequested: Rule(delete_rules.delete, (State.PREPARING, State.DESTROYING, State.RELEASING)),
     Spawned: DESTROY_SUPERSEDED,
@@ -139,7 +139,7 @@ USUAL: Mapping[type[Event], Cell] = {
     SourceAnswered: IGNORE,
 }
 
-TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
+TABLE: Mapping[State, Mapping[type[Event], Entry]] = {
     State.ABSENT: {
         **USUAL,
         BuildRequested: Rule(build_rules.start_build, (State.BUILDING, *FAILS_OVER, State.FAILED)),
@@ -331,7 +331,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
 }
 
 # Of a record with a blocked reason, whatever its state: the only place where that counts for a step.
-BLOCKED: Mapping[type[Event], Cell] = {
+BLOCKED: Mapping[type[Event], Entry] = {
     **dict.fromkeys(USUAL, IGNORE),
     **{kind: USUAL[kind] for kind in (BuildRequested, ActionQueried)},
     DeleteRequested: Rule(blocked_rules.delete, (State.DESTROYING,)),

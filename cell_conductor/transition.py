@@ -84,8 +84,8 @@ def _is_protected(
 
 def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
     row = BLOCKED if instance.blocked_reason else TABLE[instance.state]
-    cell = row[type(event)]
-    rule = cell.of(instance.next_state) if isinstance(cell, ByNextState) else cell
+    entry = row[type(event)]
+    rule = entry.of(instance.next_state) if isinstance(entry, ByNextState) else entry
     if rule is None:
         raise IllegalStep(f"{type(event).__name__} while {instance.state}: {event!r} on {instance!r}")
     if isinstance(event, DeleteRequested) and delete_rules.is_other_project(instance, event):

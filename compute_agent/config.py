@@ -14,7 +14,7 @@ from compute_agent.drivers.ironic.config import MAX_NAME, IronicConfig
 
 
 def default_service(cell: str, host: str) -> str:
-    """A compute service's name when none is given: its cell and the machine's host name, so that no two are alike."""
+    """A compute service's name when none is given: its cell and the computer's host name, so that no two are alike."""
     short = host.split(".", maxsplit=1)[0] or "localhost"
     return re.sub(r"[^A-Za-z0-9_-]", "-", f"{cell}-{short}")[:MAX_NAME]
 
@@ -51,5 +51,5 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Seconds after which the service gives a build up, whatever its conductor commands."""
     name_wait_s: Annotated[float, Bound(gt=0, le=3_600)] = 60.0
     """Seconds that a service waits for its name while another process holds it; then it ends."""
-    destroy_attempts: Annotated[int, Bound(ge=1, le=100)] = 8
+    destroy_tries: Annotated[int, Bound(ge=1, le=100)] = 8
     """Attempts to destroy a machine before the command has failed; its conductor repeats it."""

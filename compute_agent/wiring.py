@@ -158,7 +158,7 @@ class ComputeServiceParts:
             jobs=self.jobs,
             clock=self.clock,
             rng=self._env.rng,
-            attempts=self._config.destroy_attempts,
+            attempts=self._config.destroy_tries,
             on_done=self.startup_gate.on_destroys_done,
         )
 

@@ -67,7 +67,7 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prefetch: Annotated[int, Bound(ge=1, le=10_000)] = 512
     """Unacknowledged notifications that the broker delivers ahead."""
     bind_retry_s: Seconds = 2.0
-    """Seconds between two attempts to bind the queue while Ironic's exchange does not exist."""
+    """Seconds between two tries to bind the queue while Ironic's exchange does not exist."""
     resync_interval_s: Seconds = 60.0
     """Seconds between two reads of all nodes, in case a notification was lost."""
     republish_interval_s: Seconds = 3600.0
@@ -98,10 +98,10 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds after a notification that announces a change before the node is read without a further one."""
     allocation_retry_s: Seconds = 0.1
     """Seconds until an Ironic allocation without a node is read again; the wait doubles."""
-    allocation_attempts: Annotated[int, Bound(ge=1, le=100)] = 12
+    allocation_tries: Annotated[int, Bound(ge=1, le=100)] = 12
     """Reads of one such allocation before it is left to the next read of all nodes."""
     leader_poll_interval_s: Annotated[float, Bound(gt=0, le=2)] = 1.0
-    """Seconds between two attempts to become the leader, and between two renewals of its lease of 5 seconds."""
+    """Seconds between two tries to become the leader, and between two renewals of its lease of 5 seconds."""
     absent_retention_s: Annotated[float, Bound(ge=0, le=366 * 86_400)] = 7 * 86_400.0
     """Seconds that a node of which Ironic answers that there is none stays in placement, held back and named as
     `node.absent`, before it is removed with what operators gave it. One whose deletion Ironic announced is removed at

@@ -206,7 +206,7 @@ class Reader:
     async def _follow_allocation(self, uuid: str) -> None:
         """Ironic announces nothing when an allocation leaves `allocating` and takes a node."""
         backoff = Backoff(_policy(self._config.allocation_retry_s, self._config.failed_retry_max_s), self._clock)
-        for _ in range(self._config.allocation_attempts):
+        for _ in range(self._config.allocation_tries):
             await backoff.wait()
             try:
                 allocation = await self._client.get_allocation(uuid)

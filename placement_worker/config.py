@@ -41,9 +41,9 @@ class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     head_interval_s: Seconds = 1.0
     """Seconds between two messages with the newest change number; a replica notices a lost event so."""
     trim_interval_s: Seconds = 30.0
-    """Seconds between two purges of changes, fences and reporters."""
+    """Seconds between two purges of changes, ended attempts and reporters."""
     ended_attempt_retention_s: Seconds = 86_400.0
-    """Seconds that a released consumer's attempts stay fenced. Longer than any claim can be under way."""
+    """Seconds that a released consumer's attempts stay on record as ended. Longer than any claim can be under way."""
     reporter_retention_s: Seconds = 7 * 86_400.0
     """Seconds that the last version of a reporter is kept after its host was removed or taken over, and what others
     gave the host: aggregates, and traits by the REST API. Longer than any report can be under way, and than a

@@ -336,7 +336,7 @@ class PlacementService:
         last = taken.rows[-1].last
         # No connection is held while the broker confirms.
         await send(FeedChanges(rows=tuple(taken.rows), incarnation=taken.incarnation))
-        await self.rows.move_position(last, taken.lease)
+        await self.rows.advance_position(last, taken.lease)
         self._lease = None
         return Published(last - taken.rows[0].first + 1, taken.more)
 

@@ -328,6 +328,37 @@ def _defined(parts: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
                 yield name, node.lineno
 
 
+# Two words that together meant something else than each of them does: {(word, next word): what is written instead}.
+PAIRS = {
+    ("delivery", "attempt"): "retries",
+    ("move", "host"): "host's cell",
+    ("placement", "refused"): "host search",
+    ("placement", "result"): "host search",
+    ("placement", "state"): "host search",
+    ("placement", "step"): "host search",
+    ("spec", "moves"): "spec changes",
+}
+# Where no host is fenced: there attempts end.
+WITHOUT_FENCES = ("compute_agent", "ironic_sync", "placement_worker")
+
+
+def test_no_identifier_has_a_word_in_another_meaning() -> None:
+    found = [
+        f"{where(path, line)} {name}: {PAIRS[pair]}"
+        for path in sources(*OURS)
+        for name, line in [(path.stem, 1), *_defined(nodes(path))]
+        for pair in pairwise(word.lower() for word in _WORD.findall(name))
+        if pair in PAIRS
+    ]
+    found += [
+        f"{where(path, line)} {name}: ended attempt"
+        for path in sources(*WITHOUT_FENCES)
+        for name, line in _defined(nodes(path))
+        if "fence" in name.replace("fenced_hosts", "")
+    ]
+    assert found == []
+
+
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _FORM = re.compile(rf"({'|'.join(WORDS)})(?:s|es|ed|ing)?")
 

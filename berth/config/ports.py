@@ -26,7 +26,7 @@ def free_port() -> int:
     """A TCP port on 127.0.0.1 that is free now, that is given only once, and that the system gives to no client.
 
     Its server binds it seconds later: one of the system's own choice could be a client's by then, and one that is only
-    drawn could be drawn again, here or by another system that starts on this machine. Raises ServerFailed.
+    drawn could be drawn again, here or by another system that starts on this computer. Raises ServerFailed.
     """
     lowest = _lowest_allocated()
     for _ in range(PORT_TRIES):

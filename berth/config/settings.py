@@ -120,7 +120,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rest: bool = True
     """Whether Placement's REST API is served on a free port when `placement.rest.listen` is empty."""
     web: bool = True
-    """Whether the web pages are served, at port 8780 of this machine or, if that is taken, at a free one."""
+    """Whether the web pages are served, at port 8780 of this computer or, if that is taken, at a free one."""
 
 
 class FencingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -41,7 +41,7 @@ HEARTBEAT_S = 5.0  # how often a worker publishes its heartbeat (`berth workers`
 
 
 class Runtime(Struct, frozen=True, kw_only=True):
-    """The file that a running `berth up` leaves for other commands of this machine: how to reach what it embeds.
+    """The file that a running `berth up` leaves for other commands of this computer: how to reach what it embeds.
 
     buses: {"api" or a cell: URL} of a broker that it started; empty: its memory buses, at its socket.
     """

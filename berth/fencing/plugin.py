@@ -43,7 +43,7 @@ class NodePower(Struct, frozen=True):
 
 # The plug-in `ironic` switches hypervisors off through an Ironic that controls their power (IPMI, Redfish). The node of
 # a host is the one that `fencing.nodes` names, else the one whose property names the host. The name that a compute
-# service gives its host proves nothing: it may be another machine's.
+# service gives its host proves nothing: it may be another computer's.
 class IronicPower:
     """One Ironic."""
 

@@ -236,7 +236,7 @@ class LocalSystem:
 
 @contextlib.asynccontextmanager
 async def serve(site: Site, ironic_url: str | None) -> AsyncIterator[None]:
-    """Let other commands of this machine reach what this process holds in memory."""
+    """Let other commands of this computer reach what this process holds in memory."""
     assert site.brokers is not None
     state = site.settings.state
     runtime = Runtime(pid=os.getpid(), database_url=site.database_url or "", ironic_url=ironic_url or "")

@@ -192,7 +192,7 @@ async def running(settings: Settings, count: ProcessCounts, *, notify: Notify) -
 
     notify: called with a sentence when a server of ours ended.
 
-    Raises ServerMissing (no RabbitMQ on this machine) or ServerFailed.
+    Raises ServerMissing (no RabbitMQ on this computer) or ServerFailed.
     """
     logs = settings.state / "logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ DISCONNECTED = Counter(
 
 
 class WebCannotListen(Fault):
-    """The address is taken, or not of this machine."""
+    """The address is taken, or not of this computer."""
 
     code = "web.cannot_listen"
 
@@ -61,7 +61,7 @@ async def pages_of_up(site: Site, *, wanted: bool) -> AsyncIterator[str]:
 
     Empty when they are not wanted.
 
-    Other users of this machine reach the port as well, so it wants a token; a new one each time, kept nowhere.
+    Other users of this computer reach the port as well, so it wants a token; a new one each time, kept nowhere.
     """
     if not wanted:
         yield ""
@@ -119,7 +119,7 @@ class WebServer:
         except BaseException:
             listening.close()
             raise
-        # Without tokens a page elsewhere could have its own name point here: only names of this machine are served.
+        # Without tokens a page elsewhere could have its own name point here: only names of this computer are served.
         names = frozenset({"127.0.0.1", "localhost", "[::1]", self.host}) if self._access.open else None
         config = uvicorn.Config(
             self._application(names),

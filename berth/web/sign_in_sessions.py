@@ -1,8 +1,8 @@
 """The caller, and its permissions.
 
-Without a token file and Keystone every caller of this machine is an operator, and the server listens on loopback alone.
-With one of them a caller shows its token (`Authorization: Bearer` or `X-Auth-Token`), or logs in with it on the page
-and has a session.
+Without a token file and Keystone every caller of this computer is an operator, and the server listens on loopback
+alone. With one of them a caller shows its token (`Authorization: Bearer` or `X-Auth-Token`), or logs in with it on the
+page and has a session.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def check_rights(caller: WebCaller, message: Message) -> None:
 
 
 def check_listen(host: str, access: Access) -> None:
-    """Raises SettingsError when callers of other machines would be operators without a token."""
+    """Raises SettingsError when callers of other computers would be operators without a token."""
     try:
         is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

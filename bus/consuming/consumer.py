@@ -377,8 +377,7 @@ class Consumer:
         ends = [
             self._until(delivery, read.meta, arrival.since)
             for read in reads
-            if isinstance(read, Read)
-            and not (read.meta.delivery_attempt or may_be_started(self._row.name, delivery, read.meta))
+            if isinstance(read, Read) and not (read.meta.retries or may_be_started(self._row.name, delivery, read.meta))
         ]
         if not (name := delivery.message_id) or all(until is None or until >= now for until in ends):
             return False

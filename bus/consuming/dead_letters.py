@@ -14,10 +14,10 @@ from bus import metrics
 from bus.codec import (
     BATCH,
     CAUSE,
-    DELIVERY_ATTEMPT,
     INCARNATION,
     JSON,
     MAX_TIME_S,
+    RETRIES,
     SENT_AT,
     TIMEOUT,
     TRACEPARENT,
@@ -215,7 +215,7 @@ def _revived(queue: str, delivery: Delivery) -> Outgoing:
         type=delivery.type or "",
         correlation_id=delivery.correlation_id,
         reply_to=delivery.reply_to,
-        headers={ORIGINAL_KEY: published_key(delivery) or "", DELIVERY_ATTEMPT: 0, **headers},
+        headers={ORIGINAL_KEY: published_key(delivery) or "", RETRIES: 0, **headers},
         mandatory=True,
     )
 

@@ -93,7 +93,7 @@ def may_be_started(queue: str, delivery: Delivery, meta: Meta) -> bool:
 
     It goes on, though its requester may have stopped waiting: it may be on record, and a claim be made for it.
     """
-    return queue in ON_RECORD and (delivery.redelivered or meta.delivery_attempt > 0)
+    return queue in ON_RECORD and (delivery.redelivered or meta.retries > 0)
 
 
 def useful_until(delivery: Delivery, meta: Meta, since: float, clock: Clock) -> float | None:
@@ -108,7 +108,7 @@ def useful_until(delivery: Delivery, meta: Meta, since: float, clock: Clock) -> 
     if meta.timeout_s is None:
         return None
     until = since + meta.timeout_s - meta.waited_s
-    if not meta.sent_at or not (delivery.redelivered or meta.delivery_attempt):
+    if not meta.sent_at or not (delivery.redelivered or meta.retries):
         return until
     return min(until, clock.monotonic() + meta.sent_at + meta.timeout_s + CLOCKS_APART_S - clock.time())
 
@@ -122,7 +122,7 @@ def retried(received: Received, delay_s: float) -> Meta:
     """Return the metadata of a message's copy, which is delivered again after a delay: the next consumer counts from
     its arrival there, so what has passed by then is subtracted.
     """
-    meta = structs.replace(received.meta, delivery_attempt=received.meta.delivery_attempt + 1)
+    meta = structs.replace(received.meta, retries=received.meta.retries + 1)
     left = received.remaining_s()
     if meta.timeout_s is None or left == math.inf:
         return meta

@@ -162,7 +162,7 @@ class OutcomeHandler:
             messages += self._refuse_malformed(item, received)
         elif isinstance(outcome, Done):
             messages += self._reply(item, outcome.reply)
-        elif isinstance(outcome, Retry) and 0 <= received.meta.delivery_attempt < len(self._row.retry_s):
+        elif isinstance(outcome, Retry) and 0 <= received.meta.retries < len(self._row.retry_s):
             messages.append(self._retry(item, received))
         elif isinstance(outcome, Refuse) or not self._ends_by_dead_letter(received.meta):
             messages += self._refuse(item, outcome.code, outcome.reason)
@@ -190,7 +190,7 @@ class OutcomeHandler:
         return self._row.name in ENDED_BY_DEAD_LETTER and (meta.reply_to is None or self._row.where is not Where.CELL)
 
     def _retry(self, item: InFlightMessage, received: Received) -> OutcomeMessage:
-        delay_s = self._row.retry_s[received.meta.delivery_attempt]
+        delay_s = self._row.retry_s[received.meta.retries]
         meta = retried(received, delay_s)
         # What clients sent leaves alone: each is one that is read, but many together may be more than is read of one.
         mode = Mode(may_batch(meta) and not self._row.from_outside, True, True)

@@ -1,4 +1,4 @@
-"""Messages about an instance after its build: moves, resizes, rebuilds, shelving and power. A client requests
+"""Messages about an instance after its build: migrations, resizes, rebuilds, shelving and power. A client requests
 (`instance.action.v1`); the scheduler chooses hosts where needed and commands the cell (`cell.action.v1`); the conductor
 claims, commands machines (`compute.change.v1`, `compute.spawn.v1`) and announces (`instance.event.v1`).
 """

@@ -143,7 +143,7 @@ class DatabaseMark(Struct, frozen=True, omit_defaults=True):
 class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The metadata of one message: as AMQP properties and headers, or inside a batch item."""
 
-    id: str  # unique per publish attempt of one logical message (a redelivery repeats it)
+    id: str  # unique per publish of one logical message (a redelivery repeats it)
     cause: str = ""  # the build request, state change or inventory report that led to this message
     sent_at: float = 0.0  # publisher's clock, seconds since the epoch
     # reply_to, correlation_id: where and under which id a reply is expected
@@ -154,7 +154,7 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     timeout_s: float | None = None
     waited_s: float = 0.0  # how much of timeout_s passed before the consumers that had it retried
     traceparent: str | None = None  # W3C trace context
-    delivery_attempt: int = 0  # how often the consumer has already had this message retried
+    retries: int = 0  # how often the consumer has already had this message retried
     # of the cell's database that the publisher decided by (0: it belongs to no cell). The receiver of a command refuses
     # a lower one than the highest that it knows of that cell.
     database_incarnation: int = 0

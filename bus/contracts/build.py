@@ -70,7 +70,7 @@ class MachineSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class BuildRequest(Message, MachineSpec, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.request.v1"):
-    """Build one machine. `instance_uuid` is chosen by the client and makes the request idempotent."""
+    """Build one instance. `instance_uuid` is chosen by the client and makes the request idempotent."""
 
     flavor: Label  # a name that the scheduler knows
     availability_zone: Zone | None = None
@@ -106,9 +106,9 @@ class BuildRequest(Message, MachineSpec, frozen=True, kw_only=True, forbid_unkno
         if (self.min_count or 1) > self.members:
             raise ValueError(f"min_count is {self.min_count}, and only {self.members} machines are requested")
         if self.members > 1 and self.volumes:
-            raise ValueError("a volume is one machine's, and several are requested")
+            raise ValueError("a volume is one instance's, and several are requested")
         if self.members > 1 and any(network.port for network in self.networks):
-            raise ValueError("a port is one machine's, and several are requested")
+            raise ValueError("a port is one instance's, and several are requested")
 
     @property
     def members(self) -> int:

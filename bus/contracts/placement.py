@@ -261,7 +261,7 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     # With release_first it is the claim of an alternate: the instance's allocation is released, the migration keeps the
     # source. Amounts that source and destination both take of one provider count once, the larger of the two.
     migration: Migration | None = None
-    # for an instance of a control plane that writes its allocations by Placement's API, as Nova does. No attempt fences
+    # for an instance of a control plane that writes its allocations by Placement's API, as Nova does. No attempt ends
     # it, and what the consumer holds is of no attempt from then on; it is idempotent by (consumer, owner). With a
     # consumer_generation the option is added to what the consumer holds, as an evacuation holds its source besides; an
     # amount that both take of one provider counts once. It neither releases first nor moves.
@@ -350,15 +350,15 @@ class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
     # only one of a migration: an instance may have been built under the uuid of a move's request
     of_migration: bool = False
     # only one of this claim owner: another owner's may be of an earlier request for the same uuid, which a restored
-    # database may have lost while its instance runs. The fence that is left refuses later claims of this attempt by
-    # this owner.
+    # database may have lost while its instance runs. Later claims of this attempt by this owner are
+    # refused.
     owner: Word | None = None
 
 
 class ReleaseByOwner(Release, frozen=True, kw_only=True, tag="placement.release_by_owner.v1"):
     """A Release that nobody waits for: of what a claim owner has claimed, when its build has ended without a cell. It
-    is kept until placement has carried it out; the owner finds only its own claim, and the fence refuses one that is
-    still in flight.
+    is kept until placement has carried it out; the owner finds only its own claim, and one that is still in
+    flight is refused.
     """
 
 
@@ -376,9 +376,9 @@ class Revert(Message, frozen=True, kw_only=True, tag="placement.revert.v1"):
     consumer: Uuid
     migration: Migration
     # the attempt that runs on the source. If the consumer is still at it, nothing was ever claimed for the move, and
-    # only the fence is written.
+    # only its end is written.
     source_attempt: Attempt
-    attempt: GivenAttempt  # one more than the last that the move has claimed; it fences copies of older claims
+    attempt: GivenAttempt  # one more than the last that the move has claimed; copies of older claims are refused
 
 
 class RevertResult(Message, frozen=True, kw_only=True, tag="placement.revert.result.v1"):
@@ -404,7 +404,7 @@ class Restate(Message, frozen=True, kw_only=True, tag="placement.restate.v1"):
     """
 
     consumer: Uuid
-    attempt: GivenAttempt  # the highest of the instance; it fences copies of older claims
+    attempt: GivenAttempt  # the highest of the instance; copies of older claims are refused
     project_id: Word
     user_id: Word = "unknown"
     # what it holds from now on, whatever it held (None: unchanged)

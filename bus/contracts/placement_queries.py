@@ -110,7 +110,7 @@ class ProjectUsagePage(Message, frozen=True, kw_only=True, tag="placement.usage.
 
 
 class AllocationsQuery(Message, frozen=True, kw_only=True, tag="placement.allocations.v1"):
-    """Ask what consumers hold, and whose it is. Changes and fences nothing."""
+    """Ask what consumers hold, and whose it is. Changes nothing, and ends no attempt."""
 
     consumers: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_NAMED)]
 

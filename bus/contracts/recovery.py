@@ -59,7 +59,7 @@ class KnownPlace(Struct, frozen=True, kw_only=True, omit_defaults=True):
     host: Label
     service: Word | Literal[""] = ""  # that manages it ("": the scheduler has not heard of one)
     allocations: Annotated[dict[Uuid, Resources], Bound(min_length=1, max_length=MAX_PROVIDERS)]
-    migration: Uuid | None = None  # the move that holds them (None: the instance itself)
+    migration: Uuid | None = None  # the action that holds them (None: the instance itself)
 
 
 class KnownRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -74,7 +74,9 @@ class KnownRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sequence: Sequence = 0  # of its newest event that the schedulers have had
     spec: InstanceSpec | None = None  # the present one
     snapshot: ImageName = ""  # the image that is kept of a shelved one
-    places: Annotated[tuple[KnownPlace, ...], Bound(max_length=MAX_PLACES)] = ()  # its own before those of its moves
+    places: Annotated[
+        tuple[KnownPlace, ...], Bound(max_length=MAX_PLACES)
+    ] = ()  # its own before those of its migrations
     # request_id, kind: of the move under way
     request_id: Uuid | Literal[""] = ""
     kind: ActionKind | None = None

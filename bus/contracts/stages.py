@@ -1,7 +1,7 @@
 """The stages of one build, and when each of them ended: carried along in the messages, from the request to its end.
 
-Every stamp is the wall clock of the process that wrote it. Clocks of two machines differ, so a stage that ends on
-another machine than it began may seem to end before; `durations` never lets it take less than nothing.
+Every stamp is the wall clock of the process that wrote it. Clocks of two computers differ, so a stage that ends on
+another computer than it began may seem to end before; `durations` never lets it take less than nothing.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from bus.tracing.context import CURRENT
 
 log = structlog.get_logger(__name__)
 
-CONNECT_TIMEOUT_S = 10.0  # one attempt to connect to one server, the handshake included
+CONNECT_TIMEOUT_S = 10.0  # one try to connect to one server, the handshake included
 STATEMENT_TIMEOUT_S = 25.0  # the server gives a statement up after this ...
 COMMAND_TIMEOUT_S = 30.0  # ... and the client after this, when the server does not answer at all
 IDLE_IN_TRANSACTION_S = 60.0  # a process that hangs in a transaction must not hold its locks for ever
@@ -182,7 +182,7 @@ class Database:
         await self._group_flush.close()
         self._closed = True
         if (probing := self._probing) is not None:
-            await asyncio.wait({probing}, timeout=PROBE_CLOSE_S)  # a connection attempt should not be cut off
+            await asyncio.wait({probing}, timeout=PROBE_CLOSE_S)  # a connection being made should not be cut off
             probing.cancel()
             await asyncio.gather(probing, return_exceptions=True)
         await self._disconnect()

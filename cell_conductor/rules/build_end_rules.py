@@ -17,7 +17,7 @@ LOST = "instance.lost"
 
 
 def no_alternate_left(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
-    """No alternate could be claimed: release, so that a late copy of the claim is fenced, and end as failed."""
+    """No alternate could be claimed: release, so that a late copy of the claim is refused, and end as failed."""
     # If another client holds the consumer, there is nothing of the instance to release.
     skipped = step.unclaimed_records(instance, event.outcomes, event.at)
     tried = replace(instance, history=instance.history + skipped)

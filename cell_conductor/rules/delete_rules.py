@@ -123,7 +123,7 @@ def delete_transferred(instance: Instance, event: DeleteRequested, context: Step
 
 
 def delete_offloaded(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
-    """No host has it: release its allocation, which fences claims that may be under way, and end as deleted."""
+    """No host has it: release its allocation, which refuses claims that may be under way, and end as deleted."""
     leaving = replace(instance, cause=event.cause or instance.cause)
     queried = step.enter_releasing(leaving, State.DELETED, event.at, context)
     return step.emit_event(queried, BuildState.DELETING, event.at, context)

@@ -90,7 +90,7 @@ def take_destination(instance: Instance, event: Claimed, context: StepContext) -
 
 
 def no_destination_left(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
-    """No destination could be claimed: back to the source. The revert has a later number than the claim: it fences a
+    """No destination could be claimed: back to the source. The revert has a later number than the claim: it ends a
     late copy of that, or takes back what a copy has claimed.
     """
     tried = replace(add_unclaimed(instance, event.outcomes, event.at), highest_attempt=event.attempt)

@@ -27,7 +27,7 @@ from cell_conductor.state.step import Step, StepContext, emit_event
 
 def restatement(result: Reconciled, known: KnownInstance | None) -> Restate | None:
     """What placement is to have of it; None: what it has is released as of any other instance, or was never told."""
-    # Of each that has a machine: its generation on record may be from before, and older claims are to be fenced.
+    # Of each that has a machine: its generation on record may be from before, and older claims are to be refused.
     record = result.record
     if record is None or record.spec is None or result.blocked_reason or known is None or known.is_old:
         return None

@@ -250,14 +250,14 @@ class Agent:
             and not machine.tag_only
         )
         if entry.phase is AttemptPhase.DESTROYING or (survived_destroy and entry.phase is not AttemptPhase.BUILDING):
-            fence = max(entry.max_ended_attempt, entry.attempt)
+            last_ended = max(entry.max_ended_attempt, entry.attempt)
             self._records.put(
                 key,
                 HostAttempt(
-                    entry.attempt, AttemptPhase.DESTROYING, max_ended_attempt=fence, database_id=entry.database_id
+                    entry.attempt, AttemptPhase.DESTROYING, max_ended_attempt=last_ended, database_id=entry.database_id
                 ),
             )
-            self._destroys.start(key, fence, entry.database_id)
+            self._destroys.start(key, last_ended, entry.database_id)
             return
         if entry.phase is AttemptPhase.BUILDING and command is not None and key[0] in self._scanner.hosts:
             chain = self._start_build(key, command, clear=entry.max_ended_attempt)

@@ -2,7 +2,7 @@
 given them up or ended for good.
 """
 
-# Two services with a host of one uuid would send one host's builds to two machines. Placement keeps the first one's
+# Two services with a host of one uuid would send one host's builds to two computers. Placement keeps the first one's
 # inventory and refuses the second one's report (`InventoryConflict`). The second one takes no builds for the host and
 # reports it with its owner. The cell's conductor knows which services are up: it notifies the owner, and releases the
 # host to the second service once the owner has given it up or is gone for good (the host has passed to it).

@@ -127,23 +127,23 @@ def on_destroy(
         )
     if _is_foreign(entry, database_id):
         return DestroyAction.NOT_OWNED, entry
-    fenced = entry
+    after = entry
     if (
         attempt > entry.max_ended_attempt
     ):  # a machine that is gone is gone up to a higher attempt now, and that is yet to be reported
-        fenced = replace(
+        after = replace(
             entry, max_ended_attempt=attempt, reported=entry.reported and entry.phase is not AttemptPhase.GONE
         )
     if entry.phase is AttemptPhase.DESTROYING:
-        return DestroyAction.JOIN, fenced
+        return DestroyAction.JOIN, after
     if entry.phase is AttemptPhase.GONE:
         # Commanded again, as a report has named it: a request to a driver whose answer was not awaited can come true
         # after its undoing.
         return DestroyAction.DESTROY, replace(
-            fenced, phase=AttemptPhase.DESTROYING, database_id=database_id or entry.database_id
+            after, phase=AttemptPhase.DESTROYING, database_id=database_id or entry.database_id
         )
     if attempt < entry.attempt:
-        return DestroyAction.STALE, fenced
+        return DestroyAction.STALE, after
     owner = database_id or entry.database_id
     return DestroyAction.DESTROY, HostAttempt(
         entry.attempt, AttemptPhase.DESTROYING, max_ended_attempt=attempt, database_id=owner

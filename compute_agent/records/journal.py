@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 
 
 class JournalInUse(Forbidden):
-    """Another process has this journal open. Two services of one name would fence nothing."""
+    """Another process has this journal open. Two services of one name would end no attempt."""
 
     code = "journal.in_use"
 

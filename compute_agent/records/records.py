@@ -1,4 +1,4 @@
-"""A compute service's records across its own restarts: attempts, fences, failures, and the numbers it has used."""
+"""A compute service's records across its own restarts: attempts, also ended ones, failures, and used numbers."""
 
 # In memory, and in a journal when there is a directory for it. Everything is an absolute value, so reading the journal
 # again in order gives the same memory.
@@ -19,7 +19,9 @@ from compute_agent.records.journal import Journal
 
 Key = tuple[str, str]  # (host uuid, instance uuid)
 
-MAX_ENDED = 200_000  # fences and failures kept; a command that comes later than that many others is not expected
+MAX_ENDED = (
+    200_000  # ended attempts and failures kept; a command that comes later than that many others is not expected
+)
 MAX_SPEC_BYTES = 64 * 1024  # of the spec and the allocations of one machine, as JSON
 REWRITE_AFTER = 100_000  # journal rows beyond four times what is alive
 HOSTS_A_ROW = 1000

@@ -87,22 +87,22 @@ class MemoryTerm:
         for _ in range(0, len(nodes), PAGE):
             async with self._session.transaction() as transaction:
                 await transaction.statement()
-        async with self._fenced():
+        async with self._as_leader():
             return dict(self._table.positions), dict(self._table.versions)
 
     async def save(self, positions: Sequence[Position]) -> None:
         """Keep these, all or none; a row that is older than the kept one is not."""
-        async with self._fenced() as transaction:
+        async with self._as_leader() as transaction:
             transaction.will(partial(self._write, [_kept(position) for position in positions]))
 
     async def mark_published(self, versions: Mapping[str, int]) -> None:
         """These were published and confirmed."""
-        async with self._fenced() as transaction:
+        async with self._as_leader() as transaction:
             transaction.will(partial(self._note, dict(versions)))
 
     async def purge(self, reported_before: float) -> int:
         """Drop positions of removed nodes."""
-        async with self._fenced() as transaction:
+        async with self._as_leader() as transaction:
             limit = int(reported_before * 1_000_000)
             old = [
                 p.uuid
@@ -114,11 +114,11 @@ class MemoryTerm:
 
     async def renew(self, for_s: float = LEASE_S) -> None:
         """Keep the lease for this long from now on."""
-        async with self._fenced() as transaction:
+        async with self._as_leader() as transaction:
             transaction.will(partial(setattr, self._table, "expires_at", self._table.clock.time() + for_s))
 
     @asynccontextmanager
-    async def _fenced(self) -> AsyncIterator[MemoryDatabaseTransaction]:
+    async def _as_leader(self) -> AsyncIterator[MemoryDatabaseTransaction]:
         async with self._session.transaction() as transaction:
             await transaction.lock([LEADER])
             if self._table.term != self._number:

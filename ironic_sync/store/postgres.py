@@ -2,7 +2,7 @@
 
 # The writer has a lease, a row with an end by the database's clock. An end that is further away than a lease is long
 # was written before that clock was restored, and counts for nothing. A writer that has not noticed yet that another one
-# has the lease is fenced: each write is one statement, which compares the term that each new writer raises. So a
+# has the lease changes nothing: each write is one statement, which compares the term that each new writer raises. So a
 # process that is stopped holds no lock for which the next writer would have to wait.
 
 from __future__ import annotations

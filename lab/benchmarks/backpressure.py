@@ -3,10 +3,10 @@
     python -m lab.benchmarks.backpressure [--seconds 60] [--hosts 10000] [--cells 4] [--json FILE]
 
 Real servers (a private RabbitMQ with quorum queues and confirms, a private PostgreSQL with fsync), each worker its own
-process, the client and all on this machine. A burst finds what the system sustains. Then one open loop without a break:
-half of that for a while (calm), three times that for --seconds (overload), half again (after). Latency is counted from
-each request's intended time. Every process's memory (PSS: shared pages are divided among those who share them) and
-every queue's depth are sampled throughout; at the end the invariants are judged, over what was accepted.
+process, the client and all on this computer. A burst finds what the system sustains. Then one open loop without a
+break: half of that for a while (calm), three times that for --seconds (overload), half again (after). Latency is
+counted from each request's intended time. Every process's memory (PSS: shared pages are divided among those who share
+them) and every queue's depth are sampled throughout; at the end the invariants are judged, over what was accepted.
 
 A refused request is one that the broker did not take (`bus.full`): its publisher got an error. It is offered once. On a
 slow machine overload and what comes after it last longer than asked: the bounded queue is to get full, and empty again.

@@ -1,4 +1,4 @@
-"""The Placement REST API of berth beside the real OpenStack Placement, on this machine, in one run.
+"""The Placement REST API of berth beside the real OpenStack Placement, on this computer, in one run.
 
     python -m lab.benchmarks.rest_beside [--providers 1000,10000] [--only berth|real] [--seconds 8] [--json FILE]
 

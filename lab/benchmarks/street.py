@@ -3,8 +3,8 @@
     scripts/street [--boots N] [--hosts N] [--cells N] [--json FILE]
 
 Each worker is its own process, on a private RabbitMQ (quorum queues, confirms, a virtual host per bus) and a private
-PostgreSQL (fsync on); workers, servers and the client are all on this machine. Hosts build at once: what is measured is
-berth. One boot alone on the idle system is measured as well, and latency at 50 %, 80 % and 5 % of the highest rate
+PostgreSQL (fsync on); workers, servers and the client are all on this computer. Hosts build at once: what is measured
+is berth. One boot alone on the idle system is measured as well, and latency at 50 %, 80 % and 5 % of the highest rate
 (or at the rates of --held). The invariants are judged at the end.
 
 Every load also prints what a boot of it costs: CPU and wake-ups of the processes, broker messages, flushes,

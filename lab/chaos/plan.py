@@ -132,7 +132,7 @@ class ChaosPlan(Struct, frozen=True, kw_only=True):
     process has it) no longer counts, up to `in_flight_most`: or everything would soon wait for one stopped process.
 
     longest_s: the load ends then, whatever is left of it, and the accepted requests are judged.
-    moves: requests about machines that run, beside the builds. gangs: share of builds that are requests for GANG
+    actions: requests about active instances, beside the builds. gangs: share of builds that are requests for GANG
     machines that start together. drains: hosts that are emptied one after the other, and taken back.
     early_deletes: share of builds that are deleted while they are being built. retry_for_s: how long one publish is
     repeated while the broker is unavailable. rest_s: how long the system may take to come to rest once faults have
@@ -148,8 +148,8 @@ class ChaosPlan(Struct, frozen=True, kw_only=True):
     stuck_after_s: float = 5.0
     population: int = 1_500
     early_deletes: float = 0.03
-    moves: int = 0
-    moves_in_flight: int = 60
+    actions: int = 0
+    actions_in_flight: int = 60
     gangs: float = 0.0
     drains: int = 0
     retry_for_s: float = 120.0

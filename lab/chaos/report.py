@@ -31,13 +31,13 @@ def breaches(results: Sequence[InvariantResult]) -> dict[str, int]:
     return {word: found[name] for word, name in COUNTED_BY.items()}
 
 
-def lost_moves(facts: Facts, requested: Sequence[str]) -> tuple[str, ...]:
+def lost_actions(facts: Facts, requested: Sequence[str]) -> tuple[str, ...]:
     """Accepted requests about instances that are not on record, or have not ended."""
-    ended = {move.request_id for move in facts.actions or () if move.terminal}
+    ended = {one.request_id for one in facts.actions or () if one.terminal}
     return tuple(sorted(set(requested) - ended))
 
 
-def doubled_moves(ends: Mapping[str, Collection[tuple[str, str]]]) -> tuple[str, ...]:
+def doubled_actions(ends: Mapping[str, Collection[tuple[str, str]]]) -> tuple[str, ...]:
     """Requests of which two different ends were published. ends: {request: its ends, as (state, code)}."""
     return tuple(sorted(request for request, different in ends.items() if len(different) > 1))
 
@@ -89,15 +89,15 @@ DEATHS_SHOWN = 10
 class ChaosReport(Struct, frozen=True, kw_only=True):
     """Figures of one run. Times in seconds.
 
-    lost, doubled: breaches of the invariants of `COUNTED_BY`, and moves; leaked, overcommitted: breaches alone.
+    lost, doubled: breaches of the invariants of `COUNTED_BY`, and actions; leaked, overcommitted: breaches alone.
     requests: builds that the broker confirmed. wanted: as many as there should be; stopped: why there are fewer,
     after which the run cannot be sound: it has not shown its purpose. active ... deleted: how they stood at the
     end, by the schedulers' record. recovery_s: from the end of the last fault until everything was at rest.
     recovery_by_kind: from the end of each fault until a build or delete requested after it had ended (median, longest).
     longest_stall: the longest time in which no build and no delete ended. died: workers that ended by themselves and
-    were started again. moves: requests about machines that run, that the broker confirmed; moves_by_result: how they
-    ended; lost and doubled count these, too. drains: hosts that were emptied and taken back; drained: machines moved by
-    them.
+    were started again. actions: requests about active instances that the broker confirmed; actions_by_result: how they
+    ended; lost and doubled count these, too. drains: hosts that were emptied and taken back; drained: instances
+    moved by them.
     """
 
     seed: int
@@ -130,9 +130,9 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
     dead_letters: Mapping[str, int]
     verdicts: tuple[InvariantResult, ...]
     examples: Mapping[str, tuple[str, ...]]
-    moves: int = 0
-    moves_wanted: int = 0
-    moves_by_result: Mapping[str, int] = {}
+    actions: int = 0
+    actions_wanted: int = 0
+    actions_by_result: Mapping[str, int] = {}
     gangs: int = 0
     drains: int = 0
     drained: int = 0
@@ -144,7 +144,7 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
         invariant holds; no worker found a bug.
         """
         nothing = not (self.lost or self.doubled or self.leaked or self.overcommitted)
-        whole = self.requests == self.wanted and self.moves >= self.moves_wanted and self.faults_total > 0
+        whole = self.requests == self.wanted and self.actions >= self.actions_wanted and self.faults_total > 0
         return nothing and whole and self.at_rest and all(result.holds for result in self.verdicts) and not self.bugs
 
     @property
@@ -214,11 +214,11 @@ def _render_requests(report: ChaosReport, console: Console) -> None:
     console.print(f"failures: {_words(report.failures_by_code)}; left in queues: {_words(report.dead_letters)}")
     for code, reason in report.failure_reasons.items():
         console.print(f"  {code}, for example: {escape(reason)}", soft_wrap=True)
-    if report.moves_wanted or report.drains or report.gangs:
+    if report.actions_wanted or report.drains or report.gangs:
         console.print(
-            f"{report.moves} of {report.moves_wanted} moves: {_words(report.moves_by_result)}; {report.gangs} gangs; "
-            f"{report.drains} drains, {report.drained} machines moved by them; not answered or refused: "
-            f"{_words(report.drains_by_code)}",
+            f"{report.actions} of {report.actions_wanted} actions: {_words(report.actions_by_result)}; "
+            f"{report.gangs} gangs; {report.drains} drains, {report.drained} instances moved by them; "
+            f"not answered or refused: {_words(report.drains_by_code)}",
             soft_wrap=True,
         )
     console.print(

@@ -27,19 +27,19 @@ from berth.config.site import process_name
 from berth.up.servers import hosts_known
 from bus.contracts.build import BuildEvent, BuildState
 from bus.service.telemetry import configure_logging
+from lab.chaos.action_load import ActionLoad
 from lab.chaos.churn import Churn
 from lab.chaos.deployment import Deployment, connections, deployment, left_in_queues, wait_registered
 from lab.chaos.draining import Draining
 from lab.chaos.faults import FaultInjector
-from lab.chaos.moving import Moving
 from lab.chaos.plan import ChaosPlan, FaultKind, FaultSchedule
 from lab.chaos.report import (
     ChaosReport,
     breaches,
     counts,
-    doubled_moves,
+    doubled_actions,
     longest_stall,
-    lost_moves,
+    lost_actions,
     recoveries,
     render,
 )
@@ -54,7 +54,7 @@ OPTIONS = (
     ("--longest", "longest_s", "seconds; the load ends then"),
     ("--in-flight", "in_flight", "builds and deletes at once"),
     ("--population", "population", "machines kept before some are deleted"),
-    ("--moves", "moves", "moves, resizes and rebuilds to be accepted"),
+    ("--actions", "actions", "migrations, resizes, rebuilds and other actions to be accepted"),
     ("--gangs", "gangs", "share of builds that are gangs"),
     ("--drains", "drains", "hosts to be emptied, one after the other"),
 )
@@ -83,14 +83,14 @@ async def chaos(plan: ChaosPlan, directory: Path, console: Console) -> ChaosRepo
         run = Run(plan, stage, console)
         await run.client.open()
         await run.watch.open()
-        await run.moving.open()
+        await run.actions.open()
         try:
             await wait_registered(stage)
             await hosts_known(run.client, run.plan.processes)
             console.print(f"seed {plan.seed}; up: {', '.join(stage.processes.workers)}", soft_wrap=True)
             return run.summed_up(await run.through())
         finally:
-            await run.moving.close()
+            await run.actions.close()
             await run.watch.close()
             await run.client.close()
 
@@ -106,8 +106,8 @@ class Run:
         self.client = RecordingClient(site.bus(process), clock=site.clock, process=process, durable=True)
         self.watch = FeedWatch(site.bus(f"{process}-feed"))
         self.churn = Churn(self.client, plan, clock=site.clock, rng=random.Random(rng.getrandbits(64)))
-        self.moving = Moving(
-            self.client, plan, self.churn.pick, clock=site.clock, rng=random.Random(f"moves {plan.seed}")
+        self.actions = ActionLoad(
+            self.client, plan, self.churn.pick, clock=site.clock, rng=random.Random(f"actions {plan.seed}")
         )
         self.draining = Draining(self.client, plan, clock=site.clock, rng=random.Random(f"drains {plan.seed}"))
         self.injector = FaultInjector(stage, random.Random(rng.getrandbits(64)))
@@ -134,7 +134,7 @@ class Run:
             )
             others = [group.create_task(self.injector.watch()), group.create_task(self._print_load())]
             drains = group.create_task(self.draining.run())
-            await asyncio.wait([group.create_task(self.churn.run()), group.create_task(self.moving.run())])
+            await asyncio.wait([group.create_task(self.churn.run()), group.create_task(self.actions.run())])
             disturbing.cancel()
             self.draining.stop()
             await drains
@@ -153,7 +153,7 @@ class Run:
             f"{'delete' if one.deleting else 'build'} of {one.instance_uuid}, {one.state} ({one.sequence})"
             for one in client.open_requests()
         )
-        all_ended = await self.moving.settle(max(1.0, plan.rest_s - (self._clock.monotonic() - over))) and all_ended
+        all_ended = await self.actions.settle(max(1.0, plan.rest_s - (self._clock.monotonic() - over))) and all_ended
         left = max(1.0, plan.rest_s - (self._clock.monotonic() - over))
         quiet = await rest(site, timeout_s=left)
         recovery_s = self._clock.monotonic() - over
@@ -183,7 +183,8 @@ class Run:
             self._console.print(
                 f"{self._clock.monotonic() - began:5.0f} s {len(self.churn.accepted):7} accepted "
                 f"{len(self.churn.ended):7} ended {self.client.unfinished:5} in flight "
-                f"{len(self.moving.requested):6} moves {self.draining.ended:3} drains {len(injected):5} faults {last}",
+                f"{len(self.actions.requested):6} actions {self.draining.ended:3} drains "
+                f"{len(injected):5} faults {last}",
                 soft_wrap=True,
             )
 
@@ -195,18 +196,18 @@ class Run:
         found = breaches(results)
 
         distinct = {(event.instance_uuid, event.sequence, event.state) for event in events}
-        moves_lost, moves_doubled = lost_moves(facts, self.moving.requested), doubled_moves(self.moving.ends)
+        actions_lost, actions_doubled = lost_actions(facts, self.actions.requested), doubled_actions(self.actions.ends)
         examples = {
             "without an end for its client": ending.unended,
-            "moves lost": moves_lost,
-            "moves doubled": moves_doubled,
+            "actions lost": actions_lost,
+            "actions doubled": actions_doubled,
         }
         return ChaosReport(
             seed=self.plan.seed,
             seconds=round(ending.seconds, 1),
             requests=len(self.churn.accepted),
             wanted=self.churn.wanted,
-            stopped=self.churn.stopped or self.moving.stopped,
+            stopped=self.churn.stopped or self.actions.stopped,
             deletes=self.churn.deletes,
             active=states[BuildState.ACTIVE],
             failed=states[BuildState.FAILED],
@@ -216,8 +217,8 @@ class Run:
             failure_reasons=_reasons(events),
             events=len(events),
             events_repeated=len(events) - len(distinct),
-            lost=found["lost"] + len(moves_lost),
-            doubled=found["doubled"] + len(moves_doubled),
+            lost=found["lost"] + len(actions_lost),
+            doubled=found["doubled"] + len(actions_doubled),
             leaked=found["leaked"],
             overcommitted=found["overcommitted"],
             faults=counts(faults),
@@ -232,9 +233,9 @@ class Run:
             dead_letters=ending.dead_letters,
             verdicts=results,
             examples={name: uuids[:EXAMPLES] for name, uuids in examples.items()},
-            moves=len(self.moving.requested),
-            moves_wanted=self.plan.moves,
-            moves_by_result=self.moving.results,
+            actions=len(self.actions.requested),
+            actions_wanted=self.plan.actions,
+            actions_by_result=self.actions.results,
             gangs=len(facts.gangs or ()),
             drains=self.draining.ended,
             drained=self.draining.moved,

@@ -52,7 +52,7 @@ class LoadRun:
     """One run of a plan. `boots` and `deletes` have at any time what became of each.
 
     rng draws the requests; chance the rest (uuids, how long to wait), where a run that is repeated with the same
-    seed must not ask for the same machines: those there are already, and nothing would be built.
+    seed must not ask for the same instances: those there are already, and nothing would be built.
     """
 
     def __init__(

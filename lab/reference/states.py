@@ -7,7 +7,7 @@ from inspect import cleandoc
 from cell_conductor.state.desired_state import DESIRED_STATES, phase_to_text
 from cell_conductor.state.events import EVENTS
 from cell_conductor.state.instance import State
-from cell_conductor.table import BLOCKED, IGNORE, TABLE, ByNextState, Cell, Rule, rules_of
+from cell_conductor.table import BLOCKED, IGNORE, TABLE, ByNextState, Entry, Rule, rules_of
 
 
 def content() -> dict[str, object]:
@@ -16,26 +16,28 @@ def content() -> dict[str, object]:
         "TABLE": TABLE,
         "State": list(State),
         "EVENTS": EVENTS,
-        "cell": _cell,
+        "entry": _entry,
         "cleandoc": cleandoc,
-        "rules": sorted({r.name: r for row in TABLE.values() for cell in row.values() for r in rules_of(cell)}.items()),
-        "blocked": [(event.__name__, _cell(cell)) for event, cell in BLOCKED.items() if cell != IGNORE],
-        "rules_blocked": {rule.name: rule for cell in BLOCKED.values() for rule in rules_of(cell) if rule != IGNORE},
+        "rules": sorted(
+            {r.name: r for row in TABLE.values() for entry in row.values() for r in rules_of(entry)}.items()
+        ),
+        "blocked": [(event.__name__, _entry(entry)) for event, entry in BLOCKED.items() if entry != IGNORE],
+        "rules_blocked": {rule.name: rule for entry in BLOCKED.values() for rule in rules_of(entry) if rule != IGNORE},
         "targets": _targets,
         "desires": [(phase_to_text(phase), row) for phase, row in DESIRED_STATES.items()],
     }
 
 
-def _targets(cell: Cell) -> list[State]:
-    return list(dict.fromkeys(target for rule in rules_of(cell) for target in rule.to))
+def _targets(entry: Entry) -> list[State]:
+    return list(dict.fromkeys(target for rule in rules_of(entry) for target in rule.to))
 
 
-def _cell(cell: Cell) -> str:
-    if not isinstance(cell, ByNextState):
-        return _rule(cell)
-    parts = [f"then {then}: {_rule(rule)}" for then, rule in cell.rules.items()]
-    if cell.otherwise is not None:
-        parts.append(f"otherwise: {_rule(cell.otherwise)}")
+def _entry(entry: Entry) -> str:
+    if not isinstance(entry, ByNextState):
+        return _rule(entry)
+    parts = [f"then {then}: {_rule(rule)}" for then, rule in entry.rules.items()]
+    if entry.otherwise is not None:
+        parts.append(f"otherwise: {_rule(entry.otherwise)}")
     return "; ".join(parts)
 
 

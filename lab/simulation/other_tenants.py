@@ -82,7 +82,7 @@ WORDS = ("", "x" * MAX_ID, "\ufffd" * 85, "\udcff" * 85, "\x00", "a b\n", "sched
 NUMBERS: tuple[str | int | float, ...] = (0, -1, 2**31 - 1, 2**63 - 1, -(2**63), "three", 1e308, -0.5, "")
 HEADERS = (
     "berth-sent-at-ms",
-    "berth-delivery-attempt",
+    "berth-retries",
     "berth-timeout-ms",
     "berth-cause",
     "berth-key",

@@ -174,7 +174,7 @@ class MachineWatch:
                 self._untold.add((*key, machine.attempt))
             elif not self.has_a_double(host):
                 raise Breach(
-                    "fenced_for_good", f"{machine.instance_uuid} attempt {machine.attempt} on {host}, was destroyed"
+                    "destroyed_for_good", f"{machine.instance_uuid} attempt {machine.attempt} on {host}, was destroyed"
                 )
         self._begun[*key, machine.attempt] = None if machine.complete else PROCESS.get()
         if machine.complete:

@@ -35,7 +35,7 @@ from bus.contracts.nova_calls import (
 from bus.transport import BusError
 from nova_scheduler.request.request_spec import NotDecided
 from nova_scheduler.wire.envelope import Call
-from scheduler_worker.build.placement_state import HostClaimed
+from scheduler_worker.build.host_search import HostClaimed
 from scheduler_worker.selection.explain import FailedClaim, NoValidHost
 
 log = structlog.get_logger("nova")

@@ -21,7 +21,7 @@ from nova_scheduler.request.request_spec import NotDecided, NovaGroup, NovaReque
 from nova_scheduler.request.resource_request import ResourceRequest, resource_request, undecided
 from nova_scheduler.wire.envelope import Call
 from placement_worker.replica.request import Query
-from scheduler_worker.build.placement_state import ExternalClaim, PlacementRequest
+from scheduler_worker.build.host_search import ExternalClaim, HostSearchRequest
 from scheduler_worker.filters.image import ImagePropertiesFilter, supports
 from scheduler_worker.records.build_record import Gang
 from scheduler_worker.selection.flavor_query import TRAIT_KEY
@@ -141,7 +141,7 @@ class PlacerRequests:
 
     def for_instances(
         self, call: Call, asked: SelectArguments, request: NovaRequest, spec: RequestSpec
-    ) -> list[PlacementRequest]:
+    ) -> list[HostSearchRequest]:
         """The instances as the placer takes them: several together or not at all."""
         assert asked.instance_uuids is not None
         uuids = tuple(dict.fromkeys(asked.instance_uuids))
@@ -165,7 +165,7 @@ class PlacerRequests:
         )
         external, run = ExternalClaim(group_members=members), claim_owner_of(call)
         return [
-            PlacementRequest(
+            HostSearchRequest(
                 request=replace(one, instance_uuid=uuid), spec=spec, claim_owner=run, gang=gang, external=external
             )
             for uuid in uuids

@@ -27,7 +27,7 @@ from nova_scheduler.request.request_spec import NotDecided, NovaRequest, parse_r
 from nova_scheduler.request.resource_request import named_nodes
 from nova_scheduler.wire.envelope import Call, RemoteFault, no_such_method, no_valid_host
 from scheduler_worker.build.decision import CONTENDED
-from scheduler_worker.build.placement_state import ClaimsContended, HostClaimed, PlacementRequest, PlacementResult
+from scheduler_worker.build.host_search import ClaimsContended, HostClaimed, HostSearchRequest, HostSearchResult
 from scheduler_worker.build.placer import NEWEST_WAIT_S, ReplicaFollower
 from scheduler_worker.placement_client import PlacementUnavailable
 from scheduler_worker.selection.explain import NoValidHost, message_of
@@ -49,10 +49,10 @@ CellHosts = tuple[str, tuple[Selection, ...]]  # a cell, and its hosts for one i
 class PlacerPort(Protocol):
     """What is called of the placer."""
 
-    async def place(self, requests: Sequence[PlacementRequest]) -> list[PlacementResult]:
+    async def place(self, requests: Sequence[HostSearchRequest]) -> list[HostSearchResult]:
         """The result of each request, in order."""
 
-    async def located(self, requests: Sequence[PlacementRequest]) -> list[RequestSpec]:
+    async def located(self, requests: Sequence[HostSearchRequest]) -> list[RequestSpec]:
         """The spec of each request, with where the instances are that it depends on. Raises PlacementUnavailable."""
 
     async def has_claimed(self, claim_owner: str, instances: Sequence[str]) -> bool:
@@ -253,7 +253,7 @@ class Destinations:
         replica = self._selector.replica
         return self._nova_state.unknown(replica.uuids_of(replica.rows_of_roots()))
 
-    def _ended(self, spec: RequestSpec, results: Sequence[PlacementResult]) -> Ended:
+    def _ended(self, spec: RequestSpec, results: Sequence[HostSearchResult]) -> Ended:
         """Why not all of the instances have a host. Raises Transient: it is not known, or worth another try."""
         # Nothing is given back: several are claimed together or not at all, so what one of them holds is of an earlier
         # delivery of this call, and its instance may run by now.
@@ -319,7 +319,7 @@ def without_siblings(claimed: Sequence[HostClaimed], most: int) -> list[HostClai
     ]
 
 
-def ended_by(spec: RequestSpec, results: Sequence[PlacementResult], name_of: Callable[[int], str]) -> Ended:
+def ended_by(spec: RequestSpec, results: Sequence[HostSearchResult], name_of: Callable[[int], str]) -> Ended:
     """The end of a call by its results: of several, the first that no host could take explains it. name_of: of a row of
     the replica.
     """

@@ -63,7 +63,7 @@ class ClaimGroup:
         self._keys: set[GroupKey] = set()
         self._hosts: set[tuple[str, str, str]] = set()
         self._together: set[GroupKey] = set()
-        self._leaves_fenced = False
+        self._leaves_fenced_hosts = False
         self._grouped: set[tuple[str, str, str]] = set()
         self._ungrouped: list[str] = []  # consumers that are claimed without a group, or moved
         for item in items:
@@ -124,7 +124,7 @@ class ClaimGroup:
         if known is not None:
             moved = {one for one in moved if one[2] in known}
         most = MAX_GROUP_MEMBERS_READ + len(self.consumers)
-        if self._leaves_fenced:  # the few that have left them decide
+        if self._leaves_fenced_hosts:  # the few that have left them decide
             most += MAX_LOCATED_HOSTS
         return MembersToLock(sorted(self._hosts), sorted(moved), sorted(self._together), most)
 
@@ -184,7 +184,7 @@ class ClaimGroup:
             self._hosts.update((*key, option.host) for option in claim.options if option.host is not None)
         if group.policy is GroupPolicy.AFFINITY:
             self._together.add(key)
-            self._leaves_fenced |= bool(claim.fenced_hosts)
+            self._leaves_fenced_hosts |= bool(claim.fenced_hosts)
 
     def _name(self, allocations: ProviderAllocations) -> None:
         self.providers.update(allocations)

@@ -291,7 +291,7 @@ class ClaimLedger:
 
     def replace(self, writes: Sequence[ConsumerWrite], *, bump_previous: bool) -> None:
         """Record that each consumer holds what its write says from now on, under its next generation. A consumer that
-        is left with nothing stays as a fence of its attempts, so that a late claim of an old one cannot create it
+        is left with nothing keeps the number of its ended attempts, so that a late claim of an old one cannot create it
         again.
 
         bump_previous: increment the generations of the providers, too, that a consumer with new allocations has left.
@@ -304,8 +304,8 @@ class ClaimLedger:
             written.update(dict.fromkeys({**wanted, **before} if bump_previous else wanted or before))
             if wanted:
                 old = known or ConsumerState(0, 0, "", "", "")
-                # What is written over a fence is not of its type, nor the claim of its claim owner: a late release by
-                # that owner would give the room away.
+                # What is written over ended attempts is not of their type, nor the claim of their claim owner: a late
+                # release by that owner would give the room away.
                 kind, claim_owner = (old.consumer_type, old.claim_owner) if old.allocations else ("", "")
                 kind = kind if write.consumer_type is None else write.consumer_type
                 attempt = max(write.attempt or 0, old.attempt)
@@ -316,7 +316,7 @@ class ClaimLedger:
         self.bump(written)
 
     def empty(self, uuid: str, known: ConsumerState) -> None:
-        """Record that a consumer holds nothing any more: the fence of its attempts is left, if it had any."""
+        """Record that a consumer holds nothing any more: the number of its ended attempts stays, if it had any."""
         self.write(uuid, replace(known, allocations=NOTHING) if known.attempt else None)
 
     def generations_of(self, allocations: ProviderAllocations) -> dict[str, int]:

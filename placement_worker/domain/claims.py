@@ -239,8 +239,8 @@ def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
     """Whether this attempt is the newest, and the consumer has the generation that the claim names (as in microversion
     1.28).
     """
-    is_fenced = known is not None and claim.attempt <= known.attempt and not _fences_other_owner(known, claim)
-    if is_fenced and not claim.external:
+    is_ended = known is not None and claim.attempt <= known.attempt and not _is_ended_by_other_owner(known, claim)
+    if is_ended and not claim.external:
         return False
     if known is None or not known.allocations:
         # A claim with release_first may be repeated after a crash, and then finds nothing left to release.
@@ -248,16 +248,16 @@ def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
     return claim.consumer_generation == known.generation
 
 
-def _fences_other_owner(known: ConsumerState, claim: Claim) -> bool:
-    """Whether the row is only a fence against another claim owner: a release by name refuses nothing of the owners
-    after it.
+def _is_ended_by_other_owner(known: ConsumerState, claim: Claim) -> bool:
+    """Whether the attempt has ended only for another claim owner: a release by name refuses nothing of the owners after
+    it.
 
     Nor of those before it, of records that are lost: their order does not show. What such a late claim takes starts
     nothing, because only the claim owner on record is dispatched; it is released by its scheduler, or stays for the
     audit.
     """
-    is_owners_fence = not known.allocations and known.claim_owner and claim.attempt == known.attempt
-    return bool(is_owners_fence) and claim.owner not in (None, known.claim_owner)
+    is_owners_release = not known.allocations and known.claim_owner and claim.attempt == known.attempt
+    return bool(is_owners_release) and claim.owner not in (None, known.claim_owner)
 
 
 def _changed(claim: Claim, known: ConsumerState | None) -> ClaimResult:
@@ -362,13 +362,13 @@ def _keep_source(ledger: ClaimLedger, claim: Claim, wanted: ProviderAllocations,
 def _release_only(
     ledger: ClaimLedger, claim: Claim, known: ConsumerState, outcomes: Outcomes, source: ProviderAllocations
 ) -> ClaimResult:
-    """Release what the consumer holds, for a claim with release_first that does not fit. The fence refuses older
-    attempts; this attempt may still be repeated. The migration of a move counts in the instance's place until then.
+    """Release what the consumer holds, for a claim with release_first that does not fit. Older attempts have
+    ended; this one may still be repeated. The migration of a move counts in the instance's place until then.
     """
     if claim.migration is not None:
         _keep_source(ledger, claim, source, COUNTED_MIGRATION_TYPE)
     ledger.move(known.allocations, NOTHING)
-    ledger.write(claim.consumer, _fence(known, claim.attempt - 1))
+    ledger.write(claim.consumer, _ended_up_to(known, claim.attempt - 1))
     return ClaimResult(
         outcome=_overall(outcomes),
         outcomes=outcomes,
@@ -377,7 +377,7 @@ def _release_only(
     )
 
 
-def _fence(known: ConsumerState, attempt: int, by: str | None = None) -> ConsumerState:
+def _ended_up_to(known: ConsumerState, attempt: int, by: str | None = None) -> ConsumerState:
     """The row that refuses claims up to this attempt. by: of this claim owner alone (None: of every owner)."""
     return ConsumerState(
         known.generation,
@@ -396,9 +396,9 @@ def _release(ledger: ClaimLedger, release: Release) -> ReleaseResult:
         before = ConsumerState(0, 0, "", "", "") if known is None else known
         is_of_other_owner = before.attempt == attempt and before.claim_owner not in ("", release.owner)
         if attempt is not None and (before.attempt < attempt or is_of_other_owner):
-            # A claim of this attempt may still be in flight; the fence refuses the claim when it arrives. Of two owners
-            # it is refused whosever it is.
-            ledger.write(release.consumer, _fence(before, attempt, None if is_of_other_owner else release.owner))
+            # A claim of this attempt may still be in flight; it is refused when it arrives, because its attempt has
+            # ended. Of two owners it is refused whosever it is.
+            ledger.write(release.consumer, _ended_up_to(before, attempt, None if is_of_other_owner else release.owner))
         return ReleaseResult(outcome="absent")
     if ledger.has_foreign_provider(known.allocations):
         return ReleaseResult(outcome="consumer_conflict")
@@ -408,7 +408,7 @@ def _release(ledger: ClaimLedger, release: Release) -> ReleaseResult:
     if is_other or (attempt is not None and known.attempt > attempt):
         return ReleaseResult(outcome="consumer_conflict")
     ledger.move(known.allocations, NOTHING)
-    ledger.write(release.consumer, None if attempt is None else _fence(known, attempt, release.owner))
+    ledger.write(release.consumer, None if attempt is None else _ended_up_to(known, attempt, release.owner))
     return ReleaseResult(outcome="released", sequence=CHANGED)
 
 
@@ -434,7 +434,7 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> RevertResult:
     if ledger.has_foreign_provider(of_instance) or ledger.has_foreign_provider(of_migration):
         return RevertResult(outcome="consumer_conflict", reason=OF_ANOTHER_CELL)
     if known is None and migration is not None and migration.allocations:
-        # The move has taken longer than fences are kept: the one of an instance that holds nothing is gone.
+        # The move has taken longer than ended attempts are kept: those of an instance that holds nothing are gone.
         known = ConsumerState(0, revert.attempt - 1, migration.project_id, migration.user_id, INSTANCE_TYPE)
     if known is None or known.attempt > revert.attempt:
         return RevertResult(

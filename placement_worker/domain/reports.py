@@ -266,7 +266,7 @@ class _Draft:
             touched[report.uuid] = _reported(old, used[report.uuid], report, root=update.root_uuid, cell=cell)
         for uuid in orphaned:
             touched[uuid] = _orphan(replace(self.providers[uuid], used=used[uuid]))
-        self._follow_moves(touched)
+        self._follow_new_roots(touched)
         classes = [
             f"{u}/{n}" for u in reported for n in sorted(n for n, one in touched[u].inventories.items() if one.orphaned)
         ]
@@ -360,7 +360,7 @@ class _Draft:
                 removed.add(uuid)
         return removed, orphaned
 
-    def _follow_moves(self, touched: dict[str, Provider]) -> None:
+    def _follow_new_roots(self, touched: dict[str, Provider]) -> None:
         """Set the root of the descendants that were not reported: they stay under their parent, which may have moved to
         another tree.
         """

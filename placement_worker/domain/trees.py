@@ -44,13 +44,13 @@ class CreateProvider(ProviderWrite, frozen=True):
 
 
 class UpdateProvider(ProviderWrite, frozen=True):
-    """Rename a provider, and give it another parent unless `parent` is UNSET. may_move: whether a provider that has a
-    parent may be moved or become a root (from 1.37).
+    """Rename a provider, and give it another parent unless `parent` is UNSET. may_reparent: whether a provider that has
+    a parent may get another or become a root (from 1.37).
     """
 
     name: str
     parent: str | UnsetType | None = UNSET
-    may_move: bool = False
+    may_reparent: bool = False
 
 
 class DeleteProvider(ProviderWrite, frozen=True):
@@ -263,7 +263,7 @@ class ProviderTrees:
         moved = before
         subtree: list[str] = []
         if write.parent is not UNSET and (write.parent is not None or before.parent is not None):
-            target = self._target(before, write.parent, may_move=write.may_move)
+            target = self._target(before, write.parent, may_reparent=write.may_reparent)
             if isinstance(target, WriteRefusal):
                 return target
             subtree = self._subtree(before)
@@ -283,10 +283,10 @@ class ProviderTrees:
             moved = replace(moved, name=write.name)
         return moved
 
-    def _target(self, before: Provider, wanted: str | None, *, may_move: bool) -> str | WriteRefusal:
+    def _target(self, before: Provider, wanted: str | None, *, may_reparent: bool) -> str | WriteRefusal:
         """Return the root of the provider below the wanted parent, or the refusal."""
         if wanted is None:
-            if not may_move:
+            if not may_reparent:
                 return _bad_parent("update", "un-parenting a provider is not currently allowed.")
             return before.uuid
         parent = self.providers.get(wanted)
@@ -295,7 +295,7 @@ class ProviderTrees:
         if before.uuid in self._reported:
             # Builds would be sent to the host by another root than its own, until its source reports it again.
             return _bad_parent("update", "the provider is a host, which its source reports as a root.")
-        if before.parent is not None and before.parent != parent.uuid and not may_move:
+        if before.parent is not None and before.parent != parent.uuid and not may_reparent:
             return _bad_parent("update", "re-parenting a provider is not currently allowed.")
         return parent.root
 

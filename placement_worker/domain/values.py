@@ -91,9 +91,9 @@ class ClaimedProvider(Struct, frozen=True):
 
 
 class ConsumerState(Struct, frozen=True):
-    """A consumer and its allocations. claim_owner: whose claim it is ('': unknown). Without allocations the
-    row is only a fence: attempts up to `attempt` are refused, this last one, where it has a claim owner, to that owner
-    alone.
+    """A consumer and its allocations. claim_owner: whose claim it is ('': unknown). Without allocations
+    it states ended attempts: those up to `attempt` are refused, this last one, where it has a claim owner, to that
+    owner alone.
     """
 
     generation: int

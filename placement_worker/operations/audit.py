@@ -91,7 +91,7 @@ def _feed_gaps() -> sa.CompoundSelect[Any]:
 
 
 def _strays() -> sa.CompoundSelect[Any]:
-    """Consumers without allocations that are no fence, and allocations whose consumer is unknown or only a fence."""
+    """Consumers without allocations that were not released, and allocations whose consumer is unknown or was."""
     consumers = tables.consumers.c
     held = sa.exists().where(_ALLOCATED.consumer == consumers.uuid)
     known = sa.exists().where(consumers.uuid == _ALLOCATED.consumer, consumers.released_at.is_(None))
@@ -194,8 +194,11 @@ async def repair(connection: asyncpg.Connection) -> list[str]:
     return lines + [f"project {project}: its allocations recounted" for project in projects]
 
 
-class Moved(Struct, frozen=True, kw_only=True):
-    """The result of a move. outcome: moved | unchanged | unknown | in_use (holders: how many hold something there)."""
+class HostCellChange(Struct, frozen=True, kw_only=True):
+    """The result of giving a host to another cell. outcome: changed | unchanged | unknown | in_use.
+
+    consumers: how many hold something there.
+    """
 
     outcome: str
     root: str = ""
@@ -203,10 +206,10 @@ class Moved(Struct, frozen=True, kw_only=True):
     consumers: int = 0
 
 
-async def move_host(connection: asyncpg.Connection, host: str, cell: str) -> Moved:
-    """Move the tree of this provider (a uuid or a name) to another cell.
+async def set_host_cell(connection: asyncpg.Connection, host: str, cell: str) -> HostCellChange:
+    """Give the tree of this provider (a uuid or a name) to another cell.
 
-    The move is refused while a consumer holds allocations there: its instances belong to the old cell, which could no
+    It is refused while a consumer holds allocations there: its instances belong to the old cell, which could no
     longer release them. The whole tree is locked, so that claims of its providers are decided before or after it.
     """
     await fetch(connection, ONE_WRITER_OF_TREES)
@@ -221,20 +224,20 @@ async def move_host(connection: asyncpg.Connection, host: str, cell: str) -> Mov
     )
     rows = await fetch(connection, tree)
     if not rows:
-        return Moved(outcome="unknown")
+        return HostCellChange(outcome="unknown")
     _, root_id, root, before = rows[0]
     if before == cell:
-        return Moved(outcome="unchanged", root=root, before=before)
+        return HostCellChange(outcome="unchanged", root=root, before=before)
     held = sa.select(sa.func.count(sa.distinct(_ALLOCATED.consumer))).where(one_of(_ALLOCATED.provider_id, "ids"))
     [(holders,)] = await fetch(connection, held, ids=[row[0] for row in rows])
     if holders:
-        return Moved(outcome="in_use", root=root, before=before, consumers=holders)
+        return HostCellChange(outcome="in_use", root=root, before=before, consumers=holders)
     await fetch(
         connection, sa.update(providers).where(providers.c.id == root_id).values(cell=cell, updated_at=sa.func.now())
     )
     # Versions of the new cell's reports do not compare with those of the old cell.
     await fetch(connection, sa.delete(reporters).where(reporters.c.root == root))
-    return Moved(outcome="moved", root=root, before=before)
+    return HostCellChange(outcome="changed", root=root, before=before)
 
 
 async def swap_occupied(transaction: PostgresPlacementTransaction, swap: Swap) -> ClaimReply | Refusal:

@@ -29,7 +29,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 # The number of changes in the log. A search whose last refresh is older evaluates every row again.
-MOVES_KEPT = 1 << 15
+CHANGES_KEPT = 1 << 15
 
 
 class Recent(OrderedDict[K, V]):
@@ -189,13 +189,13 @@ class ClassColumns:
             setattr(self, column, grown(getattr(self, column), size))
 
 
-class Moves:
+class ChangedRows:
     """The log of the last changed rows, in order. A position is the number of changes before it."""
 
     __slots__ = ("_rows", "end")
 
     def __init__(self, end: int = 0) -> None:
-        self._rows: deque[int] = deque(maxlen=MOVES_KEPT)
+        self._rows: deque[int] = deque(maxlen=CHANGES_KEPT)
         self.end = end
 
     def add(self, row: int) -> None:

@@ -21,10 +21,10 @@ from placement_worker.replica.columns import (
     TOTAL,
     Amounts,
     Assumptions,
+    ChangedRows,
     ClassColumns,
     Distinct,
     InventoryNumbers,
-    Moves,
     Rows,
 )
 from placement_worker.replica.trees import NO_ROW, Trees
@@ -38,7 +38,7 @@ CLASS_WEIGHS = 128
 
 
 # The state of a replica that a snapshot does not replace.
-_KEPT_ON_LOAD = frozenset({"_caches", "assumptions", "epoch", "moves", "spec_moves"})
+_KEPT_ON_LOAD = frozenset({"_caches", "assumptions", "epoch", "changes", "spec_changes"})
 
 
 class Gap(Struct, frozen=True):
@@ -57,8 +57,8 @@ class Replica(Trees):
         super().__init__()
         self.sequence = 0
         self.incarnation = ""  # the incarnation that the sequence is a number of
-        self.moves = Moves()  # roots whose tree has changed in any way
-        self.spec_moves = Moves()  # roots whose tree has changed in more than usage
+        self.changes = ChangedRows()  # roots whose tree has changed in any way
+        self.spec_changes = ChangedRows()  # roots whose tree has changed in more than usage
         self.epoch = 0  # incremented when a class or a distinct value may have another number, or its first one
         self._caches: dict[type, Any] = {}  # of one epoch: see `cache`
         self.assumptions = Assumptions()
@@ -372,9 +372,9 @@ class Replica(Trees):
             column.root_free[self.root[row]] += step
 
     def _moved(self, root: int, *, spec_generation: bool = False) -> None:
-        self.moves.add(root)
+        self.changes.add(root)
         if spec_generation:
-            self.spec_moves.add(root)
+            self.spec_changes.add(root)
 
     # --- classes and distinct values
 

@@ -185,7 +185,7 @@ class RootResults:
         # the results by spec_generations alone; `_tree` where the tree must be evaluated
         self._spec_results: Codes = np.zeros(0, dtype=np.uint16)
         self.results: Codes = np.zeros(0, dtype=np.uint16)
-        self._moved_at = self._spec_moved_at = -1
+        self._changed_at = self._spec_changed_at = -1
         self._roots: Rows | None = None
 
     @property
@@ -199,15 +199,15 @@ class RootResults:
     def refresh(self) -> None:
         """Bring the results up to date with the replica."""
         replica = self.replica
-        if self._moved_at == replica.moves.end:
+        if self._changed_at == replica.changes.end:
             return
-        moved = self._affected(replica.moves.since(self._moved_at))
-        shaped = replica.spec_moves.since(self._spec_moved_at)
-        if moved is None or shaped is None or 2 * len(moved) > replica.top:
-            moved = shaped = replica.rows_of_roots()
+        changed = self._affected(replica.changes.since(self._changed_at))
+        shaped = replica.spec_changes.since(self._spec_changed_at)
+        if changed is None or shaped is None or 2 * len(changed) > replica.top:
+            changed = shaped = replica.rows_of_roots()
             self._spec_results, self.results, self._roots = self._spec_results[:0], self.results[:0], None
-        self._evaluate_moved(moved, shaped)
-        self._moved_at, self._spec_moved_at = replica.moves.end, replica.spec_moves.end
+        self._evaluate_changed(changed, shaped)
+        self._changed_at, self._spec_changed_at = replica.changes.end, replica.spec_changes.end
 
     def explain(self) -> None:
         """Replace each rejection without a reason by the reason why the root is rejected."""
@@ -224,38 +224,38 @@ class RootResults:
         if not self.compiled.stands_alone(root):
             found: list[list[int]] = self.compiled.assignments(root, limit).tolist()
             return found
-        if self._spec_moved_at != self.replica.spec_moves.end:
+        if self._spec_changed_at != self.replica.spec_changes.end:
             self.refresh()
         fits = self._spec_results[root] == self.passes and self.compiled.has_capacity(root)
         return [[root] * len(self.compiled.slots)][:limit] if fits else []
 
-    def _affected(self, moved: Rows | None) -> Rows | None:
+    def _affected(self, roots: Rows | None) -> Rows | None:
         """Return the roots to evaluate again when these have changed; None: all roots. A sharing provider that has
         changed affects the trees that it serves. Its usage changes with every claim, but no result changes as long as
         the provider can give the same as before to one more such request.
         """
         sharing = sharing_of(self.replica)
         if sharing is self._sharing and not len(sharing.donors):
-            return moved
+            return roots
         given = self.compiled.given_by(sharing.donors)
         before, self._given = self._given, given
         if sharing is not self._sharing:
             known, self._sharing = self._sharing, sharing
             if known is None or not sharing.same_pairs(known):
                 return None
-        if moved is None or not len(sharing.donors) or not (changed := (given != before).any(axis=0)).any():
-            return moved
-        return np.union1d(moved, sharing.served_by(sharing.donors[changed]))
+        if roots is None or not len(sharing.donors) or not (changed := (given != before).any(axis=0)).any():
+            return roots
+        return np.union1d(roots, sharing.served_by(sharing.donors[changed]))
 
-    def _evaluate_moved(self, moved: Rows, shaped: Rows) -> None:
+    def _evaluate_changed(self, changed: Rows, shaped: Rows) -> None:
         if more := self.replica.size - self.results.size:
             self._spec_results = np.concatenate([self._spec_results, np.zeros(more, dtype=np.uint16)])
             self.results = np.concatenate([self.results, np.zeros(more, dtype=np.uint16)])
         if len(shaped):
             self._spec_results[shaped] = NOT_A_ROOT
             self._evaluate_specs(shaped[self.replica.is_root[shaped]])
-        before, after = self.results[moved], self._evaluate(moved)
-        self.results[moved] = after
+        before, after = self.results[changed], self._evaluate(changed)
+        self.results[changed] = after
         if ((before == self.passes) != (after == self.passes)).any():
             self._roots = None
 

@@ -75,7 +75,7 @@ class SharingCache(Recent[int, Sharing]):
 
 def sharing_of(replica: Replica) -> Sharing:
     """Return the sharing providers and the trees that they serve, by the present spec generations."""
-    return replica.cache(SharingCache).value(replica.spec_moves.end, lambda: Sharing(replica))
+    return replica.cache(SharingCache).value(replica.spec_changes.end, lambda: Sharing(replica))
 
 
 def _sharing_providers(replica: Replica) -> Rows:

@@ -27,7 +27,7 @@ from placement_worker.domain.refusal import WriteRefusal, no_provider
 from placement_worker.domain.trees import TreeOutcome, TreeWrite, entries_of_tree
 from placement_worker.domain.values import Provider
 from placement_worker.replica.catch_up import LocalReplica
-from placement_worker.replica.columns import ClassColumns, Distinct, Moves
+from placement_worker.replica.columns import ChangedRows, ClassColumns, Distinct
 from placement_worker.replica.replica import Replica
 from placement_worker.rest.bodies import Body
 from placement_worker.rest.candidates_query import is_canonical
@@ -151,9 +151,9 @@ def copy_of(replica: Replica) -> Replica:
     """
     copied = copy(replica)
     copied._caches = {}
-    copied.moves, copied.spec_moves = (
-        Moves(replica.moves.end),
-        Moves(replica.spec_moves.end),
+    copied.changes, copied.spec_changes = (
+        ChangedRows(replica.changes.end),
+        ChangedRows(replica.spec_changes.end),
     )  # nothing of the copy changes
     for name in replica._filled:
         setattr(copied, name, getattr(replica, name).copy())

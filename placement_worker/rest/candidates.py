@@ -50,7 +50,7 @@ async def search(api: Api, request: HttpRequest) -> Response:
     replica = api.replica.replica
     try:
         # This does not await, so the replica does not change. The budget is the CPU time of this thread, so that a
-        # search is not started again because the machine is busy.
+        # search is not started again because the computer is busy.
         body = answer(replica, TimeBudget(thread_time, AT_ONCE_S, keeps_partial=False))
     except QueryTooWide as error:
         raise invalid_query(str(error)) from None

@@ -21,7 +21,7 @@ from placement_worker.store.port import Listing, ProviderRow
 
 SINCE_PARENTS = 14
 SINCE_BODY = 20
-SINCE_MOVES = 37
+SINCE_REPARENTING = 37
 
 _LINKS = ((0, "inventories"), (0, "usages"), (1, "aggregates"), (6, "traits"), (11, "allocations"))
 _LIST = tuple((since, Checked(schema)) for since, schema in schemas.LIST_PROVIDERS)
@@ -78,7 +78,7 @@ async def update(api: Api, request: HttpRequest) -> Response:
     kind = bodies.PUT_PROVIDER_14 if request.version >= SINCE_PARENTS else bodies.PUT_PROVIDER
     body = await api.parse(kind, request.body, uuid)
     parent = body.parent_provider_uuid if isinstance(body, bodies.PutProvider14) else UNSET
-    write = UpdateProvider(uuid, body.name, parent, may_move=request.version >= SINCE_MOVES)
+    write = UpdateProvider(uuid, body.name, parent, may_reparent=request.version >= SINCE_REPARENTING)
     answers = {
         RefusalCode.DUPLICATE: RefusedAnswer(f"Conflicting resource provider {body.name} already exists."),
         RefusalCode.BAD_PARENT: RefusedAnswer(f"Unable to save resource provider {uuid}: {{}}"),

@@ -118,7 +118,7 @@ NOAUTH2 = "noauth2"  # when no `auth` is set
 
 
 class CannotListen(Forbidden):
-    """The address is in use, or does not belong to this machine. A restart does not help."""
+    """The address is in use, or does not belong to this computer. A restart does not help."""
 
     code = "rest.cannot_listen"
 

@@ -101,7 +101,7 @@ class MemoryPlacementRows:
             transaction.will(lambda: setattr(table, "taken_until", until))
             return port.LeasedChanges(feed_rows(changes), len(changes) >= limit, table.incarnation, until)
 
-    async def move_position(self, number: int, lease: Any) -> None:
+    async def advance_position(self, number: int, lease: Any) -> None:
         """Record that the changes up to this number are published, and end the lease."""
         async with self.session.transaction() as transaction:
             await transaction.lock([POSITION])

@@ -30,7 +30,7 @@ def provider_key(uuid: str) -> tuple[str, str]:
 
 
 class ConsumerRow(Struct):
-    """A consumer's row. released_at: set when the row is only a fence. Times are seconds since the epoch."""
+    """A consumer's row. released_at: set when the row only states ended attempts. Times are seconds since the epoch."""
 
     consumer: ConsumerState
     released_at: float | None
@@ -38,7 +38,7 @@ class ConsumerRow(Struct):
     created_at: float
 
     def is_over(self, before: float) -> bool:
-        """Whether the row is only a fence and was released before this time (seconds since the epoch)."""
+        """Whether it holds nothing and was released before this time (seconds since the epoch)."""
         return self.released_at is not None and self.released_at < before
 
 
@@ -259,11 +259,11 @@ class MemoryPlacementTable(MemoryDatabase):
         self,
         until: int,
         before: float,
-        fences: Sequence[str],
+        released: Sequence[str],
         reporters: Sequence[Key],
         members: Sequence[tuple[GroupKey, str]],
     ) -> None:
-        """Delete rows that are no longer kept: changes up to `until`, fences released before `before` (seconds since
+        """Delete rows that are no longer kept: changes up to `until`, consumers released before `before` (seconds since
         the epoch), reporters, and members whose consumers are not on record.
         """
         for key in reporters:
@@ -271,7 +271,7 @@ class MemoryPlacementTable(MemoryDatabase):
             self.reported_at.pop(key, None)
         self.changes = [change for change in self.changes if change.sequence > until]
         self.project_usage = {project: usage for project, usage in self.project_usage.items() if any(usage.values())}
-        for uuid in fences:
+        for uuid in released:
             kept = self.consumers.get(uuid)
             if kept is not None and kept.is_over(before):
                 del self.consumers[uuid]

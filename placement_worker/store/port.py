@@ -418,14 +418,14 @@ class PlacementRows(Protocol):
         are no changes.
         """
 
-    async def move_position(self, number: int, lease: Any) -> None:
+    async def advance_position(self, number: int, lease: Any) -> None:
         """Record that the changes up to this number are published, and end the lease."""
 
     async def trim(
         self, *, keep_changes: int, keep_ended_attempts_s: float, keep_reporters_s: float, limit: int
     ) -> bool:
-        """Delete published changes, fences and reporters that are no longer needed, at most `limit` rows of each.
-        Returns whether there may be more.
+        """Delete published changes, ended attempts and reporters that are no longer needed, at most `limit` rows of
+        each. Returns whether there may be more.
 
         keep_changes: the newest changes to keep. keep_ended_attempts_s: seconds after the release. keep_reporters_s:
         seconds after the last report; a reporter is deleted if its root no longer exists, or if it answers for no

@@ -313,11 +313,11 @@ def _purge_changes(keep: int, limit: int) -> ReturningDelete[Any]:
 
 
 def _purge_ended_attempts(keep_s: float, limit: int) -> ReturningDelete[Any]:
-    fence = consumers.alias("fence").c
+    released = consumers.alias("released").c
     some = (
-        sa.select(fence.uuid)
-        .where(fence.released_at < sa.func.now() - timedelta(seconds=keep_s))
-        .order_by(fence.released_at)
+        sa.select(released.uuid)
+        .where(released.released_at < sa.func.now() - timedelta(seconds=keep_s))
+        .order_by(released.released_at)
         .limit(limit)
         .with_for_update(skip_locked=True)
     )
@@ -426,7 +426,7 @@ class PostgresPlacementRows:
             rows, more = await feed.read(connection, found[0]["number"], limit, found)
             return port.LeasedChanges(rows, more, incarnation, until)
 
-    async def move_position(self, number: int, lease: Any) -> None:
+    async def advance_position(self, number: int, lease: Any) -> None:
         """Record that the changes up to this number are published, and end the lease."""
         async with self.database.single() as connection:
             await connection.fetchval(feed.MOVE, number, lease)

@@ -123,7 +123,7 @@ reporters = sa.Table(
 # Consumers and what they hold
 
 # claim_owner: whose claim it is ('': unknown).
-# released_at: the row holds nothing any more; it fences attempts up to its own, until it is trimmed.
+# released_at: the row holds nothing any more; attempts up to its own have ended and are refused, until it is trimmed.
 consumers = sa.Table(
     "consumers",
     METADATA,

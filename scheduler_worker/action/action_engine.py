@@ -33,8 +33,8 @@ from scheduler_worker.action.action_checks import (
 from scheduler_worker.action.destination import Chosen, DestinationChooser
 from scheduler_worker.action.pending_action import PendingAction, recorded
 from scheduler_worker.build.decision import NO_HOST, instance_spec
+from scheduler_worker.build.host_search import HostSearchRefused, result_of_fault
 from scheduler_worker.build.pending_build import Answered
-from scheduler_worker.build.placement_state import PlacementRefused, result_of_fault
 from scheduler_worker.build.quota import Rooms, rooms_of
 from scheduler_worker.records.action_record import (
     ActionContext,
@@ -231,7 +231,7 @@ class ActionEngine:
 def _without_answer(fault: Fault) -> Chosen | Outcome:
     """What follows where placement has no answer: the move waits, or ends if placement has refused for good."""
     ended = result_of_fault(fault)
-    if isinstance(ended, PlacementRefused):
+    if isinstance(ended, HostSearchRefused):
         return Chosen(failure=Refusal(code=ended.code, reason=ended.reason[:MAX_REASON]))
     return waits(ended)
 

@@ -36,7 +36,7 @@ from scheduler_worker.action.action_checks import (
 )
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.build.decision import NO_HOST
-from scheduler_worker.build.placement_state import PlacementRequest, new_placement_state
+from scheduler_worker.build.host_search import HostSearchRequest, new_host_search
 from scheduler_worker.build.placer import NEWEST_WAIT_S, ReplicaFollower
 from scheduler_worker.build.recovered_claim import scores_of
 from scheduler_worker.placement_client import ClaimPort
@@ -229,7 +229,7 @@ class DestinationChooser:
         request, replica, source, held = pending.request, self._selector.replica, located.source, located.allocations
         settings = self._selector.config.settings
         requested = replace(build_request_for(request, known), max_attempts=None)
-        state = new_placement_state(PlacementRequest(request=requested, spec=spec), self._selector)
+        state = new_host_search(HostSearchRequest(request=requested, spec=spec), self._selector)
         if planned:
             state = replace(state, rejected={**state.rejected, **planned})
         if source is not None and releases_source(request, same_host=settings.allow_resize_to_same_host):

@@ -1,4 +1,4 @@
-"""The step of a placement after the answer to its claim: build, try the next host, search again, or end. Pure."""
+"""The step of a host search after the answer to its claim: build, try the next host, search again, or end. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from msgspec.structs import replace
 from bus.contracts.placement import ClaimOutcome, ClaimResult, GroupPolicy
 from bus.contracts.placement_queries import ConsumerRecord
 from bus.faults import Fault
-from scheduler_worker.build.placement_state import (
+from scheduler_worker.build.host_search import (
     ClaimUnlocatable,
-    PlacementRefused,
-    PlacementState,
-    PlacementStep,
+    HostSearch,
+    HostSearchRefused,
+    HostSearchStep,
     result_of_fault,
 )
 from scheduler_worker.build.recovered_claim import RecoveredClaim, claimed, external_part, recovered, unlocatable_claim
@@ -34,13 +34,13 @@ DELETED = "what was claimed under this instance's uuid has been released"
 MAX_PARTLY_USED_UP_RETRIES = 3
 
 
-def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector, *, now: float) -> PlacementStep:
-    """Apply the answer to the claim of this placement. now: wall clock."""
+def step(state: HostSearch, answer: ClaimResult | Fault, selector: Selector, *, now: float) -> HostSearchStep:
+    """Apply the answer to the claim of this search. now: wall clock."""
     state = replace(state, claims=state.claims + 1)
     choice = state.choice
     assert choice is not None
     if isinstance(answer, Fault):
-        return PlacementStep(replace(state, result=result_of_fault(answer)))
+        return HostSearchStep(replace(state, result=result_of_fault(answer)))
     if state.external is not None and answer.allocations and answer.option is None:
         return _of_external(state, answer, selector, now=now)
     if answer.option is not None:
@@ -52,25 +52,23 @@ def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector,
     if answer.outcome is ClaimOutcome.INCOMPLETE:
         # The gang stays together, so the host is the other members' too, and one of them did not fit there.
         stays = not state.spec.has_policy(GroupPolicy.AFFINITY)
-        return PlacementStep(replace(state, same_host=stays))
+        return HostSearchStep(replace(state, same_host=stays))
     if answer.outcome in LOST:
-        return PlacementStep(_state_after_loss(state, choice, answer, selector))
-    return PlacementStep(_state_after_refusal(state, answer))
+        return HostSearchStep(_state_after_loss(state, choice, answer, selector))
+    return HostSearchStep(_state_after_refusal(state, answer))
 
 
-def apply_recovered(
-    state: PlacementState, consumer: ConsumerRecord, selector: Selector, *, now: float
-) -> PlacementStep:
+def apply_recovered(state: HostSearch, consumer: ConsumerRecord, selector: Selector, *, now: float) -> HostSearchStep:
     """Apply what the instance holds already. now: wall clock."""
     if state.external is not None:
         part = external_part(state, consumer.allocations, selector)
         if (consumer.claim_owner, consumer.project_id) != (state.claim_owner, state.request.project_id) or not part:
-            return PlacementStep(state)  # the source of an evacuation, or what another call has left
+            return HostSearchStep(state)  # the source of an evacuation, or what another call has left
         return recovered(
             state, (), RecoveredClaim(part, consumer.consumer_generation, consumer.attempt), selector, now=now
         )
     if consumer.project_id != state.request.project_id or not consumer.attempt:
-        return PlacementStep(replace(state, result=PlacementRefused(CONSUMER_CONFLICT, FOREIGN)))
+        return HostSearchStep(replace(state, result=HostSearchRefused(CONSUMER_CONFLICT, FOREIGN)))
     stepped = recovered(
         state,
         (),
@@ -84,7 +82,7 @@ def apply_recovered(
     return stepped
 
 
-def _of_external(state: PlacementState, answer: ClaimResult, selector: Selector, *, now: float) -> PlacementStep:
+def _of_external(state: HostSearch, answer: ClaimResult, selector: Selector, *, now: float) -> HostSearchStep:
     """Apply what the instance of a foreign control plane holds. What this call has claimed is its host. To all else,
     as an evacuation's source or what another call has left, the next claim adds, as a stock nova-scheduler does: it may
     be on no host that this request may have.
@@ -96,7 +94,7 @@ def _of_external(state: PlacementState, answer: ClaimResult, selector: Selector,
         part = external_part(state, answer.allocations, selector)
         return recovered(state, candidates, RecoveredClaim(part, generation, answer.attempt), selector, now=now)
     assert state.external is not None
-    return PlacementStep(replace(state, external=replace(state.external, adds_to=generation)))
+    return HostSearchStep(replace(state, external=replace(state.external, adds_to=generation)))
 
 
 def _is_claimed_elsewhere(answer: ClaimResult) -> bool:
@@ -106,7 +104,7 @@ def _is_claimed_elsewhere(answer: ClaimResult) -> bool:
     return answer.outcome is ClaimOutcome.CONSUMER_CONFLICT and answer.attempt >= FIRST_ATTEMPT
 
 
-def search_again_or_end(state: PlacementState, selector: Selector) -> PlacementState:
+def search_again_or_end(state: HostSearch, selector: Selector) -> HostSearch:
     """No candidate is left: look again on the newest state."""
     if not state.retried_searches or (state.partly_used_up and state.retried_searches < MAX_PARTLY_USED_UP_RETRIES):
         # A full child does not make its host full: another scheduler may have taken the claimed child, and left an
@@ -116,18 +114,18 @@ def search_again_or_end(state: PlacementState, selector: Selector) -> PlacementS
     return no_valid_host(state, selector)
 
 
-def no_valid_host(state: PlacementState, selector: Selector) -> PlacementState:
+def no_valid_host(state: HostSearch, selector: Selector) -> HostSearch:
     """The end without a host, with the funnel that explains it."""
     explained = selector.explain(state.spec, state.rejected)
     return replace(state, result=replace(explained, claims=state.claims))
 
 
-def refusal_step(state: PlacementState, code: str, reason: str) -> PlacementState:
+def refusal_step(state: HostSearch, code: str, reason: str) -> HostSearch:
     """The end by a refusal."""
-    return replace(state, choice=None, result=PlacementRefused(code, reason))
+    return replace(state, choice=None, result=HostSearchRefused(code, reason))
 
 
-def _state_after_loss(state: PlacementState, choice: Choice, answer: ClaimResult, selector: Selector) -> PlacementState:
+def _state_after_loss(state: HostSearch, choice: Choice, answer: ClaimResult, selector: Selector) -> HostSearch:
     """The claim was lost: which host may be claimed next."""
     host = choice.selected.uuid
     loss = FailedClaim(f"{selector.name_of(host)}: {answer.outcome.value}", answer.conflicting_consumers)
@@ -146,18 +144,18 @@ def _state_after_loss(state: PlacementState, choice: Choice, answer: ClaimResult
     return replace(state, rejected=rejected)
 
 
-def _state_after_refusal(state: PlacementState, answer: ClaimResult) -> PlacementState:
+def _state_after_refusal(state: HostSearch, answer: ClaimResult) -> HostSearch:
     """The claim can never be granted: to this project, this consumer, or at all."""
     match answer.outcome:
         case ClaimOutcome.OVER_QUOTA:
-            stopped = PlacementRefused("quota.exceeded", f"project {state.request.project_id}, {answer.reason}")
+            stopped = HostSearchRefused("quota.exceeded", f"project {state.request.project_id}, {answer.reason}")
         case ClaimOutcome.CONSUMER_CONFLICT:
-            is_fenced = answer.consumer_generation is None and not answer.reason
-            reason = answer.reason or (DELETED if is_fenced else FOREIGN)
-            stopped = PlacementRefused(CONSUMER_CONFLICT, reason, was_deleted=is_fenced)
+            was_released = answer.consumer_generation is None and not answer.reason
+            reason = answer.reason or (DELETED if was_released else FOREIGN)
+            stopped = HostSearchRefused(CONSUMER_CONFLICT, reason, was_deleted=was_released)
         case _:
             reason = answer.reason or "placement can never accept this claim"
-            stopped = PlacementRefused("claim.invalid", reason)
+            stopped = HostSearchRefused("claim.invalid", reason)
     return replace(state, result=stopped)
 
 

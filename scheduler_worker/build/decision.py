@@ -1,4 +1,4 @@
-"""The conclusion about a build from its placement: the retry of its request, or a decision with the command to its
+"""The conclusion about a build from its host search: the retry of its request, or a decision with the command to its
 cell. Pure.
 """
 
@@ -16,17 +16,17 @@ from bus.contracts.cell import CellBuild, CellBuildQuery, InstanceSpec
 from bus.contracts.stages import StageTimes
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.build.gang import needed
-from scheduler_worker.build.pending_build import PendingBuild
-from scheduler_worker.build.placement_state import (
+from scheduler_worker.build.host_search import (
     ClaimsContended,
     ClaimUnlocatable,
     DecidedResult,
     GangIncomplete,
     HostClaimed,
-    PlacementRefused,
-    PlacementRequest,
-    PlacementResult,
+    HostSearchRefused,
+    HostSearchRequest,
+    HostSearchResult,
 )
+from scheduler_worker.build.pending_build import PendingBuild
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.placement_client import PlacementUnavailable
 from scheduler_worker.records.build_record import (
@@ -52,11 +52,11 @@ INCOMPLETE = "gang.incomplete"
 
 
 class PlacedBuild(Struct, frozen=True):
-    """A build with the result of its placement."""
+    """A build with the result of its host search."""
 
     pending: PendingBuild
-    request: PlacementRequest
-    result: PlacementResult
+    request: HostSearchRequest
+    result: HostSearchResult
 
 
 class DecidedBuild(Struct, frozen=True):
@@ -150,8 +150,8 @@ def conclude(members: Sequence[PlacedBuild], actor: Actor) -> list[tuple[Pending
     return concluded
 
 
-def _retry_of(pending: PendingBuild, result: PlacementResult) -> Outcome | None:
-    """How a placement is tried again: with its request, or after the last retry of that from its record, which stays
+def _retry_of(pending: PendingBuild, result: HostSearchResult) -> Outcome | None:
+    """How a search is tried again: with its request, or after the last retry of that from its record, which stays
     open (`silence_rules`): what is held on a host that is not reported yet may run there. None: its result is final.
     """
     delivery = pending.delivery
@@ -174,7 +174,7 @@ def decision(request: BuildRequest, spec: RequestSpec, result: DecidedResult, ac
             decided = _dispatched(request, result, actor)
         case NoValidHost():
             decided = _failed(request, NO_HOST, message_of(spec, result.funnel), actor, funnel=result.funnel)
-        case PlacementRefused():
+        case HostSearchRefused():
             decided = _failed(request, result.code, result.reason, actor)
         case ClaimsContended():
             reason = f"{result.claims} claims in the last delivery alone were lost to others, after every retry"

@@ -14,7 +14,7 @@ from bus.contracts.placement import GroupPolicy
 from placement_worker.replica.request import QueryTooWide
 from scheduler_worker.build.claim_answer import refusal_step, search_again_or_end
 from scheduler_worker.build.gang import by_gang, largest_first, share_gang_results
-from scheduler_worker.build.placement_state import PlacementState
+from scheduler_worker.build.host_search import HostSearch
 from scheduler_worker.hosts.host_table import Rows
 from scheduler_worker.selection.choice import MAX_OPTIONS, NONE_FULL, CellBatching, Choice
 from scheduler_worker.selection.ranking import GroupExclusions, Ranking
@@ -57,7 +57,7 @@ class DecisionRound:
         """The number of hosts in each ranking that was made."""
         return [*self._candidates, *map(len, self.rankings.values())]
 
-    def in_parts(self, states: Sequence[PlacementState], decided: list[PlacementState]) -> Iterator[None]:
+    def in_parts(self, states: Sequence[HostSearch], decided: list[HostSearch]) -> Iterator[None]:
         """Decide all of the states into `decided`, in their order. At each yield the caller lets others run.
 
         The choices made until then are assumed; a caller that does not go on takes them back.
@@ -80,7 +80,7 @@ class DecisionRound:
             self._candidates = self.candidates
             self.rankings.clear()
 
-    def decide(self, state: PlacementState) -> PlacementState:
+    def decide(self, state: HostSearch) -> HostSearch:
         """The state with a choice to claim, or with the result when nothing fits."""
         try:
             state = self.choose(state)
@@ -88,7 +88,7 @@ class DecisionRound:
         except QueryTooWide as error:  # the traits of a flavor combine in too many ways to search them all
             return refusal_step(state, error.code, str(error))
 
-    def decide_gang(self, states: Sequence[PlacementState]) -> Generator[None, None, list[PlacementState]]:
+    def decide_gang(self, states: Sequence[HostSearch]) -> Generator[None, None, list[HostSearch]]:
         """`decide` for the members of one gang, in parts: each sees where the earlier members are. In their order."""
         members = largest_first(share_gang_results(states))
         try:
@@ -103,14 +103,14 @@ class DecisionRound:
             after.append(one if one.choice is not None else self._nothing_fits(one))
         return after
 
-    def _choose_each(self, members: Sequence[PlacementState]) -> Generator[None, None, list[PlacementState]]:
+    def _choose_each(self, members: Sequence[HostSearch]) -> Generator[None, None, list[HostSearch]]:
         chosen = []
         for one in members:
             yield from self._pause()
             chosen.append(self.choose(one))
         return chosen
 
-    def _choose_one_host(self, members: list[PlacementState]) -> Generator[None, None, list[PlacementState]]:
+    def _choose_one_host(self, members: list[HostSearch]) -> Generator[None, None, list[HostSearch]]:
         """Choices on one host: the first host that takes all of the members, or else the tried host that takes most."""
         # Hosts with room for most members are tried first, and none with room for no more than a tried one took. A part
         # may end between two hosts: then no member has a host.
@@ -140,8 +140,8 @@ class DecisionRound:
         return best
 
     def _try_one_host(
-        self, members: Sequence[PlacementState], passed_over: Mapping[str, str], *, least: int
-    ) -> list[PlacementState]:
+        self, members: Sequence[HostSearch], passed_over: Mapping[str, str], *, least: int
+    ) -> list[HostSearch]:
         """The members with their choices on the host that may take the most; nothing if none may take so many."""
         first, *others = members
         ranking = self._most_free(members, passed_over, least)
@@ -155,9 +155,7 @@ class DecisionRound:
             self.rankings.pop(_key_excluding(one), None)  # it was made of the first member's host
         return chosen
 
-    def _most_free(
-        self, members: Sequence[PlacementState], passed_over: Mapping[str, str], least: int
-    ) -> Ranking | None:
+    def _most_free(self, members: Sequence[HostSearch], passed_over: Mapping[str, str], least: int) -> Ranking | None:
         """The hosts that may take the most of the members; None: no host may take so many."""
         first = members[0]
         self._charge_search()
@@ -169,14 +167,14 @@ class DecisionRound:
         most = int(room.max(initial=0))
         return None if most < least else self._rank(first.spec, among=view.rows[room == most])
 
-    def _take_back(self, members: Sequence[PlacementState]) -> None:
+    def _take_back(self, members: Sequence[HostSearch]) -> None:
         """Undo these choices."""
         for one in members:
             self._replica.drop_assumed(one.request.instance_uuid)
             self._placed_of(one).clear()
         self._exclusions.clear()  # hosts that were full are not
 
-    def choose(self, state: PlacementState) -> PlacementState:
+    def choose(self, state: HostSearch) -> HostSearch:
         """The state with its choice, assumed; without one when no host fits. Raises QueryTooWide."""
         self._cost += 1
         state, choice = self._same_host(state)
@@ -210,7 +208,7 @@ class DecisionRound:
         self._charge_search()
         return self._selector.rank(spec, self._rng, self._batches, among=among)
 
-    def _nothing_fits(self, state: PlacementState) -> PlacementState:
+    def _nothing_fits(self, state: HostSearch) -> HostSearch:
         after = search_again_or_end(state, self._selector)
         if after.result is not None:
             self._charge_search()
@@ -219,7 +217,7 @@ class DecisionRound:
     def _charge_search(self) -> None:
         self._cost += RANKING_COST + len(self._replica.rows_of_roots()) // HOSTS_PER_CHOICE
 
-    def _group_exclusions(self, state: PlacementState) -> GroupExclusions | None:
+    def _group_exclusions(self, state: HostSearch) -> GroupExclusions | None:
         """The hosts that a member of an anti-affinity group may not use; None: its peers matter for its ranking too.
 
         With them it shares the ranking of all requests like it, so a member costs the same as any other request.
@@ -239,7 +237,7 @@ class DecisionRound:
         exclusions.learn(related.members)
         return exclusions
 
-    def _seen_by(self, state: PlacementState) -> RequestSpec:
+    def _seen_by(self, state: HostSearch) -> RequestSpec:
         """The spec of a gang's member: its server group also counts the members that this round has
         placed before it.
         """
@@ -254,12 +252,12 @@ class DecisionRound:
             return replace(spec.only_on(tuple(placed)), key=_key_excluding(state))
         return spec
 
-    def _placed_of(self, state: PlacementState) -> dict[str, int]:
+    def _placed_of(self, state: HostSearch) -> dict[str, int]:
         group = state.request.server_group
         assert group is not None
         return self._placed.setdefault((state.request.project_id, group.uuid), {})
 
-    def _same_host(self, state: PlacementState) -> tuple[PlacementState, Choice | None]:
+    def _same_host(self, state: HostSearch) -> tuple[HostSearch, Choice | None]:
         """The host whose tree had changed, if it still fits as it is now; otherwise the host is rejected."""
         if not state.same_host:
             return state, None
@@ -271,19 +269,19 @@ class DecisionRound:
             return state, replace(chosen, selected=replace(host, row=row, options=found))
         return replace(state, rejected={**state.rejected, host.uuid: "claim.conflict"}), None
 
-    def _assume(self, state: PlacementState, choice: Choice) -> None:
+    def _assume(self, state: HostSearch, choice: Choice) -> None:
         self._replica.assume(state.request.instance_uuid, choice.selected.options[0].allocations)
         if state.request.server_group is not None:
             placed = self._placed_of(state)
             placed[choice.selected.uuid] = placed.get(choice.selected.uuid, 0) + 1
 
 
-def _key_excluding(state: PlacementState) -> tuple[str, ...]:
+def _key_excluding(state: HostSearch) -> tuple[str, ...]:
     """The key of alike members of a gang that have to be where its first member is: they share a ranking."""
     assert state.gang is not None
     return (state.spec.flavor, "beside", state.gang.uuid)
 
 
-def _placed_count(members: Sequence[PlacementState]) -> int:
+def _placed_count(members: Sequence[HostSearch]) -> int:
     """How many members have a host."""
     return sum(one.choice is not None for one in members)

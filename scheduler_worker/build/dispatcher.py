@@ -26,8 +26,8 @@ from scheduler_worker.build.decision import (
     group_by_request,
     outbox_messages,
 )
+from scheduler_worker.build.host_search import HostSearchRequest, unlocatable_after_fault
 from scheduler_worker.build.pending_build import PendingBuild
-from scheduler_worker.build.placement_state import PlacementRequest, unlocatable_after_fault
 from scheduler_worker.build.placer import Placer
 from scheduler_worker.build.quota import rooms_of
 from scheduler_worker.build.recovered_claim import unlocatable_claim
@@ -107,17 +107,17 @@ class Dispatcher:
 
     async def _prepare(
         self, builds: Sequence[PendingBuild]
-    ) -> tuple[list[tuple[PendingBuild, PlacementRequest]], list[tuple[PendingBuild, Conclusion]]]:
+    ) -> tuple[list[tuple[PendingBuild, HostSearchRequest]], list[tuple[PendingBuild, Conclusion]]]:
         """The builds to place, and the conclusions about the others."""
         actor = Actor(self._who, self._clock.time())
-        placing: list[tuple[PendingBuild, PlacementRequest]] = []
+        placing: list[tuple[PendingBuild, HostSearchRequest]] = []
         concluded: list[tuple[PendingBuild, Conclusion]] = []
         limits = await rooms_of(self._store, self._selector, {one.request.project_id for one in builds})
         async for some in YieldingParts(builds, BUILDS_AT_ONCE):
             for pending in some:
                 spec = self._selector.request_spec(pending.request) if pending.delivery.refusal is None else None
                 if isinstance(spec, RequestSpec):
-                    request = PlacementRequest(
+                    request = HostSearchRequest(
                         request=pending.request,
                         spec=spec,
                         claim_owner=pending.claim_owner,

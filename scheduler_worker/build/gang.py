@@ -14,23 +14,23 @@ from bus.consuming.outcome import Done, Outcome
 from bus.contracts.build import BuildAccepted
 from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, GroupPolicy
 from placement_worker.replica.request import total_resources
-from scheduler_worker.build.pending_build import Admission, Answered, PendingBuild
-from scheduler_worker.build.placement_state import (
+from scheduler_worker.build.host_search import (
     GangIncomplete,
     HostClaimed,
-    PlacementRefused,
-    PlacementResult,
-    PlacementState,
+    HostSearch,
+    HostSearchRefused,
+    HostSearchResult,
 )
+from scheduler_worker.build.pending_build import Admission, Answered, PendingBuild
 from scheduler_worker.placement_client import PlacementUnavailable
 from scheduler_worker.records.build_record import DELETE_REQUESTED, Gang
 
 EXCLUDED = "gang.left_out"
 
 
-def by_gang(states: Iterable[PlacementState]) -> list[list[PlacementState]]:
+def by_gang(states: Iterable[HostSearch]) -> list[list[HostSearch]]:
     """Attempts in their order, those of one gang (which stand side by side) as one list, any other alone."""
-    grouped: list[list[PlacementState]] = []
+    grouped: list[list[HostSearch]] = []
     before: str | None = None
     for one in states:
         gang = None if one.gang is None else one.gang.uuid
@@ -42,7 +42,7 @@ def by_gang(states: Iterable[PlacementState]) -> list[list[PlacementState]]:
     return grouped
 
 
-def largest_first(states: Sequence[PlacementState]) -> list[PlacementState]:
+def largest_first(states: Sequence[HostSearch]) -> list[HostSearch]:
     """In the order in which members choose: large members first, because the fewest hosts fit them.
 
     Sizes: the sum of all amounts.
@@ -66,7 +66,7 @@ def _with_first_options(claim: Claim, room: int) -> Claim:
     return replace(claim, options=claim.options[: max(fitting, 1)])
 
 
-def share_gang_results(states: Sequence[PlacementState]) -> list[PlacementState]:
+def share_gang_results(states: Sequence[HostSearch]) -> list[HostSearch]:
     """The members of an affinity gang, each with the rejected hosts and group members that any of them has found."""
     if not states[0].spec.has_policy(GroupPolicy.AFFINITY):
         return list(states)
@@ -80,25 +80,25 @@ def share_gang_results(states: Sequence[PlacementState]) -> list[PlacementState]
     return [replace(one, rejected=rejected, spec=one.spec.with_members(members)) for one in states]
 
 
-def apply_gang_results(states: Sequence[PlacementState]) -> list[PlacementState]:
+def apply_gang_results(states: Sequence[HostSearch]) -> list[HostSearch]:
     """The states, in their order, with what one member's result means for its gang. Without placement's answer for one
     the whole gang is tried again. Members with claims of an earlier claim owner: that one has decided which start. Too
     few left: none starts.
     """
-    after: list[PlacementState] = []
+    after: list[HostSearch] = []
     for members in by_gang(states):
         gang = members[0].gang
         after += members if gang is None else _with_results_of_gang(gang, members)
     return after
 
 
-def _with_results_of_gang(gang: Gang, members: list[PlacementState]) -> list[PlacementState]:
+def _with_results_of_gang(gang: Gang, members: list[HostSearch]) -> list[HostSearch]:
     open_ = [one for one in members if one.result is None]
     unanswered = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
     if unanswered is not None:
         return [replace(one, result=unanswered) if one.result is None else one for one in members]
     if any(isinstance(one.result, HostClaimed) for one in members):
-        left = PlacementRefused(EXCLUDED, f"an earlier claim owner of the request started gang {gang.uuid} without it")
+        left = HostSearchRefused(EXCLUDED, f"an earlier claim owner of the request started gang {gang.uuid} without it")
         return [replace(one, result=left) if one.result is None else one for one in members]
     if len(open_) >= needed(gang, [one.result for one in members]):
         return members
@@ -108,13 +108,13 @@ def _with_results_of_gang(gang: Gang, members: list[PlacementState]) -> list[Pla
     ]
 
 
-def needed(gang: Gang, results: Sequence[PlacementResult | None]) -> int:
+def needed(gang: Gang, results: Sequence[HostSearchResult | None]) -> int:
     """How many members must start together: of those that a delete has taken out meanwhile none."""
-    withdrawn = sum(isinstance(one, PlacementRefused) and one.was_deleted for one in results)
+    withdrawn = sum(isinstance(one, HostSearchRefused) and one.was_deleted for one in results)
     return min(gang.min_count, max(gang.size - withdrawn, 1))
 
 
-def claimable(states: Iterable[PlacementState]) -> list[list[PlacementState]]:
+def claimable(states: Iterable[HostSearch]) -> list[list[HostSearch]]:
     """The gangs among attempts without a result that are claimed in this round: each member has chosen."""
     gangs = [members for members in by_gang(states) if members[0].gang is not None]
     return [members for members in gangs if all(one.choice is not None for one in members)]
@@ -140,7 +140,7 @@ def remaining_gangs(
     return {uuid: gang if gang.min_count else None for uuid, gang in left.items()}
 
 
-def merged(states: Sequence[PlacementState], newer: Iterable[PlacementState]) -> list[PlacementState]:
+def merged(states: Sequence[HostSearch], newer: Iterable[HostSearch]) -> list[HostSearch]:
     """The states in their order, as they are by now."""
     after = {one.request.instance_uuid: one for one in newer}
     return [after.get(one.request.instance_uuid, one) for one in states]

@@ -13,7 +13,7 @@ from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, member_uuids
 from bus.contracts.stages import StageTimes
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker.build.placement_state import HostClaimed
+from scheduler_worker.build.host_search import HostClaimed
 from scheduler_worker.records.build_record import (
     ACCEPTED,
     FAILED_OR_REFUSED,
@@ -230,9 +230,9 @@ def _group_refusal(request: BuildRequest, config: SelectorConfig) -> Refusal | N
 
 
 def expand_gang(pending: PendingBuild, start: int) -> list[PendingBuild]:
-    """A request as its members, at positions from `start` on: itself, if it is for one machine.
+    """A request as its members, at positions from `start` on: itself, if it is for one instance.
 
-    Each is a request for one machine, with the digest of the whole; the same request has the same members.
+    Each is a request for one instance, with the digest of the whole; the same request has the same members.
     """
     request = pending.request
     if request.members == 1:

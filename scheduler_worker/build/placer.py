@@ -22,15 +22,15 @@ from scheduler_worker.build.claim_answer import apply_recovered, step
 from scheduler_worker.build.claim_ownership import ClaimOwnership
 from scheduler_worker.build.decision_round import DecisionRound
 from scheduler_worker.build.gang import apply_gang_results, claimable, merged, within_bounds
-from scheduler_worker.build.placement_state import (
+from scheduler_worker.build.host_search import (
     HostClaimed,
-    PlacementRequest,
-    PlacementResult,
-    PlacementState,
+    HostSearch,
+    HostSearchRequest,
+    HostSearchResult,
     build_claim,
     has_no_host,
     matches_allocation,
-    new_placement_state,
+    new_host_search,
     result_of,
     result_of_fault,
     unlocatable_after_fault,
@@ -90,12 +90,12 @@ class Placer:
             lasts_s=CLAIM_DEADLINE_S,
         )
         self._spread = Spread()
-        self._batches = CellBatching()
+        self._batches = CellBatching(config.equal_hosts_per_cell)
         self._deciding = asyncio.Lock()  # passes in parts one after another: each sees the choices before it
 
-    async def place(self, requests: Sequence[PlacementRequest]) -> list[PlacementResult]:
+    async def place(self, requests: Sequence[HostSearchRequest]) -> list[HostSearchResult]:
         """Decide and claim in rounds until each request has a result; returns the results in order."""
-        states = [new_placement_state(one, self._selector) for one in requests]
+        states = [new_host_search(one, self._selector) for one in requests]
         states = apply_gang_results(await self._with_related(states))
 
         async def next_round() -> bool:
@@ -108,9 +108,9 @@ class Placer:
             states = await self._recover(states)
         return [result_of(state) for state in states]
 
-    async def located(self, requests: Sequence[PlacementRequest]) -> list[RequestSpec]:
+    async def located(self, requests: Sequence[HostSearchRequest]) -> list[RequestSpec]:
         """The spec of each request, with where the instances are that it depends on. Raises PlacementUnavailable."""
-        states = await self._with_related([new_placement_state(one, self._selector) for one in requests])
+        states = await self._with_related([new_host_search(one, self._selector) for one in requests])
         for state in states:
             if state.result is not None:
                 raise PlacementUnavailable(f"the peers of {state.request.instance_uuid} are not known")
@@ -122,8 +122,8 @@ class Placer:
         """
         return any(one.claim_owner == claim_owner for one in (await self._ownership.allocations_of(instances)).values())
 
-    async def _round(self, states: Sequence[PlacementState]) -> list[PlacementState]:
-        """One round for all placements without a result: decide, claim them together, apply the answers."""
+    async def _round(self, states: Sequence[HostSearch]) -> list[HostSearch]:
+        """One round for all searches without a result: decide, claim them together, apply the answers."""
         after = list(states)
         try:
             after = await self._decide(states)
@@ -136,7 +136,7 @@ class Placer:
                     answers = await (self._with_gangs(claims, gangs) if gangs else self._claims.submit(claims))
                     claimed = [*singles, *itertools.chain.from_iterable(gangs)]
                     now, lost = self._clock.time(), 0
-                    answered: list[PlacementState] = []
+                    answered: list[HostSearch] = []
                     async for part in YieldingParts(zip(claimed, answers, strict=True), ANSWERS_AT_ONCE):
                         for state, answer in part:
                             lost += isinstance(answer, ClaimResult) and answer.outcome in CONTENDED
@@ -156,9 +156,9 @@ class Placer:
                 metrics_module.DECISIONS.labels("no_host").inc()
         return after
 
-    async def _decide(self, states: Sequence[PlacementState]) -> list[PlacementState]:
+    async def _decide(self, states: Sequence[HostSearch]) -> list[HostSearch]:
         """One pass, in parts: each choice is assumed, so that the next one sees it."""
-        unresolved, decided = [state for state in states if state.result is None], list[PlacementState]()
+        unresolved, decided = [state for state in states if state.result is None], list[HostSearch]()
         selector = self._selector
         config = selector.config.settings  # in force: the settings, with the objects that operators have defined since
         selector.assumed.drop_confirmed()
@@ -179,7 +179,7 @@ class Placer:
             return apply_gang_results(merged(states, decided))
 
     async def _with_gangs(
-        self, claims: Sequence[Claim], gangs: Sequence[Sequence[PlacementState]]
+        self, claims: Sequence[Claim], gangs: Sequence[Sequence[HostSearch]]
     ) -> list[ClaimResult | Fault]:
         """Submit claims, and those of each gang's members together; the answers in order."""
         of_gangs = [[build_claim(one) for one in members] for members in gangs]
@@ -193,7 +193,7 @@ class Placer:
 
     # --- what depends on other instances
 
-    async def _with_related(self, states: list[PlacementState]) -> list[PlacementState]:
+    async def _with_related(self, states: list[HostSearch]) -> list[HostSearch]:
         """Query where the instances are that requests depend on; without an answer the request is tried again."""
         to_locate = [state for state in states if has_related(state.request)]
         if not to_locate:
@@ -202,7 +202,7 @@ class Placer:
         requests = [locate_requests(one.request, named or ()) for one, named in zip(to_locate, members, strict=True)]
         distinct = list(dict.fromkeys(itertools.chain.from_iterable(requests)))
         pages = dict(zip(distinct, await self._claims.locate(distinct), strict=True))
-        answered: dict[str, PlacementState] = {}
+        answered: dict[str, HostSearch] = {}
         for state, asked, named in zip(to_locate, requests, members, strict=True):
             uuid = state.request.instance_uuid
             found_on: list[LocatePage] = []
@@ -216,7 +216,7 @@ class Placer:
                 answered[uuid] = replace(state, spec=spec)
         return [answered.get(state.request.instance_uuid, state) for state in states]
 
-    async def _recover(self, states: list[PlacementState]) -> list[PlacementState]:
+    async def _recover(self, states: list[HostSearch]) -> list[HostSearch]:
         """The claims that instances hold, where no claim of this pass was granted: by another scheduler, or for a
         request whose record is lost, as after a restore. They may be why there is no room.
         """
@@ -224,7 +224,7 @@ class Placer:
         held = await self._ownership.reassign_to(
             {(one.request.instance_uuid, one.request.project_id): one.claim_owner for one in unverified}
         )
-        after: list[PlacementState] = []
+        after: list[HostSearch] = []
         for state in unverified:
             found_now = held.get(state.request.instance_uuid)
             if isinstance(found_now, Fault):

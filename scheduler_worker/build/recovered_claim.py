@@ -13,14 +13,14 @@ from bus.contracts.placement import ClaimOption, ClaimResult
 from bus.contracts.placement_queries import ConsumerRecord
 from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.sharing import sharing_of
-from scheduler_worker.build.placement_state import (
+from scheduler_worker.build.host_search import (
     IGNORED,
     ClaimUnlocatable,
     ConfirmedClaim,
     HostClaimed,
-    PlacementResult,
-    PlacementState,
-    PlacementStep,
+    HostSearch,
+    HostSearchResult,
+    HostSearchStep,
 )
 from scheduler_worker.records.build_record import FIRST_ATTEMPT
 from scheduler_worker.selection.choice import Choice, RankedHost, Weights
@@ -39,8 +39,8 @@ class RecoveredClaim(Struct, frozen=True):
 
 
 def claimed(
-    state: PlacementState, choice: Choice, option: int, answer: ClaimResult, selector: Selector, *, now: float
-) -> PlacementStep:
+    state: HostSearch, choice: Choice, option: int, answer: ClaimResult, selector: Selector, *, now: float
+) -> HostSearchStep:
     """Build where the claim is: on the chosen host, with one of the options that were offered."""
     selected = choice.selected
     result = _host_claimed(
@@ -55,22 +55,22 @@ def claimed(
         weights=choice.weights_of_hosts,
     )
     instead = selected.options[option].allocations if option else None
-    return PlacementStep(replace(state, result=result), ConfirmedClaim(answer.generations, answer.sequence, instead))
+    return HostSearchStep(replace(state, result=result), ConfirmedClaim(answer.generations, answer.sequence, instead))
 
 
 def recovered(
-    state: PlacementState, candidates: Sequence[RankedHost], claim: RecoveredClaim, selector: Selector, *, now: float
-) -> PlacementStep:
+    state: HostSearch, candidates: Sequence[RankedHost], claim: RecoveredClaim, selector: Selector, *, now: float
+) -> HostSearchStep:
     """Build where a claim is held: it is what counts."""
     main = _recovered_selection(claim.allocations, selector)
     if main is None:
         reason = "an earlier claim of this request holds a host that no compute service reports"
-        return PlacementStep(replace(state, result=ClaimUnlocatable(reason)))
+        return HostSearchStep(replace(state, result=ClaimUnlocatable(reason)))
     if state.external is not None and state.spec.query.groups:
         option = _matching_option(state, main.host_uuid, main.allocations, selector)
         if option is None:
             reason = "an earlier claim of this request holds what does not satisfy it any more"
-            return PlacementStep(replace(state, result=ClaimUnlocatable(reason)))
+            return HostSearchStep(replace(state, result=ClaimUnlocatable(reason)))
         # Nova binds its ports and devices by which provider satisfies which group.
         main = replace(main, mappings=option.mappings)
     cell = selector.cell_of(main.host_uuid)
@@ -78,11 +78,11 @@ def recovered(
     alternates = alternates[: state.max_alternates]
     passed = len(alternates) + 1
     result = _host_claimed(state, main, alternates, claim, selector, now=now, passed=passed, score=0.0)
-    return PlacementStep(replace(state, result=result, recovered=main.host))
+    return HostSearchStep(replace(state, result=result, recovered=main.host))
 
 
 def _host_claimed(
-    state: PlacementState,
+    state: HostSearch,
     main: Selection,
     alternates: Sequence[RankedHost],
     claim: RecoveredClaim,
@@ -92,7 +92,7 @@ def _host_claimed(
     passed: int,
     score: float,
     weights: Mapping[str, Weights] | None = None,
-) -> PlacementResult:
+) -> HostSearchResult:
     cell = selector.cell_of(main.host_uuid)
     if cell is None and state.external is not None and main.service:
         # Where it was chosen: another control plane can release a claim that it is told of, and no other.
@@ -142,7 +142,7 @@ def _recovered_selection(allocations: Mapping[str, Mapping[str, int]], selector:
 
 
 def _matching_option(
-    state: PlacementState, host: str, allocations: Mapping[str, Mapping[str, int]], selector: Selector
+    state: HostSearch, host: str, allocations: Mapping[str, Mapping[str, int]], selector: Selector
 ) -> ClaimOption | None:
     """The way in which what is held on a host satisfies the request; None: it does not."""
     row = selector.replica.row_of(host)
@@ -154,7 +154,7 @@ def _matching_option(
 
 
 def external_part(
-    state: PlacementState, allocations: Mapping[str, Mapping[str, int]], selector: Selector
+    state: HostSearch, allocations: Mapping[str, Mapping[str, int]], selector: Selector
 ) -> Mapping[str, Mapping[str, int]]:
     """What the instance of a foreign control plane holds for this request: on one host, and of what that shares."""
     # It may also hold what another call has left: the source of an evacuation, which the request ignores; after two of

@@ -131,19 +131,21 @@ def _classes_of(kind: ObjectKind, body: Mapping[str, Any] | None) -> set[str]:
     return set()
 
 
-def zones_that_move(
+def zone_change_refusal(
     before: Mapping[str, Sequence[str]], after: Mapping[str, Sequence[str]], in_use: Sequence[str]
 ) -> str | None:
     """Why a change of aggregates is refused: it takes hosts with instances out of a zone. None: it does not.
 
     before, after: {host: its zones}, any of which an instance may have requested; in_use: hosts with allocations.
     """
-    moved = sorted(host for host in in_use if set(before[host]) - set(after[host]))
-    if not moved:
+    changed = sorted(host for host in in_use if set(before[host]) - set(after[host]))
+    if not changed:
         return None
-    shown = ", ".join(f"{host} ({' and '.join(before[host])} to {' and '.join(after[host])})" for host in moved[:NAMED])
-    more = f" and {len(moved) - NAMED} more" if len(moved) > NAMED else ""
-    hosts = "1 host" if len(moved) == 1 else f"{len(moved)} hosts"
+    shown = ", ".join(
+        f"{host} ({' and '.join(before[host])} to {' and '.join(after[host])})" for host in changed[:NAMED]
+    )
+    more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
+    hosts = "1 host" if len(changed) == 1 else f"{len(changed)} hosts"
     return (
         f"{hosts} with instances would be in another availability zone: {shown}{more}; drain them first, or force the "
         "change"

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from bus.contracts.objects import ZONE_KEY, Aggregate
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.objects.effective_config import zones_that_move
+from scheduler_worker.objects.effective_config import zone_change_refusal
 from scheduler_worker.selection.host_view import HostsView, Membership, in_use
 from scheduler_worker.selection.selector import Selector
 
@@ -67,4 +67,4 @@ def zones_after_removal(selector: Selector, after: SchedulerConfig) -> str | Non
     replica, used = view.replica, in_use(view.replica, view.rows)
     before = zones_of_each(view, selector.config.settings.default_availability_zone)
     then = zones_of_each(zones_after(selector, after), after.default_availability_zone)
-    return zones_that_move(before, then, [replica.name_of(row) for row in view.rows[used].tolist()])
+    return zone_change_refusal(before, then, [replica.name_of(row) for row in view.rows[used].tolist()])

@@ -1,4 +1,4 @@
-"""Answers queries on queue `scheduler.records` from the database: builds, moves, drains, objects."""
+"""Answers queries on queue `scheduler.records` from the database: builds, actions, drains, objects."""
 
 from __future__ import annotations
 

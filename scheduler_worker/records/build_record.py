@@ -29,8 +29,8 @@ from bus.contracts.stages import StageTimes
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.records.request_record import RecordedRequest, is_newer
 
-# The scheduler's own sequence numbers, of builds and of moves; a conductor starts at 10, so the stream of one instance
-# always rises.
+# The scheduler's own sequence numbers, of builds and of actions; a conductor starts at 10, so the stream of one
+# instance always rises.
 ACCEPTED, SCHEDULED, FAILED_OR_REFUSED, DELETED = 1, 2, 3, 4
 
 UNLOCATABLE = "claim.unlocatable"  # a claim is held on a host that no compute service reports, and of no known cell
@@ -108,7 +108,7 @@ def as_it_is(record: BuildRecord, instance: SinceBuild | None) -> BuildRecord:
 
 class RecordedBuild(RecordedRequest, frozen=True, kw_only=True):
     """The part of a build's record that a cell's event is compared with. Its sequence is that of the newest event about
-    the instance, which may be a move's.
+    the instance, which may be an action's.
     """
 
     state: BuildState

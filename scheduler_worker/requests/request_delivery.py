@@ -1,5 +1,5 @@
-"""How a request of a build, a delete or a move came: by which delivery, and whether another may follow. What a delivery
-has done is on record; a claim for a lost record is not, and has the claim owner of the message. Pure.
+"""How a request of a build, a delete or an action came: by which delivery, and whether another may follow. What a
+delivery has done is on record; a claim for a lost record is not, and has the claim owner of the message. Pure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bus.contracts.queues import BY_QUEUE
 from bus.faults import Transient
 
 DEAD_LETTERS = "scheduler.dead_letters"
-RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)  # of `scheduler.changes` as well
+MAX_RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)  # of `scheduler.changes` as well
 # A request may overtake the one that it refers to, on the way to another scheduler: that is looked for this often.
 OVERTAKES = 2
 HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been reported yet")
@@ -32,7 +32,7 @@ HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been reported yet")
 class RequestDelivery(Struct, frozen=True, kw_only=True):
     """How a request came."""
 
-    attempt: int = 0  # how often its queue has had it retried
+    retries: int = 0  # how often its queue has had it retried
     # no delivery of it was before, so none has claimed for it (another copy that has is delivered again, and reads its
     # end)
     is_first: bool = True
@@ -49,7 +49,7 @@ class RequestDelivery(Struct, frozen=True, kw_only=True):
     @property
     def may_be_out_of_order(self) -> bool:
         """Whether what it refers to may not be on record yet."""
-        return self.attempt < OVERTAKES and not self.last
+        return self.retries < OVERTAKES and not self.last
 
     @property
     def is_abandoned(self) -> bool:
@@ -74,16 +74,16 @@ def waits(fault: Transient) -> RetryWhenAvailable:
     return RetryWhenAvailable(fault.code, str(fault))
 
 
-LAST = RequestDelivery(attempt=RETRIES, last=True)
+LAST = RequestDelivery(retries=MAX_RETRIES, last=True)
 
 
-def resumed_delivery(attempt: int, *, is_warming_up: bool, last: bool = False) -> RequestDelivery:
-    """The delivery of a request that is on record and that no message carries on. attempt: as often as this was done.
+def resumed_delivery(retries: int, *, is_warming_up: bool, last: bool = False) -> RequestDelivery:
+    """The delivery of a request that is on record and that no message carries on. retries: as often as this was done.
     is_warming_up: this process has started a moment ago. last: it ends now, however often that was.
     """
-    last = last or attempt >= RETRIES
+    last = last or retries >= MAX_RETRIES
     return RequestDelivery(
-        attempt=attempt, is_first=False, has_dead_letter=False, last=last, awaits_hosts=is_warming_up and not last
+        retries=retries, is_first=False, has_dead_letter=False, last=last, awaits_hosts=is_warming_up and not last
     )
 
 
@@ -97,8 +97,8 @@ def classify_delivery(
     refusal = dead_letter_reason_of(received) or (DEAD_LETTERED_BY_BROKER if is_dead_letter else None)
     is_expired = refusal is EXPIRED_WAITING
     return replace(
-        resumed_delivery(received.meta.delivery_attempt, is_warming_up=is_warming_up, last=refusal is not None),
-        is_first=not (received.redelivered or received.meta.delivery_attempt or is_dead_letter),
+        resumed_delivery(received.meta.retries, is_warming_up=is_warming_up, last=refusal is not None),
+        is_first=not (received.redelivered or received.meta.retries or is_dead_letter),
         has_dead_letter=not is_dead_letter,
         refusal=None if is_expired else refusal,
         has_requester=received.meta.reply_to is not None,
@@ -109,7 +109,7 @@ def classify_delivery(
 
 def over_retry_limit(batch: Sequence[Received], least: int) -> set[int]:
     """The `id` of each message of a batch that its queue has had retried at least so often."""
-    return {id(received.message) for received in batch if received.meta.delivery_attempt >= least}
+    return {id(received.message) for received in batch if received.meta.retries >= least}
 
 
 def _always() -> bool:

@@ -24,7 +24,7 @@ def refused_build(uuid: str, project: str, refusal: Refusal, at: float, sequence
 def refused_action(
     request_id: str, uuid: str, project: str, kind: ActionKind | None, *, refusal: Refusal, at: float
 ) -> OutboxMessage:
-    """The terminal event of a move that is refused and changes no record."""
+    """The terminal event of an action that is refused and changes no record."""
     return OutboxMessage(API, refused_action_event(request_id, uuid, project, kind, refusal=refusal, at=at), request_id)
 
 

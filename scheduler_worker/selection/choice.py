@@ -32,22 +32,18 @@ class Spread(Struct, frozen=True):
         return max(least, round(self.lost * most))
 
 
-# Choices in one run. Longer runs would leave other cells idle at full load, and save little: a batch of this size costs
-# a third more than its items would in the largest batch.
-LARGEST_BATCH = 64
-
-
 class CellBatching:
     """The cell to choose in next among hosts of equal weight: one cell at a time, so that its batches are large
     (docs/concepts/performance.md). The next cell is the one used longest ago, so equal cells take equal shares. One per
-    scheduler; cells by their index in the host table.
+    scheduler; cells by their index in the host table. most: choices in a row from one cell.
     """
 
-    __slots__ = ("_batches", "_cell", "_last", "_remaining")
+    __slots__ = ("_batches", "_cell", "_last", "_most", "_remaining")
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._cell: int | None = None
-        self._remaining = LARGEST_BATCH  # choices in the current run
+        self._remaining = most  # choices in the current run
         self._batches = 0
         self._last: dict[int, int] = {}  # the number of each cell's last run; bounded by the cells
 
@@ -63,7 +59,7 @@ class CellBatching:
         """Count a choice of a host in this cell."""
         if cell != self._cell:
             self._batches += 1
-            self._cell, self._remaining = cell, LARGEST_BATCH
+            self._cell, self._remaining = cell, self._most
             self._last[cell] = self._batches
         self._remaining -= 1
         if not self._remaining:

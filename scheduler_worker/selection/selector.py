@@ -105,7 +105,7 @@ class Selector:
     def version(self) -> tuple[object, ...]:
         """A value that changes with all that decides which hosts pass, except usage, metrics and time that passes."""
         replica, table = self.replica, self.table
-        return (replica.spec_moves.end, replica.epoch, table.revision, table.disabled_cells, self.config.revision)
+        return (replica.spec_changes.end, replica.epoch, table.revision, table.disabled_cells, self.config.revision)
 
     def rank(
         self, spec: RequestSpec, rng: Random, batching: CellBatching | None = None, *, among: Rows | None = None

@@ -107,7 +107,7 @@ def update_build(
 
 
 def delete(table: MemoryBuildTable, builds: Sequence[str], actions: Sequence[str]) -> None:
-    """Delete builds with all that belongs to them, and moves."""
+    """Delete builds with all that belongs to them, and actions."""
     for uuid in builds:
         for column in (table.records, table.recorded, table.requested):
             column.pop(uuid, None)

@@ -1,4 +1,4 @@
-"""What operators define and ask, as rows: objects, the moves of drains, queries. The statements of the PostgreSQL
+"""What operators define and ask, as rows: objects, the actions of drains, queries. The statements of the PostgreSQL
 adapter, made by SQLAlchemy Core, and what the memory adapter keeps. A condition that a query does not name is no part
 of its statement, so that PostgreSQL plans for those that it has.
 """

@@ -31,12 +31,12 @@ from scheduler_worker.records.drain_record import BegunMoves, EndedRequest
 from scheduler_worker.records.object_records import ChangeActor, RecordedObjects
 
 ProjectsGroup: TypeAlias = tuple[str, str]  # (project, uuid of its server group)
-MAX_EXAMINED = 5_000  # rows that one page of a cell's instances, or the moves of one instance, are looked for in
+MAX_EXAMINED = 5_000  # rows that one page of a cell's instances, or the actions of one instance, are looked for in
 FIRST_UUID = "00000000-0000-0000-0000-000000000000"  # before every instance's
 
 
 class Purged(Struct, frozen=True):
-    """How many builds and moves one statement has deleted, and when the youngest of these builds was created."""
+    """How many builds and actions one statement has deleted, and when the youngest of these builds was created."""
 
     builds: int
     actions: int
@@ -190,7 +190,7 @@ class SchedulerStore(Flushed, Protocol):
         """The instances of these projects that have no host: offloaded, or between two hosts. Along an index."""
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
-        """Delete builds without a machine and moves that ended and last changed before this time (seconds since the
+        """Delete builds without a machine and actions that ended and last changed before this time (seconds since the
         epoch), oldest first, at most `limit` of each, builds from a creation time on; with a build its cell mapping.
         Builds that have a machine, or may get one, stay.
         """
@@ -231,7 +231,7 @@ class SchedulerStore(Flushed, Protocol):
         """The mark of a cell's database on record."""
 
     async def actions_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedAction]]:
-        """The newest moves of each of these that were not refused, up to a bound; of the newest MAX_EXAMINED."""
+        """The newest actions of each of these that were not refused, up to a bound; of the newest MAX_EXAMINED."""
 
     async def searched_to(self, query: BuildQuery) -> tuple[float, str] | None:
         """The last build that such a search looks at, and when it was requested; None: it looks at all."""

@@ -115,8 +115,8 @@ class RecoveryAnswers:
         return {uuid: InstanceSources(known[uuid, uuid], actions.get(uuid, ()), by_uuid) for uuid in uuids}
 
     async def _with_instance(self, cell: str, facts: Mapping[str, InstanceSources]) -> set[str]:
-        """Those of these consumers that are moves of instances of the cell, which name them. A client may have had an
-        instance built under the id of a move.
+        """Those of these consumers that are migrations of instances of the cell, which name them. A client may have had
+        an instance built under the id of one.
         """
         actions = {uuid: one.known.action for uuid, one in facts.items() if one.known.build is None}
         instances = sorted({action.instance_uuid for action in actions.values() if action is not None})

@@ -54,7 +54,7 @@ class InstanceSources(Struct, frozen=True):
 
     known: ActionContext
     actions: Sequence[RecordedAction]  # of the instance, the newest first
-    consumers: Mapping[str, ConsumerRecord]  # {uuid: what it holds}, of the instance and its moves
+    consumers: Mapping[str, ConsumerRecord]  # {uuid: what it holds}, of the instance and its migrations
 
 
 def known_record(

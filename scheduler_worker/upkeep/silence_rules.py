@@ -30,7 +30,7 @@ BUILD, DELETE = "build", "delete"
 
 
 class AwaitedRequest(Struct, frozen=True):
-    """A request without an end: a build, the delete of one, or a move."""
+    """A request without an end: a build, the delete of one, or an action."""
 
     request_id: str
     instance_uuid: str
@@ -51,8 +51,8 @@ class AwaitedRequest(Struct, frozen=True):
 
 
 def open_build(build: RecordedBuild) -> AwaitedRequest | None:
-    """The build, or its delete, if it has no end. Its id is its instance's. A delete waits while a move of its instance
-    is under way: a cell that has not received the instance yet would take it for deleted.
+    """The build, or its delete, if it has no end. Its id is its instance's. A delete waits while an action of its
+    instance is under way: a cell that has not received the instance yet would take it for deleted.
     """
     is_delete = build.state is BuildState.DELETING
     if build.state not in OPEN or (is_delete and build.now.under_way is not None):
@@ -62,7 +62,7 @@ def open_build(build: RecordedBuild) -> AwaitedRequest | None:
 
 
 def open_action(action: RecordedAction) -> AwaitedRequest | None:
-    """The move, if a cell has to end it."""
+    """The action, if a cell has to end it."""
     if action.terminal or action.cell is None:
         return None
     return AwaitedRequest(
@@ -170,7 +170,7 @@ def messages_to_cell(
 
 def _about_action(action: RecordedAction, known: ActionContext) -> tuple[Message, ...]:
     """Of an instance that is to be deleted, or is, its delete ends the action: a cell that was restored to the middle
-    of the move would wait for ever, with no machine. Where the instance has to arrive first, the delete follows it.
+    of the action would wait for ever, with no machine. Where the instance has to arrive first, the delete follows it.
     """
     command, build = None if action.transfer is None else action.transfer.command, known.build
     query = CellActionQuery(

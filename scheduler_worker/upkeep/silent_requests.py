@@ -1,5 +1,5 @@
-"""Asks cells about builds, deletes and moves that have had no event for long, and resends what was lost. Any number of
-schedulers do so side by side.
+"""Asks cells about builds, deletes and actions that have had no event for long, and resends what was lost. Any number
+of schedulers do so side by side.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = structlog.get_logger(__name__)
 
 LOOKS = 4  # passes in the time after which a cell is queried
 PAGE = 500  # requests read at a time
-MAX_READ = 10_000  # moves of one pass
+MAX_READ = 10_000  # actions of one pass
 MAX_EXAMINED = 5_000  # builds of one pass, in whatever state
 FROM_THE_FIRST = (0.0, FIRST_UUID)
 
@@ -76,7 +76,7 @@ class SilentRequests:
         self._who = process or "scheduler"
         self._watched: dict[RequestKey, Watched] = {}
         self._examined = FROM_THE_FIRST  # the last build of the page before
-        self._read = FIRST_UUID  # the last move of the pass before
+        self._read = FIRST_UUID  # the last action of the pass before
 
     @property
     def cells(self) -> set[str]:
@@ -94,10 +94,10 @@ class SilentRequests:
                 log.warning("requests.not_looked_at", code=fault.code, reason=str(fault))
 
     async def look(self) -> Watching:
-        """Look once at the next moves under way and builds, and at those that are watched. Raises Transient."""
+        """Look once at the next actions under way and builds, and at those that are watched. Raises Transient."""
         actions, read = await self._open_actions()
         requests = [*actions, *await self._open_builds()]
-        self._read = read  # not before: if the builds cannot be read, these moves are read again
+        self._read = read  # not before: if the builds cannot be read, these actions are read again
         if len(requests) > MAX_WATCHED:
             self._rng.shuffle(requests)  # each comes to its turn
         found = look(self._watched, requests, now_s=self._clock.monotonic(), pause_s=self._after_s)
@@ -114,7 +114,7 @@ class SilentRequests:
         return found
 
     async def _open_actions(self) -> tuple[list[AwaitedRequest], str]:
-        """The moves that are open, on from the last one of the pass before; those that are watched and were not come
+        """The actions that are open, on from the last one of the pass before; those that are watched and were not come
         to now; and the last one that was (FIRST_UUID: there are no more).
         """
         found: list[AwaitedRequest] = []

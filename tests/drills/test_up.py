@@ -61,7 +61,7 @@ def alive(pid: int) -> bool:
 
 
 def commands() -> Iterator[bytes]:
-    """Of every process of this machine."""
+    """Of every process of this computer."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
             yield path.read_bytes()

@@ -25,7 +25,7 @@ import bus.rabbitmq  # noqa: F401  (makes pamqp read with our functions)
 from bus.codec import (
     BATCH,
     JSON,
-    MAX_ATTEMPT,
+    MAX_RETRIES,
     Codec,
     Malformed,
     Packed,
@@ -140,7 +140,7 @@ class Amqp:
             if isinstance(read, Read):
                 again = msgspec.json.decode(pack(read.message, read.meta).body, type=type(read.message))
                 must(hostile.same(again, read.message), "a message is not what was read of it")
-                meta = structs.replace(read.meta, delivery_attempt=read.meta.delivery_attempt + 1)
+                meta = structs.replace(read.meta, retries=read.meta.retries + 1)
                 outgoing = single(pack(read.message, meta), "", f"{queue}.retry.0")
                 self._check_gathers(queue, pack(read.message, meta))
             else:
@@ -152,7 +152,7 @@ class Amqp:
 
     def _check_gathers(self, queue: str, packed: Packed) -> None:
         """A retry that may travel with others is read among them."""
-        if packed.meta.delivery_attempt <= MAX_ATTEMPT and may_batch(packed.meta):
+        if packed.meta.retries <= MAX_RETRIES and may_batch(packed.meta):
             together = batch([packed, packed], REPLAY, queue)
             properties = commands.Basic.Properties(content_type=together.content_type)
             arrived = RabbitDelivery(_delivered(REPLAY, queue, properties, together.body), None, self._names)  # type: ignore[arg-type]
@@ -219,7 +219,7 @@ def _header_name(rng: random.Random) -> bytes:
     known = (
         b"berth-cause",
         b"berth-sent-at-ms",
-        b"berth-delivery-attempt",
+        b"berth-retries",
         b"berth-timeout-ms",
         b"berth-key",
         b"traceparent",

@@ -22,7 +22,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "placement_worker.replica",
         "scheduler_worker.build.claim_ownership",
         "scheduler_worker.build.decision",
-        "scheduler_worker.build.placement_state",
+        "scheduler_worker.build.host_search",
         "scheduler_worker.build.placer",
         "scheduler_worker.config",
         "scheduler_worker.filters.image",

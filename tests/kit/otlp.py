@@ -59,7 +59,7 @@ class OtlpReceiver:
 
 @asynccontextmanager
 async def otlp_receiver() -> AsyncIterator[OtlpReceiver]:
-    """Listening on a free port of this machine."""
+    """Listening on a free port of this computer."""
     receiver = OtlpReceiver()
     app = Starlette(routes=[Route("/v1/traces", receiver.take, methods=["POST"])])
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))

@@ -95,7 +95,7 @@ def release_forgotten_after_failure() -> AbstractContextManager[Any]:
     return _also(patch.object(build_end_rules, "fail", give_up), _widened(State.FAILED))
 
 
-def fence_ignored_by_placement() -> AbstractContextManager[Any]:
+def ended_attempts_ignored_by_placement() -> AbstractContextManager[Any]:
     """A claim of an older attempt is taken as if it were the newest."""
 
     def may_claim(known: Any, claim: Claim) -> bool:
@@ -104,7 +104,7 @@ def fence_ignored_by_placement() -> AbstractContextManager[Any]:
     return patch.object(claims, "_may_claim", may_claim)
 
 
-def fence_ignored_by_compute() -> AbstractContextManager[Any]:
+def ended_attempts_ignored_by_compute() -> AbstractContextManager[Any]:
     """A host builds an attempt that it was commanded to destroy."""
 
     def on_spawn(entry: HostAttempt | None, attempt: int) -> tuple[SpawnAction, HostAttempt]:
@@ -322,14 +322,14 @@ def _also(*patches: AbstractContextManager[Any]) -> Iterator[None]:
 def _widened(state: State) -> AbstractContextManager[Any]:
     """The table's rules may lead to this state too, so that only the simulation can notice."""
 
-    def widened(cell: table.Cell) -> table.Cell:
-        if isinstance(cell, table.ByNextState):
-            rules_of = {then: table.Rule(rule.apply, (*rule.to, state)) for then, rule in cell.rules.items()}
-            otherwise = cell.otherwise and table.Rule(cell.otherwise.apply, (*cell.otherwise.to, state))
+    def widened(entry: table.Entry) -> table.Entry:
+        if isinstance(entry, table.ByNextState):
+            rules_of = {then: table.Rule(rule.apply, (*rule.to, state)) for then, rule in entry.rules.items()}
+            otherwise = entry.otherwise and table.Rule(entry.otherwise.apply, (*entry.otherwise.to, state))
             return table.ByNextState(rules_of, otherwise)
-        return cell and table.Rule(cell.apply, (*cell.to, state))
+        return entry and table.Rule(entry.apply, (*entry.to, state))
 
-    wide = {before: {event: widened(cell) for event, cell in row.items()} for before, row in table.TABLE.items()}
+    wide = {before: {event: widened(entry) for event, entry in row.items()} for before, row in table.TABLE.items()}
     return patch.object(transition, "TABLE", wide)
 
 
@@ -341,8 +341,8 @@ MUTANTS: dict[str, Mutant] = {
         outbox_never_swept,
         forgotten_before_confirmed,
         release_forgotten_after_failure,
-        fence_ignored_by_placement,
-        fence_ignored_by_compute,
+        ended_attempts_ignored_by_placement,
+        ended_attempts_ignored_by_compute,
         stale_inventory_applied,
         alternates_claimed_twice,
         duplicate_event_applied,

@@ -30,7 +30,7 @@ from scheduler_worker.build import gang as gangs
 from scheduler_worker.build import placer as placing
 from scheduler_worker.build.decision import NO_HOST
 from scheduler_worker.build.delete_rules import DeletePlan, PendingDelete, plan_deletes
-from scheduler_worker.build.placement_state import ClaimUnlocatable, PlacementRefused, PlacementState
+from scheduler_worker.build.host_search import ClaimUnlocatable, HostSearch, HostSearchRefused
 from scheduler_worker.build.placer import Placer
 from scheduler_worker.cell_events import cell_event_batch
 from scheduler_worker.fleet import cell_connections
@@ -89,7 +89,7 @@ CELLS_FOUND_BY: dict[str, int] = {
 # --- deliberate defects of gangs. FOUND_BY: the seed, with the kind `gangs` alone, that finds each
 
 
-REFUSED = PlacementRefused("", "", was_deleted=True)
+REFUSED = HostSearchRefused("", "", was_deleted=True)
 
 
 def gang_claimed_one_by_one() -> AbstractContextManager[Any]:
@@ -135,7 +135,7 @@ def members_without_a_host_are_withdrawn() -> AbstractContextManager[Any]:
     needed = gangs.needed
 
     def any_refusal(gang: Any, results: Any) -> int:
-        return needed(gang, [REFUSED if isinstance(one, PlacementRefused | NoValidHost) else one for one in results])
+        return needed(gang, [REFUSED if isinstance(one, HostSearchRefused | NoValidHost) else one for one in results])
 
     stack = ExitStack()
     stack.enter_context(patch.object(gangs, "needed", any_refusal))
@@ -181,7 +181,7 @@ def claims_are_released_without_a_name() -> Iterator[None]:
 def full_clouds_are_not_looked_up() -> AbstractContextManager[Any]:
     """A request that no host can take fails, whatever its instance holds."""
 
-    async def unchanged(self: Placer, states: list[PlacementState]) -> list[PlacementState]:
+    async def unchanged(self: Placer, states: list[HostSearch]) -> list[HostSearch]:
         return states
 
     return patch.object(Placer, "_recover", unchanged)

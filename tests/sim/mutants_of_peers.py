@@ -16,7 +16,7 @@ from placement_worker.domain import claims
 from placement_worker.store.memory_table import MemoryPlacementTable
 from scheduler_worker.build import claim_answer
 from scheduler_worker.build import placer as placing
-from scheduler_worker.build.placement_state import PlacementRefused
+from scheduler_worker.build.host_search import HostSearchRefused
 
 
 def group_rule_left_to_filters() -> AbstractContextManager[Any]:
@@ -122,10 +122,10 @@ def quota_of_one_transaction_forgotten() -> AbstractContextManager[Any]:
 def quota_reported_as_no_host() -> AbstractContextManager[Any]:
     """A request refused for its quota is answered that no host would do."""
 
-    def refused(_code: str, reason: str, **named: bool) -> PlacementRefused:
-        return PlacementRefused("no_valid_host", reason, **named)
+    def refused(_code: str, reason: str, **named: bool) -> HostSearchRefused:
+        return HostSearchRefused("no_valid_host", reason, **named)
 
-    return patch.object(claim_answer, "PlacementRefused", refused)
+    return patch.object(claim_answer, "HostSearchRefused", refused)
 
 
 def _without_locks(kind: str) -> AbstractContextManager[Any]:

@@ -167,7 +167,7 @@ def test_every_build_carries_all_six_stages_and_they_add_up(skew_s: float, monke
         if not skew_s:
             raw = [event.stage_times.requested, *(getattr(event.stage_times, stage) for stage in STAGES)]
             assert raw == sorted(raw), "on one clock no stage ends before it began"
-            assert raw[0] > EPOCH, "the clock of the simulation, not of this machine"
+            assert raw[0] > EPOCH, "the clock of the simulation, not of this computer"
     nowhere = [event for event in found if event.code == "no_valid_host"]
     assert nowhere
     for event in nowhere:

@@ -144,7 +144,7 @@ async def test_what_the_former_service_of_a_host_destroyed_may_be_switched_off_t
     found: list[Breach] = []
     stage.fleet.fail = found.append
     by("mover", stage.fleet.put, stage.host, machine(stage.host, runs=runs))
-    assert [one.name for one in found] == (["fenced_for_good"] if breaks else [])
+    assert [one.name for one in found] == (["destroyed_for_good"] if breaks else [])
 
 
 def is_left(*providers: Provider) -> bool:

@@ -499,7 +499,7 @@ def test_up_serves_placements_api_and_prints_its_address_and_token(berth: Berth)
 
 
 def test_http_of_a_placement_worker_serves_the_api_too_and_prints_who_may_call(berth: Berth) -> None:
-    """The issue's own line, with no configuration: a guest of the `berth up` of this machine."""
+    """The issue's own line, with no configuration: a guest of the `berth up` of this computer."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     output = berth.directory / "run.log"

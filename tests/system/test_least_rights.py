@@ -201,7 +201,7 @@ CHANGED = "changed"
 
 @contextmanager
 def changed_in_database(url: str, role: str) -> Iterator[None]:
-    """A new password, which is asked for: the tests' own server trusts who connects from this machine."""
+    """A new password, which is asked for: the tests' own server trusts who connects from this computer."""
 
     async def change(*statements: str) -> str:
         connection = await asyncpg.connect(url)

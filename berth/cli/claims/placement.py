@@ -30,7 +30,7 @@ placement = CommandGroup(no_args_is_help=True, help="Placement: serve, audit, ex
 placement.command("audit")(placement_audit.audit)
 placement.command("export")(placement_audit.export)
 placement.command("import")(placement_audit.import_)
-placement.command("move-host")(placement_audit.move_host)
+placement.command("set-host-cell")(placement_audit.set_host_cell)
 
 DEFAULT_API = f"{LOOPBACK}:{DEFAULT_PORT}"
 

@@ -43,7 +43,7 @@ from cell_conductor.state.unknown_machine import UnknownMachineKind
 from placement_worker.operations import audit as questions
 from placement_worker.operations import export_store
 from placement_worker.operations.audit import Duplicate, repair
-from placement_worker.operations.audit import move_host as move_host_in_placement
+from placement_worker.operations.audit import set_host_cell as set_host_cell_in_placement
 from placement_worker.operations.export import MAX_LINE_BYTES, CopyReader, InvalidExport, PlacementExport, lines, parse
 from placement_worker.service import PlacementService
 from placement_worker.store.postgres_rows import PostgresPlacementRows
@@ -209,26 +209,26 @@ async def import_(
                 print_line(f"imported: {changed} providers and consumers changed")
 
 
-async def move_host(
+async def set_host_cell(
     settings: Settings,
-    host: Annotated[str, typer.Argument(help="A provider's name or UUID; its whole tree moves.")],
+    host: Annotated[str, typer.Argument(help="A provider's name or UUID; its whole tree is given.")],
     cell: Annotated[str, typer.Argument(help="The cell whose bus may report and claim it from now on.")],
     as_json: AsJson = False,
 ) -> int:
-    """Move an empty host to another cell. Stop its compute service first, start it on the new cell's bus afterwards.
+    """Give an empty host to another cell. Stop its compute service first, start it on the new cell's bus afterwards.
 
     Exit status 1 while a consumer has an allocation there.
     """
     here = database_of(settings)
     async with _placement(here) as (_, database), database.raw() as connection:
-        moved = await move_host_in_placement(connection, host, here.check_cell(cell))
-    was = moved.before or "no cell"
-    if moved.outcome == "unknown":
+        change = await set_host_cell_in_placement(connection, host, here.check_cell(cell))
+    was = change.before or "no cell"
+    if change.outcome == "unknown":
         raise Stop(Exit.NO, "host.unknown", f"placement has no provider {host!r}")
-    if moved.outcome == "in_use":
-        raise Stop(Exit.NO, "host.in_use", f"{moved.consumers} have allocations on {moved.root}, of {was}")
-    text = f"{was} -> {cell}" if moved.outcome == "moved" else f"{cell} already"
-    print_result({"provider": moved.root, "before": moved.before, "cell": cell}, as_json, f"{moved.root}: {text}")
+    if change.outcome == "in_use":
+        raise Stop(Exit.NO, "host.in_use", f"{change.consumers} have allocations on {change.root}, of {was}")
+    text = f"{was} -> {cell}" if change.outcome == "changed" else f"{cell} already"
+    print_result({"provider": change.root, "before": change.before, "cell": cell}, as_json, f"{change.root}: {text}")
     return 0
 
 
@@ -419,7 +419,7 @@ def _consumer_of(giving: Giving) -> str:
 
 
 def _age_of(path: Path) -> float:
-    """Seconds since a file was written, by this machine's clock alone: a database's may differ. Raises Stop."""
+    """Seconds since a file was written, by this computer's clock alone: a database's may differ. Raises Stop."""
     try:
         age_s = time.time() - path.stat().st_mtime
     except OSError as error:

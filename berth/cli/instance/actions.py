@@ -243,7 +243,7 @@ async def actions(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The most to list, newest first.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """List moves and other requests, newest first."""
+    """List actions, newest first."""
     async with client(settings) as berth:
         query = ActionQuery(instance_uuid=instance, project_id=project, under_way=under_way, limit=limit)
         page = await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)

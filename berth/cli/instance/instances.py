@@ -196,7 +196,7 @@ def _is_gang(options: BootOptions) -> bool:
     if (options.min_count or 1) > options.count:
         raise typer.BadParameter("it is more than --count", param_hint="--min-count")
     if of_gang and options.count > 1 and options.port:
-        raise typer.BadParameter("a port is one machine's", param_hint="--port")
+        raise typer.BadParameter("a port is one instance's", param_hint="--port")
     return of_gang
 
 
@@ -225,7 +225,7 @@ def _volumes(options: BootOptions) -> tuple[VolumeRequest, ...]:
     if path is None:
         return ()
     if options.count > 1:
-        raise typer.BadParameter("a volume is one machine's; leave --count away", param_hint="--volumes")
+        raise typer.BadParameter("a volume is one instance's; leave --count away", param_hint="--volumes")
     try:
         return msgspec.json.decode(_read(path), type=VolumeRequests)
     except msgspec.ValidationError as error:

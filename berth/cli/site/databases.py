@@ -160,7 +160,7 @@ async def url(
     bus_name: Annotated[str, typer.Option("--bus", help="`api`, or a cell's name.")] = API,
     as_json: AsJson = False,
 ) -> None:
-    """Print a bus's AMQP URL, with its password: for a program of your own on this machine.
+    """Print a bus's AMQP URL, with its password: for a program of your own on this computer.
 
     It is that of the settings, or of the broker that a running `berth up --processes` has started.
     """

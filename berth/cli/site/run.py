@@ -185,7 +185,9 @@ def _join(settings: Settings, cell: str | None) -> None:
         return
     if read_runtime(settings.state) is None:
         raise Stop(Exit.UNAVAILABLE, "bus.unavailable", "no bus: set bus.url (BERTH_BUS__URL), or start `berth up`")
-    err.print("[yellow]bus.url is memory://: this worker joins the `berth up` of this machine[/yellow]", soft_wrap=True)
+    err.print(
+        "[yellow]bus.url is memory://: this worker joins the `berth up` of this computer[/yellow]", soft_wrap=True
+    )
 
 
 def health_address(requested: tuple[str, int] | None, settings: Settings) -> tuple[str, int] | None:

@@ -54,7 +54,7 @@ class DirectoryInaccessible(ServerFailed):
 
 
 class ServerMissing(RuntimeError):
-    """The server is not installed on this machine."""
+    """The server is not installed on this computer."""
 
 
 class Account:

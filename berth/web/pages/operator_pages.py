@@ -1,5 +1,5 @@
-"""Pages for operators: one host and its drain, moves, bare metal, objects, the parts of the system, and what waits for
-a decision.
+"""Pages for operators: one host and its drain, actions, bare metal, objects, the parts of the system, and what waits
+for a decision.
 
 All changes go through `/api/v1`, which the pages' forms call; here is only what they show.
 """
@@ -114,7 +114,7 @@ class OperatorPages:
         }
         page = await self._actions.actions(parsed(lambda: msgspec.convert(fields, ActionQuery)))
         drains = await self._drains.list_all(PAGE) if caller.role is not WebRole.PROJECT else []
-        return self._page(request, "moves.html", actions=page.actions, drains=drains, query=query)
+        return self._page(request, "actions.html", actions=page.actions, drains=drains, query=query)
 
     async def metal(self, request: Request) -> Response:
         """Ironic's nodes by provision state, those that are not offered first."""

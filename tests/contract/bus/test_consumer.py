@@ -42,7 +42,7 @@ async def test_a_retry_comes_back_after_its_delay_and_ends_as_a_dead_letter(
     handler = await house.answer(bus, REQUESTS, lambda _: Retry("not.yet", "come back"))
     await bus.publish(boot(1), cause="why")
     await settled(bus, dead=1)
-    assert [one.meta.delivery_attempt for one in handler.got] == [0, 1, 2]
+    assert [one.meta.retries for one in handler.got] == [0, 1, 2]
     assert len({one.meta.id for one in handler.got}) == 1
     (dead_letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
     assert (dead_letter.code, dead_letter.reason, dead_letter.cause, dead_letter.type) == (
@@ -204,8 +204,8 @@ CANNOT_TRAVEL: list[dict[str, object]] = [
     {"id": "1", "sent_at": 1e308},
     {"id": "1", "timeout_s": 1e308},
     {"id": "1", "waited_s": 1e308},
-    {"id": "1", "delivery_attempt": 10**24},
-    {"id": "1", "delivery_attempt": -1},
+    {"id": "1", "retries": 10**24},
+    {"id": "1", "retries": -1},
 ]
 
 
@@ -263,7 +263,7 @@ async def test_a_passing_fault_uses_up_no_retry(house: House) -> None:
     await settled(bus)
     assert all(call[0].message == calls[0][0].message and call[0].meta == calls[0][0].meta for call in calls)
     assert [call[0].redelivered for call in calls] == [False, True, True, True], "the first may have begun it"
-    assert calls[3][0].meta.delivery_attempt == 0
+    assert calls[3][0].meta.retries == 0
     assert consumer.ready
 
 

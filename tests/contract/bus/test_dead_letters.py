@@ -229,9 +229,7 @@ async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> N
     handler.got.clear()
     one = letters[3]
     assert await dead_letters.replay(bus.transport, REQUESTS, [one.id]) == [one.id]
-    again = [
-        (one.meta.cause, one.meta.delivery_attempt, one.meta.database_incarnation) for one in await handler.wait(1)
-    ]
+    again = [(one.meta.cause, one.meta.retries, one.meta.database_incarnation) for one in await handler.wait(1)]
     assert again == [(one.cause, 0, 3)]
     await settled(bus, dead=4)
     assert len(await dead_letters.replay(bus.transport, REQUESTS)) == 4

@@ -67,7 +67,7 @@ HOSTILE: dict[str, dict[str, bytes]] = {
         for name in (
             "berth-cause",
             "berth-sent-at-ms",
-            "berth-delivery-attempt",
+            "berth-retries",
             "berth-timeout-ms",
             "berth-key",
             "berth-database-incarnation",
@@ -205,7 +205,7 @@ async def test_a_retry_keeps_the_bytes_of_its_properties(watched: Watched) -> No
     await watched.publish(REQUEST, correlation_id=FULL, message_id=FF)
     got = await watched.handler.wait(2)
     assert [one.meta.correlation_id for one in got[:2]] == [FULL.decode(errors="surrogateescape")] * 2
-    assert [one.meta.delivery_attempt for one in got[:2]] == [0, 1]
+    assert [one.meta.retries for one in got[:2]] == [0, 1]
 
 
 BAD_ITEMS = (
@@ -257,7 +257,7 @@ async def test_what_cannot_be_settled_is_parked_and_its_neighbours_are_settled(
 
     monkeypatch.setattr(OutcomeHandler, "_retry", breaks)
     await watched.bus.publish_all([(boot(number), "") for number in (3, 1, 4)])
-    await until(lambda: sum(one.meta.delivery_attempt == 1 for one in watched.handler.got) >= 2)
+    await until(lambda: sum(one.meta.retries == 1 for one in watched.handler.got) >= 2)
     watched.answer = Done()
     await settled_with(watched, dead=1)
     (dead_letter,) = await dead_letters.list_dead(watched.bus.transport, REQUESTS)

@@ -82,7 +82,7 @@ async def test_retries_that_were_confirmed_are_not_published_again(
     handled: Counter[tuple[str, int]] = Counter()
 
     def answer(received: Received) -> Outcome:
-        handled[received.message.instance_uuid, received.meta.delivery_attempt] += 1  # type: ignore[attr-defined]
+        handled[received.message.instance_uuid, received.meta.retries] += 1  # type: ignore[attr-defined]
         return Retry("not.yet")
 
     plain, cut = bus.transport.publish, set()
@@ -118,8 +118,8 @@ async def test_with_the_bounds_of_berth_itself(
     handled: Counter[int] = Counter()
 
     def answer(received: Received) -> Outcome:
-        handled[received.meta.delivery_attempt] += 1
-        return Retry("not.yet") if received.meta.delivery_attempt == 0 else Done()
+        handled[received.meta.retries] += 1
+        return Retry("not.yet") if received.meta.retries == 0 else Done()
 
     plain, cut = bus.transport.publish, [0]
 
@@ -156,8 +156,8 @@ async def test_copies_do_not_double_with_each_delay(house: House, monkeypatch: p
             return await super().__call__(received)
 
     def answer(received: Received) -> Outcome:
-        handled[received.meta.delivery_attempt] += 1
-        return Retry("not.yet") if received.meta.delivery_attempt < len(delays) else Done()
+        handled[received.meta.retries] += 1
+        return Retry("not.yet") if received.meta.retries < len(delays) else Done()
 
     plain = bus.transport.publish
 
@@ -189,9 +189,7 @@ async def test_a_retry_comes_back_whatever_else_is_retried(house: House, monkeyp
     for message in (*heavy, innocent):
         await bus.publish(message)
     once = Retry("not.yet")
-    handler = await house.answer(
-        bus, REQUESTS, lambda one: Done() if one.meta.delivery_attempt else once, concurrency=1
-    )
+    handler = await house.answer(bus, REQUESTS, lambda one: Done() if one.meta.retries else once, concurrency=1)
     await until(lambda: is_at_rest(bus))
-    retried = sorted(one.message.instance_uuid for one in handler.got if one.meta.delivery_attempt == 1)  # type: ignore[attr-defined]
+    retried = sorted(one.message.instance_uuid for one in handler.got if one.meta.retries == 1)  # type: ignore[attr-defined]
     assert retried == [boot(number).instance_uuid for number in range(4)]

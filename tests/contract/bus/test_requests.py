@@ -205,7 +205,7 @@ async def test_an_expired_request_that_may_have_been_begun_goes_on(house: House,
     bus = await house.bus()
     handler = Answering()
     queue = await bus.declare(REQUESTS)
-    await bus.transport.publish(delete({**late_by(), "berth-delivery-attempt": int(how == "retried")}))
+    await bus.transport.publish(delete({**late_by(), "berth-retries": int(how == "retried")}))
     if how == "redelivered":
         other = await house.bus()
         taken = await collect(other.transport, REQUESTS, 1, ack=False)
@@ -254,7 +254,7 @@ async def test_a_request_that_is_given_up_is_a_dead_letter_and_its_requester_get
         got = Collector()
         await asker.transport.declare_reply_queue("client.reply.asker")
         await asker.transport.consume("client.reply.asker", got, prefetch=10)
-        last = {"berth-delivery-attempt": len(BY_QUEUE[REQUESTS].retry_s)}
+        last = {"berth-retries": len(BY_QUEUE[REQUESTS].retry_s)}
         await asker.transport.publish(replace(delete(last), reply_to="client.reply.asker"))
         (reply,) = await got.wait(1)
         assert json.loads(reply.body)["code"] == "not.yet"

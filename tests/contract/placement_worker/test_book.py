@@ -92,7 +92,7 @@ async def test_what_is_reported_can_be_claimed_and_released(store: PlacementServ
     assert await outcomes(store, claim(second, FOUR[0]), Release(consumer=first)) == ["claimed", "absent"]
 
 
-async def test_a_repeated_claim_is_answered_again_and_an_older_attempt_is_fenced(store: PlacementService) -> None:
+async def test_a_repeated_claim_is_answered_again_and_an_older_attempt_is_refused(store: PlacementService) -> None:
     await store.apply_reports([report(FOUR[0], 1, VCPU=2)])
     (first,) = await store.apply([claim(CONSUMERS[0], FOUR[0], attempt=2)])
     (again,) = await store.apply([claim(CONSUMERS[0], FOUR[0], attempt=2)])

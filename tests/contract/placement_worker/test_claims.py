@@ -113,7 +113,7 @@ async def test_a_member_of_an_earlier_run_keeps_what_it_holds_when_the_rest_does
     assert await holders(store, 0, 1, 2) == {0, 1}
 
 
-async def test_a_fenced_member_stands_in_the_way_of_all(store: PlacementService) -> None:
+async def test_a_member_of_an_ended_attempt_stands_in_the_way_of_all(store: PlacementService) -> None:
     await store.apply([Release(consumer=VMS[1], attempt=1)])
     assert await outcomes(store, member(0), member(1)) == ["incomplete", "consumer_conflict"]
     assert await holders(store, 0, 1) == set()
@@ -185,10 +185,10 @@ async def test_a_run_releases_its_own_allocation_and_no_other(pooled: PlacementS
     assert await released(pooled, by) == ("consumer_conflict" if is_kept else "released")
     assert await used(pooled) == (at(0, 4) if is_kept else {})
     (again,) = await claimed(pooled, build(0, 0, owner=MINE))
-    assert again.outcome == ("claimed" if is_kept else "consumer_conflict"), "only a release fences"
+    assert again.outcome == ("claimed" if is_kept else "consumer_conflict"), "only a release ends the attempt"
 
 
-async def test_a_release_by_name_of_nothing_fences_the_claim_that_is_still_in_flight(pooled: PlacementService) -> None:
+async def test_a_release_by_name_of_nothing_ends_the_claim_that_is_still_in_flight(pooled: PlacementService) -> None:
     assert await released(pooled, MINE) == "absent"
     (late,) = await claimed(pooled, build(0, 0, owner=MINE))
     assert (late.outcome, late.consumer_generation, await used(pooled)) == ("consumer_conflict", None, {})
@@ -244,7 +244,7 @@ async def test_in_one_group_a_release_takes_what_its_run_has_just_claimed(pooled
     assert (kept.outcome, gone.outcome, await used(pooled)) == ("consumer_conflict", "released", {})
 
 
-async def test_the_query_names_the_owner_the_attempt_and_the_place_and_fences_nothing(pooled: PlacementService) -> None:
+async def test_the_query_names_the_owner_the_attempt_and_the_place_and_ends_nothing(pooled: PlacementService) -> None:
     assert await pooled.reads.allocations([INSTANCE]) == []
     (claim,) = await claimed(pooled, build(0, 0, owner=MINE))
     assert claim.outcome == "claimed"

@@ -76,7 +76,7 @@ async def test_clients_of_the_rest_api_write_it_as_their_own(store: PlacementSer
     write = ConsumerWrite(VMS[0], {HOSTS[1]: {"VCPU": 1}}, "p", "u", "INSTANCE", 1)
     assert await store.write_allocations([Replace((write,))]) == [None]
     assert await store.write_allocations([Remove(VMS[0])]) == [None]
-    assert (await claimed(store, asked(VMS[0], 2))).option == 0, "no fence is left"
+    assert (await claimed(store, asked(VMS[0], 2))).option == 0, "no ended attempt is left"
     (released,) = await store.apply([Release(consumer=VMS[0], owner="r")])
     assert str(released.outcome) == "released"
     assert (await claimed(store, asked(VMS[0], 3))).option == 0

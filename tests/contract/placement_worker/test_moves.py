@@ -94,7 +94,7 @@ async def test_a_reverted_move_gives_the_destination_back(store: PlacementServic
     assert await used(store) == at(0, 4)
     assert (await reverted(store, revert(option(0), 3))).outcome == "reverted"  # asked again after a lost answer
     (late,) = await claimed(store, move(option(1), source=option(0)))
-    assert late.outcome == "consumer_conflict"  # a copy of the move's claim finds itself fenced
+    assert late.outcome == "consumer_conflict"  # a copy of the move's claim finds its attempt ended
     assert await used(store) == at(0, 4)
 
 

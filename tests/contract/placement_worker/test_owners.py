@@ -35,7 +35,7 @@ from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.trees import CreateProvider, DeleteTree, SetInventories, SetTraits, UpdateProvider
 from placement_worker.domain.values import ABOVE_CELLS, Provider, stored_inventory
 from placement_worker.handlers import PlacementHandlers
-from placement_worker.operations.audit import move_host
+from placement_worker.operations.audit import set_host_cell
 from placement_worker.service import PlacementService
 from placement_worker.store.postgres_rows import PostgresPlacementRows
 from tests.contract.books import KINDS, books
@@ -288,7 +288,7 @@ async def test_rest_puts_no_host_that_a_source_reports_below_another(store: Plac
     await outcomes(store, first(1))
     created = await store.write_trees([CreateProvider(CHILD, "above"), CreateProvider(NO_HOST, "no-host")])
     assert all(isinstance(one, Provider) for one in created)
-    put, other = (UpdateProvider(uuid, uuid, parent=CHILD, may_move=True) for uuid in (MINE, NO_HOST))
+    put, other = (UpdateProvider(uuid, uuid, parent=CHILD, may_reparent=True) for uuid in (MINE, NO_HOST))
     refused, moved = await store.write_trees([put, other])
     assert isinstance(refused, WriteRefusal) and refused.code is RefusalCode.BAD_PARENT
     assert isinstance(moved, Provider) and moved.parent == CHILD
@@ -533,15 +533,15 @@ async def test_a_host_of_an_older_placement_is_bound_by_its_next_report(postgres
 async def test_an_operator_moves_an_empty_host(postgres: PlacementService) -> None:
     await notify(postgres, "c1", host(MINE, 7, CHILD))
     await ask(postgres, "c1", claim(CHILD))
-    move = partial(move_host, host=CHILD, cell="c2")
+    move = partial(set_host_cell, host=CHILD, cell="c2")
     async with postgres.rows.database.raw() as connection:
         refused = await move(connection)
     assert (refused.outcome, refused.root, refused.consumers) == ("in_use", MINE, 1)
     await ask(postgres, "c1", Release(consumer=CONSUMER))
     async with postgres.rows.database.raw() as connection:
         moved, again = await move(connection), await move(connection)
-        unknown = await move_host(connection, CONSUMER, "c2")
-    assert (moved.outcome, moved.before, again.outcome, unknown.outcome) == ("moved", "c1", "unchanged", "unknown")
+        unknown = await set_host_cell(connection, CONSUMER, "c2")
+    assert (moved.outcome, moved.before, again.outcome, unknown.outcome) == ("changed", "c1", "unchanged", "unknown")
     assert await notify(postgres, "c1", host(MINE, 8)) == ["inventory.foreign_cell"]
     (result,) = await postgres.apply_reports([host(MINE, 1, vcpus=5)], bus="c2")
     assert isinstance(result, InventoryResult)

@@ -38,7 +38,7 @@ async def test_an_instance_holds_what_its_cell_states_and_its_moves_nothing(stor
     again = await restated(store, stated(0, migrations=(MOVE,)))
     assert (again.outcome, again.consumer_generation) == ("restated", 3)
     (late,) = await claimed(store, move(option(1), source=option(0), attempt=2, generation=3))
-    assert late.outcome == "consumer_conflict", "a copy of an older claim is fenced"
+    assert late.outcome == "consumer_conflict", "a copy of an older claim is refused"
     (next_one,) = await claimed(store, move(option(1), source=option(0), attempt=3001, generation=3))
     assert next_one.outcome == "claimed"
 

@@ -73,9 +73,11 @@ async def notify(
 
 
 async def trim(
-    ticking: PlacementService, *, reporters_s: float = 0.0, fences_s: float = LONG_S, limit: int = 100
+    ticking: PlacementService, *, reporters_s: float = 0.0, ended_attempts_s: float = LONG_S, limit: int = 100
 ) -> bool:
-    return await ticking.trim(keep_changes=0, keep_ended_attempts_s=fences_s, keep_reporters_s=reporters_s, limit=limit)
+    return await ticking.trim(
+        keep_changes=0, keep_ended_attempts_s=ended_attempts_s, keep_reporters_s=reporters_s, limit=limit
+    )
 
 
 async def test_a_reporter_of_a_host_that_is_gone_is_purged_after_its_time(ticking: PlacementService) -> None:
@@ -116,10 +118,10 @@ async def test_little_is_dropped_at_once_and_the_rest_is_reported(ticking: Place
         replies = await ticking.apply([Claim(consumer=uuid, options=(option,), project_id="p") for uuid in consumers])
         return {uuid: str(reply.outcome) for uuid, reply in zip(consumers, replies, strict=True)}
 
-    assert await trim(ticking, fences_s=0.0, limit=2)
+    assert await trim(ticking, ended_attempts_s=0.0, limit=2)
     found = await claimed(*consumers)
     assert sorted(found.values()) == ["claimed", "claimed", "consumer_conflict"]
-    assert not await trim(ticking, fences_s=0.0, limit=2)
+    assert not await trim(ticking, ended_attempts_s=0.0, limit=2)
     (last,) = (uuid for uuid, outcome in found.items() if outcome != "claimed")
     assert await claimed(last) == {last: "claimed"}
 

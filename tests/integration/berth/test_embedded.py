@@ -293,7 +293,7 @@ sys.stdin.read()
 
 
 def test_a_port_that_another_process_gave_is_not_given_while_that_one_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two systems that start on one machine at once draw from the same ports."""
+    """Two systems that start on one computer at once draw from the same ports."""
     other = subprocess.Popen([sys.executable, "-c", GIVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with other:
         assert other.stdout is not None and other.stdin is not None

@@ -238,7 +238,7 @@ async def test_what_was_deleted_while_the_audit_read_is_not_claimed(restored: Re
     uuid = await restored.instance()
     seen = await find_unclaimed(restored.site, restored.book.database, GRACE_S)
     await restored.book.store.apply([claim(uuid, {restored.hosts[0]: {"VCPU": 2}})])
-    await restored.book.store.apply([Release(consumer=uuid, attempt=2)])  # a deletion fences the last attempt
+    await restored.book.store.apply([Release(consumer=uuid, attempt=2)])  # a deletion ends the last attempt
     assert await claim_again(restored.book.store, seen) == [f"{uuid}: left alone, consumer_conflict"]
     assert await restored.book.allocations() == {}
 

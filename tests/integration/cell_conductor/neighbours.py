@@ -93,7 +93,7 @@ class Neighbours:
         self.full: set[str] = set()
         self.claims: list[Claim] = []
         self.running: dict[tuple[str, str], int] = {}  # (host, instance) -> attempt
-        self.fences: dict[tuple[str, str], int] = {}
+        self.ended_attempts: dict[tuple[str, str], int] = {}
         self.fails: set[str] = set()
         self.hangs: set[str] = set()
         self.silent = False  # the compute service takes no command
@@ -205,7 +205,7 @@ class Neighbours:
             self.specs[message.spec.instance_uuid] = message.spec
             self.spawns.append(message)
             key = (message.host_uuid, message.spec.instance_uuid)
-            if message.attempt <= self.fences.get(key, 0) or message.host_uuid in self.hangs:
+            if message.attempt <= self.ended_attempts.get(key, 0) or message.host_uuid in self.hangs:
                 return None
             if message.host_uuid in self.fails:
                 return self._result(message.spec.instance_uuid, message, ComputeOutcome.FAILED, "spawn.planned")
@@ -216,7 +216,7 @@ class Neighbours:
         key = (message.host_uuid, message.instance_uuid)
         if message.keep_if_complete and self.running.get(key) == message.attempt:
             return self._result(message.instance_uuid, message, ComputeOutcome.ACTIVE)
-        self.fences[key] = max(self.fences.get(key, 0), message.attempt)
+        self.ended_attempts[key] = max(self.ended_attempts.get(key, 0), message.attempt)
         if self.running.get(key, message.attempt + 1) <= message.attempt:
             del self.running[key]
         return self._result(message.instance_uuid, message, ComputeOutcome.DESTROYED)

@@ -506,7 +506,7 @@ async def test_volumes_that_no_node_here_can_have(
 
 def test_a_volume_is_one_machines_and_its_secrets_are_not_printed() -> None:
     one = BuildRequest(instance_uuid=INSTANCE, flavor="m", project_id="p", volumes=(ROOT,))
-    with pytest.raises(ValueError, match="a volume is one machine's"):
+    with pytest.raises(ValueError, match="a volume is one instance's"):
         BuildRequest(instance_uuid=INSTANCE, flavor="m", project_id="p", volumes=(ROOT,), count=2)
     with pytest.raises(ValueError, match="16384"):
         VolumeRequest(volume_id="v", properties={"x": "y" * 17_000})

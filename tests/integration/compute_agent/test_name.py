@@ -193,7 +193,7 @@ async def returned(cell: Cell, fleet: Fleet, *, unavailable: bool = False) -> tu
     await cell.destroy(first, instance)
     cell.received.clear()
     driver = Gated(fleet, cell, unavailable=unavailable)
-    await cell.compute(replace(OFFERING_SETTINGS, destroy_attempts=1), fleet, driver=driver)
+    await cell.compute(replace(OFFERING_SETTINGS, destroy_tries=1), fleet, driver=driver)
     return driver, instance
 
 

@@ -57,7 +57,7 @@ ANSWERS = {
         0,
     ),
     "an abort is final": ({"abort_rate": 1.0}, [("spawn", 1, FAILED, "final")], 1, 0),
-    "a fenced attempt never starts": (
+    "an ended attempt never starts": (
         {},
         [("destroy", 2, DESTROYED, ""), ("spawn", 2, FAILED, "spawn.attempt_ended")],
         0,
@@ -262,8 +262,8 @@ async def test_the_same_fleet_survives_a_killed_service(cell: Cell) -> None:
     fleet = planned(settings)
     host = hosts_of(fleet)[0]
     first = await cell.compute(settings, fleet)
-    runs, fenced, waiting = await cell.built(host), cell.instance(), cell.instance()
-    await cell.destroyed(host, fenced, 4)
+    runs, ended, waiting = await cell.built(host), cell.instance(), cell.instance()
+    await cell.destroyed(host, ended, 4)
     epoch, versions = fleet.records.epoch, fleet.records.version
     await first.kill()
     await cell.spawn(host, waiting)  # while no service is there
@@ -272,8 +272,8 @@ async def test_the_same_fleet_survives_a_killed_service(cell: Cell) -> None:
     assert fleet.records.epoch > epoch
     await until(lambda: (runs, 1) in running([p for p in cell.announced() if p.epoch > epoch]).get(host, []))
     await until(lambda: [update for update in cell.inventory() if update.version > versions])
-    await cell.spawn(host, fenced, 4)
-    assert (await cell.ended(fenced, 4, FAILED)).code == "spawn.attempt_ended"
+    await cell.spawn(host, ended, 4)
+    assert (await cell.ended(ended, 4, FAILED)).code == "spawn.attempt_ended"
     await cell.destroyed(host, runs)
 
 

@@ -322,7 +322,7 @@ async def test_an_operator_gives_a_host_to_a_cell(placement: Placement) -> None:
 
     async def move(cell: str, *more: str) -> tuple[int | None, str]:
         env = {**os.environ, "BERTH_DATABASE__URL": str(placement.database)}
-        words = ("placement", "move-host", host, cell, *more)
+        words = ("placement", "set-host-cell", host, cell, *more)
         done = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
         return done.returncode, done.stdout + done.stderr
 

@@ -339,7 +339,7 @@ async def test_a_member_that_joins_again_while_members_are_trimmed_stays_one(
 
     await placement.store.apply([member(consumer)])
     await placement.store.apply([Release(consumer=consumer, attempt=1)])
-    async with placement.database.raw() as forgetting:  # its fence is purged first: only then is the member one to trim
+    async with placement.database.raw() as forgetting:  # its row is purged first: only then is the member one to trim
         await forgetting.execute("DELETE FROM consumers WHERE uuid = $1", consumer)
     async with placement.database.raw() as claiming:
         (reply,) = await claim(placement.rows.on(claiming), ClaimGroup([member(consumer, 2)]), ABOVE_CELLS)

@@ -91,7 +91,7 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No host has room, and that of the instance is not reported. Its scheduler dies before the acknowledgement."""
-    monkeypatch.setattr(requests, "RETRIES", 0)
+    monkeypatch.setattr(requests, "MAX_RETRIES", 0)
     request, host = await running(world)
     await unannounce(world, host, has_another=False)
     replica = world.replicas["s2"]
@@ -132,14 +132,14 @@ def asked(world: World) -> list[int]:
 
 
 async def consumers(world: World) -> int:
-    """How many rows placement has of consumers, fences among them."""
+    """How many rows placement has of consumers, those of ended attempts among them."""
     ((found,),) = await world.sql("SELECT count(*) FROM placement.consumers")
     return int(found)
 
 
 async def test_a_build_that_no_host_can_take_is_two_reads_and_leaves_no_row_in_placement(world: World) -> None:
-    """The newest changes, and what its instance holds. It was one round trip more, and a fence for a claim that nobody
-    had sent.
+    """The newest changes, and what its instance holds. It was one round trip more, and an ended attempt for a claim
+    that nobody had sent.
     """
     await world.scheduler_and_hosts(1, CONFIG, on="c1", **ROOM_FOR_ONE)
     await world.active(world.request())

@@ -65,7 +65,7 @@ class Cloud(integrated_helpers.ProviderUsageBaseTestCase):  # type: ignore[misc]
         return server
 
     def waited(self, server: Server, state: str) -> Server:
-        """The server in that state, however slow this machine is."""
+        """The server in that state, however slow this computer is."""
         found: Server = self._wait_for_server_parameter(server, {"status": state}, max_retries=PATIENCE)
         return found
 

@@ -22,7 +22,7 @@ PURE = (
     "scheduler_worker/records/*", "scheduler_worker/requests/*", "scheduler_worker/hosts/*",
     "scheduler_worker/build/pending_build.py", "scheduler_worker/build/admission.py", "scheduler_worker/build/gang.py",
     "scheduler_worker/build/decision_round.py", "scheduler_worker/build/claim_answer.py",
-    "scheduler_worker/build/placement_state.py", "scheduler_worker/build/recovered_claim.py",
+    "scheduler_worker/build/host_search.py", "scheduler_worker/build/recovered_claim.py",
     "scheduler_worker/build/decision.py", "scheduler_worker/action/pending_action.py",
     "scheduler_worker/cell_events/cell_event_batch.py", "scheduler_worker/objects/consistency.py",
     "scheduler_worker/objects/change_plan.py", "scheduler_worker/objects/effective_config.py",

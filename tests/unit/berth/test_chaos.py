@@ -35,7 +35,7 @@ from lab.chaos.plan import (
     FaultSpec,
     PlannedFault,
 )
-from lab.chaos.report import ChaosReport, Stall, breaches, doubled_moves, longest_stall, lost_moves, recoveries
+from lab.chaos.report import ChaosReport, Stall, breaches, doubled_actions, longest_stall, lost_actions, recoveries
 from lab.chaos.run import chosen
 
 # --- the deck of faults: one seed, one order; nothing is done twice to the same target; never too much at once
@@ -231,9 +231,9 @@ def test_a_move_is_lost_without_a_record_or_an_end_and_doubled_with_two_differen
         ActionFact("m2", A, "resize", "claiming", terminal=False),
     ]
     facts = msgspec.structs.replace(SOUND, actions=actions)
-    assert lost_moves(facts, ["m1", "m2", "m3"]) == ("m2", "m3")
-    assert lost_moves(facts, ["m1"]) == ()
-    assert doubled_moves({"m1": {("done", "")}, "m2": {("done", ""), ("failed", "x")}}) == ("m2",)
+    assert lost_actions(facts, ["m1", "m2", "m3"]) == ("m2", "m3")
+    assert lost_actions(facts, ["m1"]) == ()
+    assert doubled_actions({"m1": {("done", "")}, "m2": {("done", ""), ("failed", "x")}}) == ("m2",)
 
 
 # --- the results of a chaos run that count as a bug, and that a person can read the report
@@ -262,7 +262,7 @@ def test_a_run_is_sound_when_nothing_is_wrong() -> None:
         {"overcommitted": 1},
         {"at_rest": False},
         {"wanted": 101},
-        {"moves_wanted": 1},
+        {"actions_wanted": 1},
         {"faults_total": 0},
         {"verdicts": (InvariantResult(name="x", message="", holds=False, checked=1),)},
     ],

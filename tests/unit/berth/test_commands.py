@@ -227,8 +227,8 @@ def items(*ages_s: float) -> bytes:
         pytest.param(dead_letter(BUILD, 22 * HOUR_S), False, id="its delete is remembered for a day"),
         pytest.param(dead_letter(BUILD, 23.5 * HOUR_S), True, id="clocks may be an hour off"),
         pytest.param(dead_letter(BUILD, None), True, id="of any age"),
-        pytest.param(dead_letter(CLAIM, 30 * HOUR_S), True, id="a claim, whose fence is gone"),
-        pytest.param(dead_letter(CLAIM, HOUR_S), False, id="a claim, fenced if it was released"),
+        pytest.param(dead_letter(CLAIM, 30 * HOUR_S), True, id="a claim, whose ended attempts are gone"),
+        pytest.param(dead_letter(CLAIM, HOUR_S), False, id="a claim, refused if it was released"),
         pytest.param(dead_letter(REQUEST, 900 * HOUR_S), False, id="the schedulers judge requests themselves"),
         pytest.param(
             dead_letter(DELETE, 1.0, code="broker.expired"), True, id="its requester knows that it is not done"

@@ -84,7 +84,7 @@ PAGES: dict[str, dict[str, Any]] = {
     "host.html": {"detail": HostDetail, "host": HostRecord, "changes": list[HostChange]},
     "drain_plan.html": {"host": HostRecord, "plan": DrainPlan, "kind": str, "stuck": int},
     "drain.html": {"drain": DrainProgress},
-    "moves.html": {"actions": tuple[ActionRecord, ...], "drains": list[DrainProgress], "query": dict[str, str]},
+    "actions.html": {"actions": tuple[ActionRecord, ...], "drains": list[DrainProgress], "query": dict[str, str]},
     "metal.html": {"view": NodesView, "away": Problem, "nodes": "NodesView.nodes", "count": int, "state": str},
     "objects.html": {
         "revision": int,
@@ -313,7 +313,7 @@ def test_each_page_is_passed_what_is_declared_here() -> None:
                     passed[name] = names - OF_RENDERING if len(names) == len(node.keywords) else set(PAGES[name])
     assert passed == {name: set(variables) for name, variables in PAGES.items()}
     of_templates = {path.name for path in (WEB / "templates").glob("*.html")}
-    assert of_templates - PAGES.keys() == {"base.html", "moves_table.html"}
+    assert of_templates - PAGES.keys() == {"base.html", "actions_table.html"}
 
 
 def test_what_a_page_destroys_it_asks_about() -> None:

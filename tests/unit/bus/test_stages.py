@@ -88,7 +88,7 @@ def test_the_histogram_reads_as_prometheus_has_it() -> None:
     assert list(BUCKETS_S) == sorted(BUCKETS_S)
 
 
-# --- two machines' clocks may be minutes apart: a request is answered, and given up, by the time that passes
+# --- two computers' clocks may be minutes apart: a request is answered, and given up, by the time that passes
 
 REQUEST = BuildRequest(instance_uuid="5f1bd4b0-6a3e-4c27-9a6f-4d0d1e2d7d11", flavor="m1.small", project_id="p")
 
@@ -119,7 +119,7 @@ async def test_a_request_is_answered_by_a_worker_whose_clock_is_minutes_off(ahea
         done = Done(BuildAccepted(instance_uuid=REQUEST.instance_uuid))
         late = Done(Refusal(code="test.late", reason=""))
         retry = Retry("test.early", "")
-        return [retry if one.meta.delivery_attempt < retries else late if one.is_late() else done for one in batch]
+        return [retry if one.meta.retries < retries else late if one.is_late() else done for one in batch]
 
     await asker.open()
     await server.open()

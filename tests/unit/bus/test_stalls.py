@@ -179,7 +179,7 @@ async def test_a_retried_request_whose_requester_has_stopped_waiting_is_not_give
     """It was given back until the broker gave it up: it waited in no queue, so it has no time left after any stall."""
     await house.stand_still()
     sent_at = house.clock.time() - 20.0
-    meta = Meta(id="m", sent_at=sent_at, timeout_s=1.0, waited_s=2.0, delivery_attempt=1)
+    meta = Meta(id="m", sent_at=sent_at, timeout_s=1.0, waited_s=2.0, retries=1)
     packed = pack(boot(1), meta)
     await house.requester.transport.publish(
         Outgoing(
@@ -260,7 +260,7 @@ async def test_a_request_that_comes_again_has_so_much_less_time(house: House) ->
 
     def later(received: Received) -> Outcome:
         house.clock.ahead_s += 1.0
-        return accepted(received) if received.meta.delivery_attempt else Retry("not.yet")
+        return accepted(received) if received.meta.retries else Retry("not.yet")
 
     handler = Answering(later)
     await house.consumer.drain(1.0)
@@ -283,7 +283,7 @@ async def test_a_retried_command_whose_operator_waits_no_longer_is_dropped_and_n
     await house.stand_still()
     before, sent_at = house.connection.arrived, house.clock.time() - 20.0
     live, late = DeleteHost(host="live", reason="r", by="o"), DeleteHost(host="late", reason="r", by="o")
-    meta = Meta(id="late", sent_at=sent_at, timeout_s=1.0, waited_s=2.0, delivery_attempt=1)
+    meta = Meta(id="late", sent_at=sent_at, timeout_s=1.0, waited_s=2.0, retries=1)
     packed = pack(late, meta)
     copy = Outgoing(
         exchange=COMMANDS,

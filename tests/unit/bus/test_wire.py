@@ -41,7 +41,7 @@ METAS = st.builds(
     timeout_s=st.none() | st.integers(0, 2**40).map(lambda number: number / 1000),
     waited_s=st.integers(0, 2**40).map(lambda number: number / 1000),
     traceparent=st.none() | st.text(min_size=1, max_size=40),
-    delivery_attempt=st.integers(0, 1000),
+    retries=st.integers(0, 1000),
     database_incarnation=st.integers(0, MAX_INCARNATION),
     sent_sequences=st.lists(st.integers(0, MAX_SENT_SEQUENCE), max_size=SENT_SLOTS).map(tuple),
 )
@@ -144,7 +144,7 @@ def test_a_queue_of_one_type_needs_no_type() -> None:
     assert got.meta.id == "new"
 
 
-@pytest.mark.parametrize("name", [wire.TIMEOUT, wire.WAITED, wire.SENT_AT, wire.DELIVERY_ATTEMPT, wire.INCARNATION])
+@pytest.mark.parametrize("name", [wire.TIMEOUT, wire.WAITED, wire.SENT_AT, wire.RETRIES, wire.INCARNATION])
 @pytest.mark.parametrize("value", ["soon", True, [1], 1e300, float("nan"), float("inf")])
 def test_a_header_of_the_wrong_type_is_named(name: str, value: object) -> None:
     (got,) = read(arrived(msgspec.json.encode(delete()), headers={name: value}))

@@ -265,7 +265,7 @@ def test_a_build_that_is_decided_twice_is_claimed_anew() -> None:
     again = run(renewed(selections=on("s1", "s1").selections), start=ended)
     claim = claims_of(again.instance)
     assert (ended.state, spawns(again)) == (S.FAILED, [])
-    assert isinstance(release, Release) and claim.attempt > (release.attempt or 0), "the release fences it"
+    assert isinstance(release, Release) and claim.attempt > (release.attempt or 0), "the release ends older ones"
     assert [tuple(one.allocations) for one in claim.options] == [(host(1),), (host(2),)]
     assert (claim.release_first, claim.consumer_generation) == (True, 7), "what it may hold after all is given back"
     assert spawns(run(claimed(claim.attempt), start=again.instance)) == [(claim.attempt, host(1))]

@@ -1,7 +1,7 @@
 """Any order of late, lost and doubled events: one instance never ends doubled, leaked, or with two ends.
 
-A small world around the pure machine: hosts with fences, placement with attempts, a network that reorders and doubles,
-a conductor that loses answers (a crash between placement's commit and its own).
+A small world around the pure machine: hosts with ended attempts, placement with attempts, a network that reorders and
+doubles, a conductor that loses answers (a crash between placement's commit and its own).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Host:
     def __init__(self, uuid: str) -> None:
         self.uuid = uuid
         self.running: int | None = None
-        self.fence = 0
+        self.ended_attempt = 0
 
     def spawn(self, attempt: int, outcome: str) -> e.Event | None:
-        if attempt <= self.fence or outcome == "silent":
+        if attempt <= self.ended_attempt or outcome == "silent":
             return None
         if outcome == "fails":
             return e.SpawnFailed(at=0.0, attempt=attempt, host_uuid=self.uuid, code="spawn.planned")
@@ -47,7 +47,7 @@ class Host:
         return e.Spawned(at=0.0, attempt=attempt, host_uuid=self.uuid, service="s")
 
     def destroy(self, attempt: int) -> e.Event:
-        self.fence = max(self.fence, attempt)
+        self.ended_attempt = max(self.ended_attempt, attempt)
         if self.running is not None and self.running <= attempt:
             self.running = None
         return e.Destroyed(at=0.0, attempt=attempt, host_uuid=self.uuid, service="s")
@@ -60,32 +60,34 @@ class Placement:
         self.held: tuple[int, str] | None = None
         self.generation: int | None = None
         self.full: set[str] = set()
-        self.fence = 0
+        self.ended_attempt = 0
 
     def start(self) -> None:
-        self.held, self.generation, self.fence = (1, HOSTS[0]), 1, 1
+        self.held, self.generation, self.ended_attempt = (1, HOSTS[0]), 1, 1
 
     def claim(self, claim: Claim) -> tuple[ClaimOutcome, int | None]:
-        """As placement does: fenced by attempt, and a release_first that finds nothing to release may go on."""
+        """As placement does: refused by attempt, and a release_first that finds nothing to release may go on."""
         places = [next(iter(option.allocations)) for option in claim.options]
         if self.held is not None and self.held[0] == claim.attempt:
             return ClaimOutcome.CLAIMED, places.index(self.held[1])
-        if claim.attempt <= self.fence or (self.held is not None and self.generation != claim.consumer_generation):
+        if claim.attempt <= self.ended_attempt or (
+            self.held is not None and self.generation != claim.consumer_generation
+        ):
             return ClaimOutcome.CONSUMER_CONFLICT, None
         self.held = None
         for option, place in enumerate(places):
             if place not in self.full:
                 self.held, self.generation = (claim.attempt, place), (self.generation or 0) + 1
-                self.fence = claim.attempt
+                self.ended_attempt = claim.attempt
                 return ClaimOutcome.CLAIMED, option
-        self.fence = claim.attempt - 1
+        self.ended_attempt = claim.attempt - 1
         return ClaimOutcome.NO_CAPACITY, None
 
     def release(self, release: Release) -> None:
         assert release.attempt is not None
         if self.held is None or self.held[0] <= release.attempt:
             self.held = None
-            self.fence = max(self.fence, release.attempt)
+            self.ended_attempt = max(self.ended_attempt, release.attempt)
 
 
 class World(RuleBasedStateMachine):
@@ -242,8 +244,8 @@ class World(RuleBasedStateMachine):
         self.hosts[uuid].running = None
 
     @rule(uuid=st.sampled_from(HOSTS))
-    def lose_fence(self, uuid: str) -> None:
-        self.hosts[uuid].fence = 0
+    def lose_ended_attempts(self, uuid: str) -> None:
+        self.hosts[uuid].ended_attempt = 0
 
     @invariant()
     def at_most_one_end_a_request(self) -> None:
@@ -265,10 +267,10 @@ class World(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Everything arrives in the end, and hosts report: then all three views agree (invariants 2 and 3).
 
-        Even when every spawn ever commanded comes once more, to hosts that have forgotten their fences.
+        Even when every spawn ever commanded comes once more, to hosts that have forgotten their ended attempts.
         """
         for host in self.hosts.values():
-            host.fence = 0
+            host.ended_attempt = 0
         self.network += self.spawned.values()
         for _ in range(SETTLE_ROUNDS):
             while self.network:

@@ -347,10 +347,10 @@ def test_a_claim_beyond_the_one_that_was_requested_changes_nothing(before: Insta
 
 def test_the_rules_of_a_cell_by_what_follows() -> None:
     first, second, other = Rule(ignore), Rule(tombstone), Rule(ignore, (S.FAILED,))
-    cell = ByNextState({S.ACTIVE: first, S.DELETED: second}, other)
-    assert [cell.of(then) for then in (S.ACTIVE, S.DELETED, S.FAILED, None)] == [first, second, other, other]
+    entry = ByNextState({S.ACTIVE: first, S.DELETED: second}, other)
+    assert [entry.of(then) for then in (S.ACTIVE, S.DELETED, S.FAILED, None)] == [first, second, other, other]
     assert ByNextState({S.ACTIVE: first}).of(S.FAILED) is None
-    assert (rules_of(cell), rules_of(ByNextState({S.ACTIVE: first}))) == ((first, second, other), (first,))
+    assert (rules_of(entry), rules_of(ByNextState({S.ACTIVE: first}))) == ((first, second, other), (first,))
     assert (rules_of(first), rules_of(None)) == ((first,), ())
 
 

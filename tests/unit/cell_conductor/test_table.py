@@ -60,14 +60,14 @@ def test_total_over_states_and_events() -> None:
     for state, row in TABLE.items():
         assert set(row) == set(e.EVENTS), state
         follow = {then for known, then in DESIRED_STATES if known is state and then is not None}
-        for event, cell in row.items():
-            if isinstance(cell, ByNextState):
-                assert cell.rules.keys() <= follow, (state, event)
-                assert all(cell.of(then) is not None for then in follow), (state, event)
+        for event, entry in row.items():
+            if isinstance(entry, ByNextState):
+                assert entry.rules.keys() <= follow, (state, event)
+                assert all(entry.of(then) is not None for then in follow), (state, event)
 
 
 def test_every_state_is_reached_and_left() -> None:
-    rules = {state: [rule for cell in row.values() for rule in rules_of(cell)] for state, row in TABLE.items()}
+    rules = {state: [rule for entry in row.values() for rule in rules_of(entry)] for state, row in TABLE.items()}
     assert {target for row in rules.values() for rule in row for target in rule.to} == set(State) - {State.ABSENT}
     assert all(any(rule.to for rule in row) for row in rules.values())
 

@@ -259,7 +259,7 @@ class Conductor:
 
     async def request(self, message: Message, *, attempt: int = 0, message_id: str = "m") -> Outcome:
         (outcome,) = await self.requests.requests(
-            [Received(message, Meta(id=message_id, delivery_attempt=attempt), "c1", "conductor.requests")]
+            [Received(message, Meta(id=message_id, retries=attempt), "c1", "conductor.requests")]
         )
         return outcome
 

@@ -252,17 +252,17 @@ async def _any_order(steps: list[object], seed: int) -> None:
 
 
 def _agree(driver: Scripted, records: Records, commands: list[Spawn | Destroy], results: list[ComputeResult]) -> None:
-    """At rest: the machines are what the records hold, nothing fenced runs, none was built twice, all are answered."""
+    """At rest: the machines are what the records hold, no ended attempt runs, none is built twice, all are answered."""
     running = {key: entry.attempt for key, entry in records.entries() if entry.phase is AttemptPhase.RUNNING}
     assert driver.machines == running
-    fences: dict[Key, int] = {}
+    ended: dict[Key, int] = {}
     answered = {(r.host_uuid, r.instance_uuid, r.attempt, r.outcome) for r in results}
     for command in commands:
         if isinstance(command, Destroy):
             key = (command.host_uuid, command.instance_uuid)
-            fences[key] = max(fences.get(key, 0), command.attempt)
-    for key, fence in fences.items():
-        assert running.get(key, fence + 1) > fence
+            ended[key] = max(ended.get(key, 0), command.attempt)
+    for key, last in ended.items():
+        assert running.get(key, last + 1) > last
     for (host, instance), attempt in running.items():
         assert (host, instance, attempt, ComputeOutcome.ACTIVE) in answered
     assert not driver.busy
@@ -531,7 +531,7 @@ async def test_one_that_is_being_built_is_ended() -> None:
 
 
 @pytest.mark.parametrize("there", [None, 2], ids=["nothing", "a newer attempt"])
-async def test_one_that_its_host_does_not_know_is_fenced(there: int | None) -> None:
+async def test_one_that_its_host_does_not_know_is_ended(there: int | None) -> None:
     driver = Scripted()
     service = await started(driver)
     if there is not None:

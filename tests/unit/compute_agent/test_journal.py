@@ -1,4 +1,4 @@
-"""The journal and what is remembered through it: fences, repeats, hosts that were restored."""
+"""The journal and what is remembered through it: ended attempts, repeats, hosts that were restored."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ def test_a_fleet_is_read_back_with_its_machines_and_operators_wishes(tmp_path: P
     _close(again)
 
 
-# --- fences and repeats: a table of single steps, and a machine of random ones
+# --- ended attempts and repeats: a table of single steps, and a machine of random ones
 
 
 B, R, F, D, G = (
@@ -455,7 +455,7 @@ class OneHost(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.entry: HostAttempt | None = None
-        self.fenced = 0  # highest attempt ever asked to be destroyed
+        self.ended = 0  # highest attempt ever asked to be destroyed
         self.started: list[int] = []
         self.ends: dict[int, ComputeOutcome] = {}
 
@@ -463,7 +463,7 @@ class OneHost(RuleBasedStateMachine):
     def spawn(self, attempt: int) -> None:
         action, self.entry = on_spawn(self.entry, attempt)
         if action in (SpawnAction.START, SpawnAction.REPLACE):
-            assert attempt > self.fenced, "a destroyed attempt started"
+            assert attempt > self.ended, "a destroyed attempt started"
             assert attempt not in self.started, "an attempt started twice"
             assert all(attempt > older for older in self.started), "an older attempt started after a newer one"
             self.started.append(attempt)
@@ -474,7 +474,7 @@ class OneHost(RuleBasedStateMachine):
     def destroy(self, attempt: int) -> None:
         before = self.entry
         action, self.entry = on_destroy(self.entry, attempt)
-        self.fenced = max(self.fenced, attempt)
+        self.ended = max(self.ended, attempt)
         if action is DestroyAction.STALE:
             assert before is not None and before.attempt > attempt
             assert (self.entry.attempt, self.entry.phase) == (before.attempt, before.phase)
@@ -496,9 +496,9 @@ class OneHost(RuleBasedStateMachine):
     @invariant()
     def fence_is_kept(self) -> None:
         if self.entry is not None:
-            assert self.entry.max_ended_attempt >= self.fenced
+            assert self.entry.max_ended_attempt >= self.ended
             if self.entry.phase in (B, R, F):
-                assert self.entry.attempt > self.fenced
+                assert self.entry.attempt > self.ended
 
 
 OneHost.TestCase.settings = settings(stateful_step_count=30)
@@ -553,7 +553,7 @@ async def test_a_newer_machine_than_what_was_destroyed_stays() -> None:
     assert driver.machines == {KEY: 2}
 
 
-async def test_a_machine_that_is_left_as_it_is_counts_as_leaving_once_its_attempt_is_fenced() -> None:
+async def test_a_machine_that_is_left_as_it_is_counts_as_leaving_once_its_attempt_has_ended() -> None:
     """Seed 1094: an operator cleared `instance_uuid` alone; each report had both conductors order its destruction."""
     driver = LeavesMachines()
     service = await started(driver)
@@ -568,7 +568,7 @@ async def test_a_machine_that_is_left_as_it_is_counts_as_leaving_once_its_attemp
     assert driver.machines == {KEY: 1} and await leaving() == [True]
     assert [result.outcome for result in service.results][-1] is ComputeOutcome.DESTROYED
     driver.machines[KEY] = 2
-    assert await leaving() == [False], "a newer one than its fence"
+    assert await leaving() == [False], "a newer one than its ended attempt"
     driver.machines[KEY] = 1
     destroys_before = driver.destroys
     again = await started(driver, service.records)

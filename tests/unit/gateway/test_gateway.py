@@ -48,9 +48,7 @@ async def test_the_project_is_that_of_the_virtual_host_whatever_the_body_says(na
 HOSTILE: dict[str, dict[str, Any]] = {
     "a second key": {"headers": {"CC": "build.delete.demo"}},
     "many headers": {"headers": {f"h{number}": "x" for number in range(100)}},
-    "headers of berth's": {
-        "headers": {"berth-delivery-attempt": 3, "berth-code": "x", "berth-key": "y", "berth-waited-ms": 9}
-    },
+    "headers of berth's": {"headers": {"berth-retries": 3, "berth-code": "x", "berth-key": "y", "berth-waited-ms": 9}},
     "a cause": {"headers": {"berth-cause": "x" * 255}},
     "an id": {"message_id": "\x00" * 255},
     "a type": {"type": "build.request.v1"},
@@ -74,7 +72,7 @@ async def test_nothing_but_what_was_parsed_comes_through(properties: dict[str, A
         "id", "cause", "sent_at", "reply_to", "correlation_id", "timeout_s"
     }  # fmt: skip
     assert got.meta.cause == body["instance_uuid"]
-    assert (got.meta.reply_to or "").startswith("berth.reply.gateway-1.") and got.meta.delivery_attempt == 0
+    assert (got.meta.reply_to or "").startswith("berth.reply.gateway-1.") and got.meta.retries == 0
 
 
 @pytest.mark.parametrize(("answer_to", "timeout_s"), [(ANSWER_TO, 60.0), (None, math.inf)])

@@ -106,7 +106,7 @@ def test_the_providers_that_a_write_touches(item: AllocationWrite, outcome: Any,
 KNOWN = {
     "held": ConsumerState(3, 0, "p", "u", "X", HELD),
     "tried": ConsumerState(4, 2, "p", "u", "X", HELD, "r"),
-    "fenced": ConsumerState(4, 2, "p", "u", "X", claim_owner="r"),
+    "released": ConsumerState(4, 2, "p", "u", "X", claim_owner="r"),
 }
 
 
@@ -128,7 +128,7 @@ KNOWN = {
         ([wants("c", {"a": {"VCPU": 1}}), wants("d", {"b": {"VCPU": 1, "NONE": 1}})], RefusalCode.NO_SUCH, "NONE"),
         ([wants("c", {"a": {"NONE": 1}}), wants("d", {"z": {"VCPU": 1}})], RefusalCode.NO_PROVIDER, "z"),
         ([wants("c", {"z": {"VCPU": 1}}), wants("held", HELD, expects=4)], RefusalCode.CONSUMER_GENERATION, "held"),
-        ([wants("fenced", HELD, expects=4)], RefusalCode.CONSUMER_GENERATION, "fenced"),
+        ([wants("released", HELD, expects=4)], RefusalCode.CONSUMER_GENERATION, "released"),
         ([wants("tried", HELD, attempt=2)], None, ""),
         ([wants("tried", HELD, attempt=1)], RefusalCode.CONSUMER_GENERATION, "tried"),
         ([wants("new", HELD, attempt=1)], None, ""),
@@ -142,7 +142,7 @@ def test_a_write_of_several_consumers_is_refused_for_its_first_flaw(
     assert bool(decision.consumers) is (refused is None)
 
 
-@pytest.mark.parametrize(("consumer", "generation"), [("held", "3"), ("fenced", "null"), ("new", "null")])
+@pytest.mark.parametrize(("consumer", "generation"), [("held", "3"), ("released", "null"), ("new", "null")])
 def test_a_conflict_names_the_generation_of_what_is_held(consumer: str, generation: str) -> None:
     """Clients of Placement read it there."""
     [outcome], _ = decide([Replace((wants(consumer, HELD, expects=9),))], KNOWN, claimed(a=2), CLASSES)
@@ -155,16 +155,16 @@ def test_a_conflict_names_the_generation_of_what_is_held(consumer: str, generati
         ("new", {"a": {"VCPU": 1}}, ConsumerState(1, 0, "p", "u", "", {"a": {"VCPU": 1}})),
         ("held", {"a": {"VCPU": 1}}, ConsumerState(4, 0, "p", "u", "X", {"a": {"VCPU": 1}})),
         ("tried", {"a": {"VCPU": 1}}, ConsumerState(5, 2, "p", "u", "X", {"a": {"VCPU": 1}}, "r")),
-        ("fenced", {"a": {"VCPU": 1}}, ConsumerState(5, 2, "p", "u", "", {"a": {"VCPU": 1}})),
+        ("released", {"a": {"VCPU": 1}}, ConsumerState(5, 2, "p", "u", "", {"a": {"VCPU": 1}})),
         ("held", {}, None),
         ("tried", {}, ConsumerState(4, 2, "p", "u", "X", claim_owner="r")),
-        ("fenced", {}, "same"),
+        ("released", {}, "same"),
         ("new", {}, "same"),
     ],
 )
 def test_the_row_after_a_write(consumer: str, wanted: ProviderAllocations, after: Any) -> None:
-    """A consumer whose attempts a claim has numbered stays as their fence. What is written over a fence is not the
-    claim of its run: a late release by that run would give the room away.
+    """A consumer whose attempts a claim has numbered stays, as they have ended. What is written over ended attempts
+    is not the claim of its run: a late release by that run would give the room away.
     """
     _, decision = decide([Replace((wants(consumer, wanted),))], KNOWN, claimed(a=2), CLASSES)
     assert decision.consumers == ({} if after == "same" else {consumer: after})
@@ -175,7 +175,7 @@ def test_the_row_after_a_write(consumer: str, wanted: ProviderAllocations, after
     [
         ("held", None, None),
         ("tried", None, ConsumerState(4, 2, "p", "u", "X", claim_owner="r")),
-        ("fenced", "fenced", None),
+        ("released", "released", None),
         ("new", "new", None),
     ],
 )

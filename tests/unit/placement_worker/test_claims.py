@@ -78,7 +78,7 @@ def test_each_item_sees_what_the_ones_before_it_did() -> None:
 
 
 HELD = {A: {"VCPU": 2}}
-FENCE: Hold = {}
+NOTHING_HELD: Hold = {}
 
 
 @pytest.mark.parametrize(
@@ -92,10 +92,10 @@ FENCE: Hold = {}
         (holder(HELD), {"attempt": 2}, "consumer_conflict"),
         (holder(HELD, attempt=3), {"attempt": 2, "consumer_generation": 1}, "consumer_conflict"),
         (holder(HELD, attempt=0), {"attempt": 1}, "consumer_conflict"),
-        (holder(FENCE, attempt=1), {"attempt": 1}, "consumer_conflict"),
-        (holder(FENCE, attempt=1), {"attempt": 2}, "claimed"),
-        (holder(FENCE, attempt=1), {"attempt": 2, "consumer_generation": 1, "release_first": True}, "claimed"),
-        (holder(FENCE, attempt=1), {"attempt": 2, "consumer_generation": 1}, "consumer_conflict"),
+        (holder(NOTHING_HELD, attempt=1), {"attempt": 1}, "consumer_conflict"),
+        (holder(NOTHING_HELD, attempt=1), {"attempt": 2}, "claimed"),
+        (holder(NOTHING_HELD, attempt=1), {"attempt": 2, "consumer_generation": 1, "release_first": True}, "claimed"),
+        (holder(NOTHING_HELD, attempt=1), {"attempt": 2, "consumer_generation": 1}, "consumer_conflict"),
     ],
 )
 def test_who_may_claim(known: ConsumerState | None, fields: dict[str, Any], expected: str) -> None:
@@ -110,7 +110,7 @@ def test_who_may_claim(known: ConsumerState | None, fields: dict[str, Any], expe
         (holder(HELD, attempt=2), 2, (0, {})),  # its own
         (holder(HELD, attempt=1), 2, (0, HELD)),  # its generation is not named
         (holder(HELD, attempt=0), 1, (0, HELD)),  # of the REST API
-        (holder(FENCE, attempt=2), 1, (0, {})),
+        (holder(NOTHING_HELD, attempt=2), 1, (0, {})),
         (ConsumerState(1, 2, "another", "u", "INSTANCE", HELD), 1, (0, {})),
         (ConsumerState(1, 2, "p", "u", "MIGRATION", HELD), 1, (0, HELD)),  # a move's request of this uuid
         (ConsumerState(1, 2, "p", "u", "", HELD), 1, (0, HELD)),  # of an old client of the REST API
@@ -138,11 +138,11 @@ def test_release_first_gives_back_even_when_nothing_fits_and_may_be_repeated() -
     decision = run(item, providers=providers, consumers={VM: holder(HELD)})
     assert decision.replies[0].outcome == "no_capacity"
     assert decision.used == {A: {"VCPU": 0}}
-    fence = decision.consumers[VM]
-    assert fence is not None
-    assert (fence.allocations, fence.attempt) == ({}, 1)
+    released = decision.consumers[VM]
+    assert released is not None
+    assert (released.allocations, released.attempt) == ({}, 1)
     # The same message again, after a crash between its commit and its reply; meanwhile there is room.
-    again = run(item, providers={**providers, B: provider(VCPU=room(9))}, consumers={VM: fence})
+    again = run(item, providers={**providers, B: provider(VCPU=room(9))}, consumers={VM: released})
     assert again.replies[0].outcome == "claimed"
 
 

@@ -242,7 +242,7 @@ def test_a_source_that_names_a_provider_that_is_no_more_is_what_is_kept() -> Non
     assert decision.consumers == {VM: row(THERE, 2, 3)}
 
 
-def test_a_build_without_an_alternate_leaves_its_fence() -> None:
+def test_a_build_without_an_alternate_leaves_its_ended_attempts() -> None:
     asked = claim(NO_ROOM, attempt=3, consumer_generation=2, release_first=True)
     decision = run(asked, consumers={VM: replace(FAILED, claim_owner="r")})
     assert verdicts(decision) == [replace(LEFT, generations={B: 11})]
@@ -436,7 +436,7 @@ DONE = {A: 11, B: 11}
     ],
     ids=[
         "a move",
-        "a fence, and a new one",
+        "ended attempts, and a new one",
         "emptied",
         "to another provider",
         "done",

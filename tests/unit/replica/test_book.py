@@ -15,7 +15,7 @@ from bus.contracts.feed import ChangesPage, FeedHead, SnapshotPage, feed_rows
 from bus.contracts.placement import ProviderState
 from placement_worker.replica import catch_up
 from placement_worker.replica.catch_up import AT_ONCE, CatchUp, LocalReplica, apply
-from placement_worker.replica.columns import MOVES_KEPT, Moves
+from placement_worker.replica.columns import CHANGES_KEPT, ChangedRows
 from placement_worker.replica.replica import CLASS_WEIGHS, SWEEP_FROM, Gap, Replica
 from placement_worker.replica.request import Query
 from placement_worker.replica.search import search
@@ -222,25 +222,25 @@ def test_a_removed_provider_takes_its_settled_claims_along() -> None:
 
 def test_versions_show_which_roots_moved() -> None:
     replica = loaded(provider(0, inventories={"VCPU": 8}), provider(1, root=0, parent=0), provider(2))
-    version, kept = replica.moves.end, replica.cache(list)
-    assert replica.moves.since(version) is not None
-    assert replica.moves.since(version).tolist() == []  # type: ignore[union-attr]
+    version, kept = replica.changes.end, replica.cache(list)
+    assert replica.changes.since(version) is not None
+    assert replica.changes.since(version).tolist() == []  # type: ignore[union-attr]
     replica.apply([used(11, 1, 2, {"VCPU": 0})])
-    assert replica.moves.since(version).tolist() == [replica.row_of(uuid(0))]  # type: ignore[union-attr]
+    assert replica.changes.since(version).tolist() == [replica.row_of(uuid(0))]  # type: ignore[union-attr]
     assert replica.cache(list) is kept
     replica.load([], 30)
     assert replica.cache(list) is not kept  # nor what else a reader has kept, with the version that it is of
 
 
 def test_moves_are_remembered_within_their_bound() -> None:
-    moves = Moves()
-    for row in range(MOVES_KEPT):
-        moves.add(row)
-    assert len(moves.since(0)) == MOVES_KEPT  # type: ignore[arg-type]
-    moves.add(7)
-    assert moves.since(0) is None
-    assert moves.since(MOVES_KEPT).tolist() == [7]  # type: ignore[union-attr]
-    assert moves.since(MOVES_KEPT + 1).tolist() == []  # type: ignore[union-attr]
+    changes = ChangedRows()
+    for row in range(CHANGES_KEPT):
+        changes.add(row)
+    assert len(changes.since(0)) == CHANGES_KEPT  # type: ignore[arg-type]
+    changes.add(7)
+    assert changes.since(0) is None
+    assert changes.since(CHANGES_KEPT).tolist() == [7]  # type: ignore[union-attr]
+    assert changes.since(CHANGES_KEPT + 1).tolist() == []  # type: ignore[union-attr]
 
 
 def test_what_is_handed_out_cannot_be_written_to() -> None:
@@ -459,8 +459,8 @@ def reported(replica: Replica) -> Replica:
 def test_a_copy_has_its_own_log_of_changes() -> None:
     made = reported(Replica())
     copy = copy_of(made)
-    assert copy.moves is not made.moves
-    assert copy.spec_moves is not made.spec_moves
+    assert copy.changes is not made.changes
+    assert copy.spec_changes is not made.spec_changes
 
 
 def test_a_copy_gets_none_of_placements_later_values() -> None:

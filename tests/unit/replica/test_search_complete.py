@@ -241,7 +241,7 @@ def test_sweeping_distinct_values_changes_no_answer(seed: int, query: Query) -> 
 
 
 def test_many_moves_between_two_searches(monkeypatch: object) -> None:
-    """More moves than are remembered: everything is looked at anew."""
+    """More changes than are remembered: everything is looked at anew."""
     rng = random.Random(5)
     world = World()
     query = Query(resources={"VCPU": 1})

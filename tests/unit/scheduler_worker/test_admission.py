@@ -14,6 +14,7 @@ from bus.contracts.objects import GroupDefinition
 from bus.contracts.placement import GroupPolicy, ReleaseByOwner, ServerGroup
 from bus.contracts.stages import StageTimes
 from scheduler_worker.build.admission import admit, admit_recorded, conflict_with, conflicts_with_first
+from scheduler_worker.build.host_search import HostClaimed
 from scheduler_worker.build.pending_build import (
     Answered,
     Continue,
@@ -24,7 +25,6 @@ from scheduler_worker.build.pending_build import (
     in_batches,
     pending_build,
 )
-from scheduler_worker.build.placement_state import HostClaimed
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.records.build_record import ACCEPTED as ACCEPTED_NUMBER
 from scheduler_worker.records.build_record import FAILED_OR_REFUSED, Actor, Gang, RecordedBuild, releases_of
@@ -299,7 +299,7 @@ def test_all_deliveries_of_a_message_are_one_run() -> None:
     ],
 )
 def test_an_earlier_delivery_may_have_claimed(queue: str, redelivered: bool, retried: int, attempt: int) -> None:
-    received = Received(REQUEST, Meta(id="m", delivery_attempt=retried), "api", queue, redelivered)
+    received = Received(REQUEST, Meta(id="m", retries=retried), "api", queue, redelivered)
     assert pending_build(received, classify_delivery(received), now=1.0, config=CONFIG).attempt == attempt
 
 

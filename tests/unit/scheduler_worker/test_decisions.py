@@ -29,14 +29,14 @@ from scheduler_worker.build import decision_round, dispatcher, placer
 from scheduler_worker.build.build_engine import SchedulingEngine
 from scheduler_worker.build.decision_round import DecisionRound
 from scheduler_worker.build.dispatcher import BUILDS_AT_ONCE
-from scheduler_worker.build.pending_build import PendingBuild
-from scheduler_worker.build.placement_state import (
+from scheduler_worker.build.host_search import (
     GangIncomplete,
     HostClaimed,
-    PlacementRequest,
-    PlacementState,
-    new_placement_state,
+    HostSearch,
+    HostSearchRequest,
+    new_host_search,
 )
+from scheduler_worker.build.pending_build import PendingBuild
 from scheduler_worker.build.placer import ANSWERS_AT_ONCE
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.fleet.host_listener import Warmup
@@ -98,7 +98,7 @@ def cluster_of(amounts: Sequence[dict[str, int]], **more: Any) -> Cluster:
     return cluster
 
 
-def gang_of(cluster: Cluster, policy: GroupPolicy, *, size: int = GANG, least: int = GANG) -> list[PlacementRequest]:
+def gang_of(cluster: Cluster, policy: GroupPolicy, *, size: int = GANG, least: int = GANG) -> list[HostSearchRequest]:
     group = ServerGroup(uuid=new_uuid(cluster.hosts.rng), policy=policy)
     members = [cluster.hosts.request(server_group=group) for _ in range(size)]
     gang = Gang(uuid=members[0].instance_uuid, size=size, min_count=least)
@@ -273,7 +273,7 @@ async def test_a_host_that_leaves_between_two_parts_is_not_chosen_any_more() -> 
     cluster = cluster_of([WIDE] * 3)
     hosts = cluster.hosts
     states = [
-        new_placement_state(PlacementRequest(request=hosts.request(), spec=hosts.spec()), hosts.selector)
+        new_host_search(HostSearchRequest(request=hosts.request(), spec=hosts.spec()), hosts.selector)
         for _ in range(300)
     ]
     round_, decided, seen = DecisionRound(hosts.selector, hosts.rng, subset=1), [], list[int]()
@@ -430,12 +430,12 @@ def decide(hosts: Hosts, batching: CellBatching) -> None:
     spec = hosts.selector.request_spec(request)
     assert isinstance(spec, RequestSpec)
     round_ = DecisionRound(hosts.selector, hosts.rng, subset=1, batching=batching)
-    state = new_placement_state(PlacementRequest(request=request, spec=spec), hosts.selector)
+    state = new_host_search(HostSearchRequest(request=request, spec=spec), hosts.selector)
     assert round_.decide(state).choice is not None
 
 
 def test_one_request_alone_is_decided_within_so_many_calls() -> None:
-    hosts, batching = Hosts([PLENTY] * HOSTS, cells=["c1", "c2", "c3", "c4"] * (HOSTS // 4)), CellBatching()
+    hosts, batching = Hosts([PLENTY] * HOSTS, cells=["c1", "c2", "c3", "c4"] * (HOSTS // 4)), CellBatching(64)
     for _ in range(len(hosts.table.cells) + 1):  # what is kept from decision to decision is there
         decide(hosts, batching)
     calls = CountedCalls()
@@ -447,17 +447,17 @@ def test_one_request_alone_is_decided_within_so_many_calls() -> None:
     assert calls.count <= MOST_CALLS, calls.count
 
 
-def of_group(hosts: Hosts, members: int) -> list[PlacementState]:
+def of_group(hosts: Hosts, members: int) -> list[HostSearch]:
     """A batch of members of one anti-affinity group that has so many others, on hosts that are as good as any."""
     group = ServerGroup(uuid=new_uuid(hosts.rng), policy=GroupPolicy.ANTI_AFFINITY)
     related = RelatedInstances(server_group=group, members=dict.fromkeys(hosts.uuids[:members], 1))
-    states: list[PlacementState] = []
+    states: list[HostSearch] = []
     for _ in range(COUNTED):
         request = hosts.request(server_group=group)
         spec = hosts.selector.request_spec(request)
         assert isinstance(spec, RequestSpec)
         spec = spec.with_related(related, request.instance_uuid)
-        states.append(new_placement_state(PlacementRequest(request=request, spec=spec), hosts.selector))
+        states.append(new_host_search(HostSearchRequest(request=request, spec=spec), hosts.selector))
     return states
 
 
@@ -465,7 +465,7 @@ def of_group(hosts: Hosts, members: int) -> list[PlacementState]:
 def test_a_member_of_a_large_group_is_decided_within_as_many_calls(members: int) -> None:
     hosts = Hosts([PLENTY] * HOSTS, cells=["c1", "c2", "c3", "c4"] * (HOSTS // 4))
     states = of_group(hosts, members)
-    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1, batching=CellBatching())
+    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1, batching=CellBatching(64))
     calls = CountedCalls()
     sys.setprofile(calls)
     try:
@@ -486,8 +486,6 @@ def test_hosts_that_are_full_for_one_group_are_there_for_all_others() -> None:
     assert {one.choice.selected.uuid for one in first if one.choice} == set(hosts.uuids[4:])
     assert {one.choice.selected.uuid for one in second if one.choice} == set(hosts.uuids)
     spec = hosts.spec()
-    plain = [
-        new_placement_state(PlacementRequest(request=hosts.request(), spec=spec), hosts.selector) for _ in range(40)
-    ]
+    plain = [new_host_search(HostSearchRequest(request=hosts.request(), spec=spec), hosts.selector) for _ in range(40)]
     assert {one.choice.selected.uuid for one in map(round_.decide, plain) if one.choice} == set(hosts.uuids)
     assert len(round_.rankings) == 1

@@ -26,15 +26,15 @@ from scheduler_worker.build.decision import (
     instance_spec,
     outbox_messages,
 )
-from scheduler_worker.build.pending_build import PendingBuild
-from scheduler_worker.build.placement_state import (
+from scheduler_worker.build.host_search import (
     ClaimsContended,
     ClaimUnlocatable,
     GangIncomplete,
     HostClaimed,
-    PlacementRefused,
-    PlacementRequest,
+    HostSearchRefused,
+    HostSearchRequest,
 )
+from scheduler_worker.build.pending_build import PendingBuild
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.placement_client import PlacementUnavailable
 from scheduler_worker.records.build_record import Actor, Gang, RecordedBuild
@@ -80,7 +80,7 @@ def pending(position: int = 0, gang: Gang | None = None, **more: Any) -> Pending
 
 def placed(result: Any, one: PendingBuild | None = None, **delivery: Any) -> PlacedBuild:
     one = replace(one or pending(), delivery=RequestDelivery(**delivery))
-    return PlacedBuild(one, PlacementRequest(request=one.request, spec=HOSTS.spec()), result)
+    return PlacedBuild(one, HostSearchRequest(request=one.request, spec=HOSTS.spec()), result)
 
 
 def outcome(concluded: Any) -> Any:
@@ -118,8 +118,8 @@ FAILED, SCHEDULED = "failed", "scheduled"
             (FAILED, "claim.unlocatable", None, None, 0),
         ),
         (ClaimsContended(3), {"last": True, "has_dead_letter": False}, (FAILED, "claims.contended", None, None, 1)),
-        (PlacementRefused("x.y", "why"), {}, (FAILED, "x.y", None, None, 0)),
-        (PlacementRefused("x.y", "why", claims=1), {}, (FAILED, "x.y", None, None, 1)),
+        (HostSearchRefused("x.y", "why"), {}, (FAILED, "x.y", None, None, 0)),
+        (HostSearchRefused("x.y", "why", claims=1), {}, (FAILED, "x.y", None, None, 1)),
         (GangIncomplete(Gang(uuid=UUID, size=3, min_count=2), 1, 1), {}, (FAILED, "gang.incomplete", None, None, 1)),
     ],
 )
@@ -208,7 +208,7 @@ def test_the_timeline_of_a_decision() -> None:
     assert isinstance(held, DecidedBuild) and held.claimed is None
     assert outcome(held) == (SCHEDULED, "", "c1", HOST, 2)
     assert outcome(end_at_claimed_cell(pending(), ClaimUnlocatable("why"), AUTHOR)) == "claim.unlocatable"
-    ((_, long),) = conclude([placed(PlacementRefused("x", "y" * 9999))], AUTHOR)
+    ((_, long),) = conclude([placed(HostSearchRefused("x", "y" * 9999))], AUTHOR)
     assert isinstance(long, DecidedBuild) and long.decision.build.reason == "y" * MAX_REASON
 
 
@@ -217,7 +217,7 @@ def test_the_timeline_of_a_decision() -> None:
     [
         (CLAIMED, [CellBuild, BuildEvent]),
         (STRANDED, [CellBuildQuery, BuildEvent]),
-        (PlacementRefused("x", ""), [BuildEvent]),
+        (HostSearchRefused("x", ""), [BuildEvent]),
     ],
 )
 def test_the_messages_of_a_decision(result: Any, kinds: list[type]) -> None:

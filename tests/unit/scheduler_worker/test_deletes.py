@@ -34,8 +34,8 @@ from scheduler_worker.build.claim_answer import CONSUMER_CONFLICT
 from scheduler_worker.build.claim_ownership import ClaimOwnership
 from scheduler_worker.build.delete_rules import DeletePlan, PendingDelete, answer_unknown, plan_deletes, tombstones
 from scheduler_worker.build.dispatcher import Dispatcher
+from scheduler_worker.build.host_search import ClaimUnlocatable, HostClaimed, HostSearchRefused
 from scheduler_worker.build.pending_build import PendingBuild
-from scheduler_worker.build.placement_state import ClaimUnlocatable, HostClaimed, PlacementRefused
 from scheduler_worker.placement_client import PlacementUnavailable
 from scheduler_worker.records.build_record import Actor, Gang, NewBuild, ProjectsBuild, RecordedBuild
 from scheduler_worker.requests.request_delivery import LAST, OVERTAKES, RequestDelivery
@@ -117,7 +117,7 @@ async def test_what_no_host_can_take_is_looked_up_before_it_fails(cluster: Clust
     assert taken == [(RUN, "another", 1, holding)], "a late Release of the other run releases nothing"
     hold(cluster, policy_violated, attempt=0)
     (foreign,) = await cluster.place(policy_violated)
-    assert isinstance(foreign, PlacementRefused) and foreign.code == CONSUMER_CONFLICT
+    assert isinstance(foreign, HostSearchRefused) and foreign.code == CONSUMER_CONFLICT
     cluster.port.unavailable = True
     (unanswered,) = await cluster.place(policy_violated)
     assert isinstance(unanswered, PlacementUnavailable), "no answer is not no host"
@@ -247,7 +247,7 @@ async def test_a_delete_of_a_built_instance_goes_to_its_cell_while_placement_doe
         PendingDelete(
             batch_index=at,
             request=DeleteRequest(instance_uuid=uuid, project_id="p"),
-            delivery=RequestDelivery(attempt=OVERTAKES),
+            delivery=RequestDelivery(retries=OVERTAKES),
         )
         for at, uuid in enumerate((UUID, ABSENT))
     ]
@@ -280,7 +280,7 @@ UNKNOWN, STRANDED = "instance.unknown", "claim.unlocatable"
 RECORD = RecordedBuild(
     instance_uuid=BUILD, project_id="p", state=ACTIVE, sequence=9, attempt=2, code="x", reason="why", claim_owner="mine"
 )
-EARLY, LATE = RequestDelivery(attempt=OVERTAKES - 1), RequestDelivery(attempt=OVERTAKES)
+EARLY, LATE = RequestDelivery(retries=OVERTAKES - 1), RequestDelivery(retries=OVERTAKES)
 STARTING = replace(LATE, awaits_hosts=True)
 OVER = replace(LATE, is_late=lambda: True)
 GONE = replace(OVER, has_requester=True)

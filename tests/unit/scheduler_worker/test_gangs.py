@@ -43,19 +43,19 @@ from scheduler_worker.build.gang import (
     share_gang_results,
     within_bounds,
 )
-from scheduler_worker.build.pending_build import Admission, Answered, PendingBuild, Start, expand_gang, pending_build
-from scheduler_worker.build.placement_state import (
+from scheduler_worker.build.host_search import (
     GangIncomplete,
     HostClaimed,
-    PlacementRefused,
-    PlacementRequest,
-    PlacementResult,
-    PlacementState,
-    new_placement_state,
+    HostSearch,
+    HostSearchRefused,
+    HostSearchRequest,
+    HostSearchResult,
+    new_host_search,
 )
+from scheduler_worker.build.pending_build import Admission, Answered, PendingBuild, Start, expand_gang, pending_build
 from scheduler_worker.placement_client import PlacementUnavailable
 from scheduler_worker.records.build_record import Actor, Gang, NewBuild, RecordedBuild
-from scheduler_worker.requests.request_delivery import RETRIES, RequestDelivery
+from scheduler_worker.requests.request_delivery import MAX_RETRIES, RequestDelivery
 from scheduler_worker.selection.request_spec import RelatedInstances, RequestSpec
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
 from tests.unit.scheduler_worker.test_deletes import hold, nowhere
@@ -66,7 +66,7 @@ __all__ = ["cluster", "site"]  # fixtures
 
 UUID_, OTHER = (f"00000000-0000-4000-8000-00000000000{n}" for n in "12")
 REQUEST = BuildRequest(instance_uuid=UUID_, project_id="p", flavor="m1.small")
-REFUSED = PlacementRefused("claim.invalid", "")
+REFUSED = HostSearchRefused("claim.invalid", "")
 CLAIMED = HostClaimed(cell="c1", selections=(), consumer_generation=1, passing_hosts=1, score=0.0, claims=1)
 SELECTION = Selection(host_uuid=UUID_, host="h", service="s", allocations={UUID_: {"VCPU": 1}})
 UNANSWERED = PlacementUnavailable("away")
@@ -134,7 +134,7 @@ def test_the_largest_request_is_accepted_with_its_network() -> None:
     assert len(set(member_uuids(request))) == MAX_MEMBERS
 
 
-def states(*results: PlacementResult | None, least: int, gang: bool = True) -> list[PlacementState]:
+def states(*results: HostSearchResult | None, least: int, gang: bool = True) -> list[HostSearch]:
     hosts, rng = Hosts([PLENTY]), random.Random(1)
     made = []
     for result in results:
@@ -142,7 +142,7 @@ def states(*results: PlacementResult | None, least: int, gang: bool = True) -> l
         spec = hosts.selector.request_spec(request)
         assert isinstance(spec, RequestSpec)
         of = Gang(uuid=UUID_, size=len(results), min_count=least) if gang else None
-        made.append(replace(new_placement_state(PlacementRequest(request=request, spec=spec, gang=of), hosts.selector),
+        made.append(replace(new_host_search(HostSearchRequest(request=request, spec=spec, gang=of), hosts.selector),
                             result=result))  # fmt: skip
     return made
 
@@ -162,7 +162,7 @@ def test_members_that_start_on_one_host_share_what_any_of_them_has_found(policy:
         assert found == (({"h1": "claim.no_capacity"}, {"h2": 1}) if is_shared else ({}, {}))
 
 
-def results(found: list[PlacementState]) -> list[object]:
+def results(found: list[HostSearch]) -> list[object]:
     return [one.result for one in found]
 
 
@@ -180,11 +180,11 @@ def results(found: list[PlacementState]) -> list[object]:
     ],
 )
 def test_what_one_member_means_for_the_others(
-    before: tuple[PlacementResult | None, ...], least: int, after: tuple[object, ...]
+    before: tuple[HostSearchResult | None, ...], least: int, after: tuple[object, ...]
 ) -> None:
     found = results(apply_gang_results(states(*before, least=least)))
     words = {GangIncomplete: "incomplete"}
-    plain = ["left_out" if isinstance(one, PlacementRefused) and one.code == "gang.left_out"
+    plain = ["left_out" if isinstance(one, HostSearchRefused) and one.code == "gang.left_out"
              else words.get(type(one), one) for one in found]  # fmt: skip
     assert tuple(plain) == after
 
@@ -194,7 +194,7 @@ def test_the_cell_of_a_member_that_has_a_claim_is_queried_without_the_others(att
     """A restore: it failed with its gang, and its machine ran on, with its allocation or without."""
     there = replace(CLAIMED, attempt=attempt, selections=(SELECTION,))
     members = expand_gang(taken(replace(REQUEST, count=2, min_count=2)), start=1)
-    requests = [PlacementRequest(request=one.request, spec=Hosts([]).spec(), gang=one.gang) for one in members]
+    requests = [HostSearchRequest(request=one.request, spec=Hosts([]).spec(), gang=one.gang) for one in members]
     placed = [
         PlacedBuild(*pair, result)
         for pair, result in zip(zip(members, requests, strict=True), (there, REFUSED), strict=True)
@@ -232,7 +232,7 @@ def test_members_choose_in_the_order_of_their_sizes_and_gangs_stand_side_by_side
     assert merged(mixed, [newer]) == [mixed[0], newer, mixed[2]]
 
 
-FENCED = PlacementRefused("claim.consumer_conflict", "", was_deleted=True)
+WAS_RELEASED = HostSearchRefused("claim.consumer_conflict", "", was_deleted=True)
 
 
 @pytest.mark.parametrize(
@@ -240,16 +240,16 @@ FENCED = PlacementRefused("claim.consumer_conflict", "", was_deleted=True)
     [
         (3, 3, [None] * 3, 3),
         (3, 2, [None] * 3, 2),
-        (3, 3, [FENCED, None, None], 2),
-        (3, 2, [FENCED, None, None], 2),
-        (3, 2, [FENCED, FENCED, None], 1),
-        (3, 2, [FENCED] * 3, 1),
+        (3, 3, [WAS_RELEASED, None, None], 2),
+        (3, 2, [WAS_RELEASED, None, None], 2),
+        (3, 2, [WAS_RELEASED, WAS_RELEASED, None], 1),
+        (3, 2, [WAS_RELEASED] * 3, 1),
         (3, 3, [REFUSED, None, None], 3),
         (3, 3, [replace(CLAIMED), None, None], 3),
     ],
 )
 def test_a_gang_needs_its_least_number_or_all_that_no_delete_has_taken_out(
-    size: int, least: int, found: list[PlacementResult | None], count: int
+    size: int, least: int, found: list[HostSearchResult | None], count: int
 ) -> None:
     assert needed(Gang(uuid=UUID_, size=size, min_count=least), found) == count
 
@@ -343,19 +343,19 @@ def test_item_16_the_options_of_a_gang_name_no_more_providers_than_one_message_m
     assert (named <= MAX_GANG_PROVIDERS or left == 1) and {one.consumer for one in sent} == {UUID_}
 
 
-def test_a_member_that_is_fenced_meanwhile_is_withdrawn_and_the_others_start_without_it() -> None:
+def test_a_member_that_is_released_meanwhile_is_withdrawn_and_the_others_start_without_it() -> None:
     """Its delete has ended it; the record says so, and its gang does not wait for it."""
-    assert results(apply_gang_results(states(None, None, FENCED, least=3))) == [None, None, FENCED]
-    left, *_ = results(apply_gang_results(states(None, REFUSED, FENCED, least=3)))
+    assert results(apply_gang_results(states(None, None, WAS_RELEASED, least=3))) == [None, None, WAS_RELEASED]
+    left, *_ = results(apply_gang_results(states(None, REFUSED, WAS_RELEASED, least=3)))
     assert isinstance(left, GangIncomplete), "any other refusal leaves the gang short"
 
 
 @pytest.mark.parametrize("claims", [0, 1])
-def test_a_build_fences_its_claims_if_one_was_sent(claims: int) -> None:
+def test_a_build_releases_its_claims_if_one_was_sent(claims: int) -> None:
     """One that was refused for a quota came to placement once more, and there was room (requests-forgotten, 9)."""
     (pending,) = expand_gang(taken(REQUEST), start=0)
-    request = PlacementRequest(request=pending.request, spec=Hosts([]).spec())
-    over = PlacementRefused("quota.exceeded", "VCPU", claims=claims)
+    request = HostSearchRequest(request=pending.request, spec=Hosts([]).spec())
+    over = HostSearchRefused("quota.exceeded", "VCPU", claims=claims)
     around = Actor(name="s", at=1.0)
     ((_, decided),) = conclude([PlacedBuild(pending, request, over)], around)
     assert isinstance(decided, DecidedBuild) and decided.decision.build.attempt == claims
@@ -384,7 +384,7 @@ async def gang_of_two(site: Site, first_state: BuildState | None) -> tuple[Build
 
 async def test_a_later_member_of_a_gang_whose_first_has_ended_ends_when_it_was_tried_often_enough(site: Site) -> None:
     _, second = await gang_of_two(site, BuildState.DELETED)
-    for tries in range(3 * RETRIES):
+    for tries in range(3 * MAX_RETRIES):
         assert await site.handler.resume({second.instance_uuid: tries}) == set()
     build = await site.build_of(second.instance_uuid)
     assert (build.state, build.code) == (BuildState.FAILED, "claim.unlocatable")
@@ -392,7 +392,7 @@ async def test_a_later_member_of_a_gang_whose_first_has_ended_ends_when_it_was_t
 
 async def test_a_later_member_of_a_gang_whose_first_was_purged_is_taken_up_again(site: Site) -> None:
     _, second = await gang_of_two(site, None)
-    for tries in range(3 * RETRIES):
+    for tries in range(3 * MAX_RETRIES):
         assert await site.handler.resume({second.instance_uuid: tries}) == set()
     build = await site.build_of(second.instance_uuid)
     assert (build.state, build.code) == (BuildState.FAILED, "claim.unlocatable")

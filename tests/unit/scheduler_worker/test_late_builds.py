@@ -24,7 +24,7 @@ from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.records.action_record import RecordedAction
 from scheduler_worker.records.build_record import NewBuild, RecordedBuild
 from scheduler_worker.request_handler import RequestHandler
-from scheduler_worker.requests.request_delivery import RETRIES, classify_delivery
+from scheduler_worker.requests.request_delivery import MAX_RETRIES, classify_delivery
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from scheduler_worker.upkeep import silence_rules as domain
@@ -55,7 +55,7 @@ def engine_of(cluster: Cluster) -> SchedulingEngine:
 
 def taken(cluster: Cluster, request: BuildRequest, *, remaining_s: float = -1.0, waits: bool = False) -> PendingBuild:
     """A request that its queue has delivered again, and that is no letter."""
-    meta = Meta(id="m", delivery_attempt=1, reply_to="client.reply.x" if waits else None)
+    meta = Meta(id="m", retries=1, reply_to="client.reply.x" if waits else None)
     received = Received(request, meta, "api", "scheduler.requests", redelivered=True, remaining_s=lambda: remaining_s)
     return pending_build(received, classify_delivery(received), now=0.0, config=cluster.hosts.selector.config)
 
@@ -298,9 +298,7 @@ async def test_a_build_that_is_refused_while_its_instance_holds_a_claim_is_left_
     request = site.cluster.hosts.request(flavor="deleted.since" if refusal == "its flavor was deleted" else "m1.small")
     hold(site.cluster, request, cell="c2")
     sent_at = 1.0 if refusal == "it is old" else site.cluster.clock.time()
-    came = Received(
-        request, Meta(id="m", delivery_attempt=1, sent_at=sent_at), "api", "scheduler.requests", redelivered=True
-    )
+    came = Received(request, Meta(id="m", retries=1, sent_at=sent_at), "api", "scheduler.requests", redelivered=True)
     (outcome,) = await site.handler([came])
     assert isinstance(outcome, Done)
     build = await site.build_of(request.instance_uuid)
@@ -312,10 +310,10 @@ async def test_a_redelivered_build_that_is_refused_has_what_its_first_delivery_m
     site: Site,
 ) -> None:
     """The record of the first delivery was lost, and its claim is on its way. Every other end of a redelivered build
-    has the claims of its run released, or fenced.
+    has the claims of its run released, or their attempt ended.
     """
     request = site.cluster.hosts.request(flavor="deleted.since")
-    came = Received(request, Meta(id="m", delivery_attempt=1), "api", "scheduler.requests", redelivered=True)
+    came = Received(request, Meta(id="m", retries=1), "api", "scheduler.requests", redelivered=True)
     (outcome,) = await site.handler([came])
     assert isinstance(outcome, Done)
     assert (await site.build_of(request.instance_uuid)).terminal
@@ -354,13 +352,13 @@ async def test_a_build_of_which_placement_refuses_to_tell_what_it_holds_releases
     site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT)
     is_refused = refusal == "it is refused"
     request = site.cluster.hosts.request(flavor="deleted.since" if is_refused else "m1.small")
-    for attempt, code in ((1, "claim.unlocatable"), (RETRIES, None)):
-        meta = Meta(id="m", delivery_attempt=attempt)
+    for attempt, code in ((1, "claim.unlocatable"), (MAX_RETRIES, None)):
+        meta = Meta(id="m", retries=attempt)
         came = Received(request, meta, "api", "scheduler.requests", remaining_s=lambda: 1.0 if is_refused else -1.0)
         (outcome,) = await site.handler([came])
         assert outcome.code == code if isinstance(outcome, Retry) else code is None
         assert (await site.build_of(request.instance_uuid)).state is BuildState.ACCEPTED
-    await site.handler.resume({request.instance_uuid: RETRIES})
+    await site.handler.resume({request.instance_uuid: MAX_RETRIES})
     build = await site.build_of(request.instance_uuid)
     assert (build.state, build.code, site.emitted(ReleaseByOwner)) == (BuildState.FAILED, "claim.unlocatable", [])
 

@@ -52,7 +52,7 @@ from scheduler_worker.fleet.host_listener import Warmup
 from scheduler_worker.records.action_record import ActionContext, RecordedAction
 from scheduler_worker.records.build_record import BuildUpdate, NewBuild, RecordedBuild, SinceBuild, flavors_in_use
 from scheduler_worker.request_handler import RequestHandler
-from scheduler_worker.requests.request_delivery import LAST, OVERTAKES, RETRIES, RequestDelivery
+from scheduler_worker.requests.request_delivery import LAST, MAX_RETRIES, OVERTAKES, RequestDelivery
 from scheduler_worker.selection.request_spec import RequestSpec
 from scheduler_worker.selection.selector import Selector
 from scheduler_worker.store.memory import MemoryBuilds
@@ -70,7 +70,7 @@ BUILT = BuildRequest(
 )
 BUILD = RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.ACTIVE, sequence=9, terminal=True, cell="c")
 KNOWN = ActionContext(build=BUILD, build_request=BUILT)
-LATE = RequestDelivery(attempt=OVERTAKES)
+LATE = RequestDelivery(retries=OVERTAKES)
 SELECTOR = Hosts([]).selector
 HERE_TOO = Hosts([], config=SchedulerConfig(allow_resize_to_same_host=True)).selector
 
@@ -122,11 +122,11 @@ def on_record(**more: Any) -> ActionContext:
     return replace(KNOWN, action=RecordedAction(request_id=MOVE, instance_uuid=UUID, kind=ActionKind.STOP, **fields))
 
 
-GONE = RequestDelivery(attempt=OVERTAKES, has_requester=True, is_late=lambda: True)
-OVER = RequestDelivery(attempt=OVERTAKES, is_late=lambda: True)
-OLD = RequestDelivery(attempt=OVERTAKES, is_old=True)
-EARLY = RequestDelivery(attempt=OVERTAKES - 1)
-ENDS = RequestDelivery(attempt=OVERTAKES, refusal=Refusal(code="given.up", reason=""))
+GONE = RequestDelivery(retries=OVERTAKES, has_requester=True, is_late=lambda: True)
+OVER = RequestDelivery(retries=OVERTAKES, is_late=lambda: True)
+OLD = RequestDelivery(retries=OVERTAKES, is_old=True)
+EARLY = RequestDelivery(retries=OVERTAKES - 1)
+ENDS = RequestDelivery(retries=OVERTAKES, refusal=Refusal(code="given.up", reason=""))
 CLASH = "answered request.duplicate with an event"
 
 
@@ -381,7 +381,7 @@ class Moves:
             self.ended.append(refusal.code)
         if refusal is not None:
             return Done()
-        if one.delivery.attempt == 0:
+        if one.delivery.retries == 0:
             return UNLOCATED
         self.begun_at_s.append(self._clock.monotonic())
         return accepted(one.request)
@@ -550,7 +550,7 @@ async def outcome_of(store: Contended, delivery: int) -> Outcome:
         batch_index=0,
         request=action,
         taken_at=clock.time(),
-        delivery=RequestDelivery(attempt=delivery, last=delivery >= RETRIES),
+        delivery=RequestDelivery(retries=delivery, last=delivery >= MAX_RETRIES),
     )
     return (await engine.process([pending]))[0]
 
@@ -573,7 +573,7 @@ async def test_a_request_is_made_when_all_that_it_needs_is_locked() -> None:
 async def test_a_request_whose_instance_changed_meanwhile_is_tried_again_and_nothing_is_written(
     store: Contended,
 ) -> None:
-    for delivery in range(RETRIES):
+    for delivery in range(MAX_RETRIES):
         store.operations = 0
         await store.put(SinceBuild(under_way=ANOTHER))
         assert await outcome_of(store, delivery) == CHANGED
@@ -585,7 +585,7 @@ async def test_the_last_delivery_of_a_request_whose_instance_changed_is_refused_
 ) -> None:
     """Seed 1795360297: it was found busy, and the other request ended before the records were locked."""
     refusal = Refusal(code=CHANGED.code, reason=CHANGED.reason)
-    assert await outcome_of(store, RETRIES) == Done(reply=refusal)
+    assert await outcome_of(store, MAX_RETRIES) == Done(reply=refusal)
     ((_, (row,)),) = store.sent.rows
     assert isinstance(row.message, ActionEvent)
     assert (row.message.state, row.message.terminal, row.message.code) == (ActionState.REFUSED, True, CHANGED.code)

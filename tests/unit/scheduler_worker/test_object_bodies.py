@@ -35,7 +35,7 @@ from scheduler_worker.objects.effective_config import (
     effective_config,
     seeds,
     unknown_class,
-    zones_that_move,
+    zone_change_refusal,
 )
 from scheduler_worker.records.object_records import (
     MAX_BODY_BYTES,
@@ -424,7 +424,7 @@ def test_a_class_that_no_provider_can_have_is_reported(kind: ObjectKind, body: B
 def test_hosts_with_instances_that_change_zone_are_named(moved: int, in_use: int, shown: list[str] | None) -> None:
     before = {f"h{n}": ["nova", "b"] for n in range(9)}
     after = {host: ["b", "east"] if int(host[1]) < moved else ["b", "nova", "c"] for host in before}
-    refusal = zones_that_move(before, after, [f"h{n}" for n in range(in_use)])
+    refusal = zone_change_refusal(before, after, [f"h{n}" for n in range(in_use)])
     assert (refusal is None) is (shown is None)
     if refusal is not None and shown is not None:
         count = min(moved, in_use)

@@ -18,14 +18,14 @@ from bus.contracts.placement_queries import ConsumerRecord
 from placement_worker.replica.request import Group, Query
 from scheduler_worker.build import placer as placing
 from scheduler_worker.build.claim_ownership import ClaimOwnership
-from scheduler_worker.build.pending_build import PendingBuild
-from scheduler_worker.build.placement_state import (
+from scheduler_worker.build.host_search import (
     ClaimsContended,
     HostClaimed,
-    PlacementRefused,
-    PlacementRequest,
-    PlacementResult,
+    HostSearchRefused,
+    HostSearchRequest,
+    HostSearchResult,
 )
+from scheduler_worker.build.pending_build import PendingBuild
 from scheduler_worker.build.placer import Placer
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.placement_client import PlacementUnavailable
@@ -98,12 +98,12 @@ class Cluster:
     def host_of(self, claim: Claim) -> str:
         return self.hosts.name(self.hosts.replica.row_of(next(iter(claim.options[0].allocations))) or 0)
 
-    def asking(self, request: BuildRequest) -> PlacementRequest:
+    def asking(self, request: BuildRequest) -> HostSearchRequest:
         spec = self.hosts.selector.request_spec(request)
         assert isinstance(spec, RequestSpec)
-        return PlacementRequest(request=request, spec=spec, claim_owner=RUN)
+        return HostSearchRequest(request=request, spec=spec, claim_owner=RUN)
 
-    async def place(self, *requests: BuildRequest) -> list[PlacementResult]:
+    async def place(self, *requests: BuildRequest) -> list[HostSearchResult]:
         return await self.placer.place([self.asking(request) for request in requests])
 
     def pending(self, request: BuildRequest) -> PendingBuild:
@@ -240,7 +240,7 @@ async def test_a_foreign_consumer_and_the_impossible_stop_at_once(
 ) -> None:
     cluster.answer = lambda _: result(outcome)
     (stopped,) = await cluster.place(cluster.hosts.request())
-    assert isinstance(stopped, PlacementRefused) and stopped.code == code
+    assert isinstance(stopped, HostSearchRefused) and stopped.code == code
     assert len(cluster.claims) == 1 and list(cluster.hosts.replica.assumptions.keys()) == []
 
 
@@ -253,7 +253,7 @@ async def test_no_answer_is_not_no_host(cluster: Cluster) -> None:
 async def test_a_refusal_stops_with_its_code(cluster: Cluster) -> None:
     cluster.answer = lambda _: Refusal(code="claim.nonsense", reason="no")
     (stopped,) = await cluster.place(cluster.hosts.request())
-    assert isinstance(stopped, PlacementRefused) and stopped.code == "claim.nonsense"
+    assert isinstance(stopped, HostSearchRefused) and stopped.code == "claim.nonsense"
 
 
 async def test_the_bound_on_rounds_is_not_no_host_either(cluster: Cluster) -> None:
@@ -261,7 +261,7 @@ async def test_the_bound_on_rounds_is_not_no_host_either(cluster: Cluster) -> No
     config = SchedulerConfig(claim_rounds=3, retry_jitter_s=0.001)
     placer = cluster.make_placer(config)
     request = cluster.hosts.request()
-    (ended,) = await placer.place([PlacementRequest(request=request, spec=cluster.hosts.spec())])
+    (ended,) = await placer.place([HostSearchRequest(request=request, spec=cluster.hosts.spec())])
     assert isinstance(ended, ClaimsContended)
     assert ended.claims == len(ended.lost) == len(cluster.claims) == 3
 
@@ -392,12 +392,12 @@ async def test_a_flavor_too_wide_to_search_is_refused_and_its_neighbours_are_not
     wide = Query(resources={"VCPU": 1}, groups=tuple(Group(suffix=f"_{n}", resources={"VGPU": 1}) for n in range(999)))
     spec = hosts.spec()
     requested = [
-        PlacementRequest(request=hosts.request(), spec=spec),
-        PlacementRequest(request=hosts.request(), spec=structs.replace(spec, query=wide, key=("wide",))),
+        HostSearchRequest(request=hosts.request(), spec=spec),
+        HostSearchRequest(request=hosts.request(), spec=structs.replace(spec, query=wide, key=("wide",))),
     ]
     placed, stopped = await cluster.placer.place(requested)
     assert isinstance(placed, HostClaimed)
-    assert isinstance(stopped, PlacementRefused) and stopped.code == "search.too_wide"
+    assert isinstance(stopped, HostSearchRefused) and stopped.code == "search.too_wide"
 
 
 async def test_ignored_hosts_are_never_claimed(cluster: Cluster) -> None:
@@ -455,7 +455,7 @@ async def test_a_full_child_does_not_make_its_host_full(cluster: Cluster) -> Non
 
     cluster.answer, cluster.refreshed = full_at_first, change
     spec = structs.replace(hosts.spec(), query=Query(resources={"VCPU": 1, "VGPU": 1}), key=("vgpu",))
-    (placed,) = await cluster.placer.place([PlacementRequest(request=hosts.request(), spec=spec)])
+    (placed,) = await cluster.placer.place([HostSearchRequest(request=hosts.request(), spec=spec)])
     assert isinstance(placed, HostClaimed), placed
     assert (placed.selections[0].host_uuid, len(cluster.claims)) == (root, 2)
 

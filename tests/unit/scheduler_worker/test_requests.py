@@ -21,8 +21,8 @@ from scheduler_worker.records.request_record import digest_of, timeline_of
 from scheduler_worker.requests.request_delivery import (
     DEAD_LETTERS,
     LAST,
+    MAX_RETRIES,
     OVERTAKES,
-    RETRIES,
     RequestDelivery,
     classify_delivery,
 )
@@ -47,9 +47,9 @@ def received(queue: str = "scheduler.requests", **more: Any) -> Received:
     ("of", "expected"),
     [
         ({}, {}),
-        ({"delivery_attempt": RETRIES - 1}, {"attempt": RETRIES - 1}),
-        ({"delivery_attempt": RETRIES}, {"attempt": RETRIES, "last": True}),
-        ({"delivery_attempt": RETRIES + 1}, {"attempt": RETRIES + 1, "last": True}),
+        ({"retries": MAX_RETRIES - 1}, {"retries": MAX_RETRIES - 1}),
+        ({"retries": MAX_RETRIES}, {"retries": MAX_RETRIES, "last": True}),
+        ({"retries": MAX_RETRIES + 1}, {"retries": MAX_RETRIES + 1, "last": True}),
         ({"reply_to": "q"}, {"has_requester": True}),
         ({"sent_at": AT - 1}, {"is_old": True}),
         ({"sent_at": AT}, {}),
@@ -68,12 +68,12 @@ def test_how_a_request_came(of: dict[str, Any], expected: dict[str, Any]) -> Non
     for is_warming_up in (False, True):
         found = classify_delivery(received(**of), is_warming_up=is_warming_up, recorded_since=AT)
         shown = {
-            "attempt": found.attempt, "has_dead_letter": found.has_dead_letter, "last": found.last,
+            "retries": found.retries, "has_dead_letter": found.has_dead_letter, "last": found.last,
             "why": found.refusal and found.refusal.code, "has_requester": found.has_requester, "is_old": found.is_old,
             "late": found.is_late(),
         }  # fmt: skip
         plain = {
-            "attempt": 0, "has_dead_letter": True, "last": False, "why": None, "has_requester": False, "is_old": False,
+            "retries": 0, "has_dead_letter": True, "last": False, "why": None, "has_requester": False, "is_old": False,
             "late": False,
         }  # fmt: skip
         assert shown == plain | expected
@@ -82,7 +82,7 @@ def test_how_a_request_came(of: dict[str, Any], expected: dict[str, Any]) -> Non
 
 def test_a_delivery_of_which_nothing_is_known_is_the_first() -> None:
     plain = replace(classify_delivery(received()), is_late=RequestDelivery().is_late)
-    assert plain == RequestDelivery() and RequestDelivery(attempt=RETRIES, last=True) == LAST
+    assert plain == RequestDelivery() and RequestDelivery(retries=MAX_RETRIES, last=True) == LAST
     assert (
         not classify_delivery(received(sent_at=0.5)).is_old
         and classify_delivery(received(sent_at=0.5), recorded_since=AT).is_old
@@ -93,8 +93,8 @@ def test_a_delivery_of_which_nothing_is_known_is_the_first() -> None:
     ("delivery", "may_be_early"),
     [
         (RequestDelivery(), True),
-        (RequestDelivery(attempt=OVERTAKES - 1), True),
-        (RequestDelivery(attempt=OVERTAKES), False),
+        (RequestDelivery(retries=OVERTAKES - 1), True),
+        (RequestDelivery(retries=OVERTAKES), False),
         (RequestDelivery(last=True), False),
         (LAST, False),
     ],

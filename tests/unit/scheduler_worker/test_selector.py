@@ -25,7 +25,7 @@ from scheduler_worker.filters.affinity import (
     ServerGroupAntiAffinityFilter,
 )
 from scheduler_worker.selection import ranking, weighing
-from scheduler_worker.selection.choice import LARGEST_BATCH, CellBatching, Choice, Spread
+from scheduler_worker.selection.choice import CellBatching, Choice, Spread
 from scheduler_worker.selection.host_heap import HostHeap
 from scheduler_worker.selection.host_view import HostsView
 from scheduler_worker.selection.plugin import Filter, Weighing, applies_to, filter_result_of
@@ -110,7 +110,7 @@ def test_a_pick_is_the_best_that_fits(memory: list[int], picks: int, excluded: s
     hosts = Hosts([{"MEMORY_MB": max(1, amount)} for amount in memory], config=config, cells=cells)
     free = {hosts.replica.row_of(uuid): max(1, amount) for uuid, amount in zip(hosts.uuids, memory, strict=True)}
     out = {row: "x" for at, row in enumerate(list(free)) if at in excluded}
-    ranking = hosts.selector.rank(hosts.spec("f"), hosts.rng, CellBatching())
+    ranking = hosts.selector.rank(hosts.spec("f"), hosts.rng, CellBatching(64))
     for number in range(picks):
         best = max((amount for row, amount in free.items() if row not in out and amount >= 2), default=None)
         choice = ranking.pick(out, subset=1, alternates=2)
@@ -242,9 +242,9 @@ def test_a_choice_is_drawn_from_more_hosts_the_more_claims_are_lost(
 
 
 def test_runs_of_cells() -> None:
-    batching = CellBatching()
+    batching = CellBatching(64)
     assert [batching.place(cell) for cell in (0, 1)] == [0, 0]
-    for _ in range(LARGEST_BATCH - 1):
+    for _ in range(63):
         batching.chose(0)
     assert batching.place(0) < batching.place(1) == 0, "the run goes on"
     batching.chose(0)
@@ -257,6 +257,14 @@ def test_runs_of_cells() -> None:
     batching.chose(2)
     batching.begin_round()
     assert batching.place(1) < batching.place(0) < batching.place(2)
+
+
+def test_cells_take_turns_where_runs_are_of_one_choice() -> None:
+    batching, chosen = CellBatching(1), []
+    for _ in range(6):
+        chosen.append(min((0, 1, 2), key=batching.place))
+        batching.chose(chosen[-1])
+    assert chosen == [0, 1, 2, 0, 1, 2]
 
 
 # --- choices

@@ -21,12 +21,12 @@ from scheduler_worker.build.claim_answer import DELETED, FOREIGN
 from scheduler_worker.build.decision import DecidedBuild, PlacedBuild, conclude, conclude_unplaced
 from scheduler_worker.build.decision_round import DecisionRound
 from scheduler_worker.build.gang import apply_gang_results
+from scheduler_worker.build.host_search import HostClaimed, HostSearchRefused, HostSearchRequest, new_host_search
 from scheduler_worker.build.pending_build import expand_gang
-from scheduler_worker.build.placement_state import HostClaimed, PlacementRefused, PlacementRequest, new_placement_state
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.records.build_record import Actor, Gang
-from scheduler_worker.requests.request_delivery import RETRIES, resumed_delivery
+from scheduler_worker.requests.request_delivery import MAX_RETRIES, resumed_delivery
 from scheduler_worker.selection.choice import Spread
 from scheduler_worker.selection.explain import NoValidHost, reason_text
 from scheduler_worker.selection.host_view import Membership
@@ -189,7 +189,7 @@ def test_a_member_that_is_left_alone_is_placed_when_no_host_takes_the_largest() 
     for flavor in ("m1.large", "m1.tiny"):
         request = hosts.request(flavor)
         spec = hosts.spec(flavor).with_related(related, request.instance_uuid)
-        members.append(new_placement_state(PlacementRequest(request=request, spec=spec, gang=gang), hosts.selector))
+        members.append(new_host_search(HostSearchRequest(request=request, spec=spec, gang=gang), hosts.selector))
     deciding = DecisionRound(hosts.selector, hosts.rng, subset=1).decide_gang(members)
     try:
         while True:
@@ -203,7 +203,7 @@ def test_a_member_that_is_left_alone_is_placed_when_no_host_takes_the_largest() 
 )
 def test_a_consumer_that_is_not_the_requests_is_refused_with_why(more: dict[str, Any], reason: str) -> None:
     result = ClaimCase().step(ClaimOutcome.CONSUMER_CONFLICT, **more).state.result
-    assert isinstance(result, PlacementRefused) and result.reason == reason
+    assert isinstance(result, HostSearchRefused) and result.reason == reason
 
 
 def test_builds_beside_a_gang_mean_nothing_for_it_nor_it_for_them() -> None:
@@ -219,8 +219,8 @@ def test_members_that_have_claims_start_when_enough_of_them_have(least: int, que
     )
     spec = Hosts([]).spec()
     placed = [
-        PlacedBuild(one, PlacementRequest(request=one.request, spec=spec), result)
-        for one, result in zip(members, (claimed, PlacementRefused("claim.invalid", "")), strict=True)
+        PlacedBuild(one, HostSearchRequest(request=one.request, spec=spec), result)
+        for one, result in zip(members, (claimed, HostSearchRefused("claim.invalid", "")), strict=True)
     ]
     (_, first), _ = conclude(placed, Actor(name="s", at=1.0))
     assert isinstance(first, DecidedBuild) and (first.claimed is None) is queried
@@ -236,9 +236,9 @@ def test_what_an_earlier_delivery_may_have_claimed_is_on_record_at_the_end(attem
 
 def test_a_build_that_is_carried_on_without_its_message_has_no_dead_letter() -> None:
     assert [
-        (one.attempt, one.has_dead_letter, one.last, one.awaits_hosts)
-        for one in (resumed_delivery(tries, is_warming_up=True) for tries in (0, RETRIES - 1, RETRIES))
-    ] == [(0, False, False, True), (RETRIES - 1, False, False, True), (RETRIES, False, True, False)]
+        (one.retries, one.has_dead_letter, one.last, one.awaits_hosts)
+        for one in (resumed_delivery(tries, is_warming_up=True) for tries in (0, MAX_RETRIES - 1, MAX_RETRIES))
+    ] == [(0, False, False, True), (MAX_RETRIES - 1, False, False, True), (MAX_RETRIES, False, True, False)]
 
 
 @pytest.mark.parametrize(("host", "waits"), [("nowhere", True), ("nowhere", False)])

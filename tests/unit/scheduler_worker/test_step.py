@@ -23,15 +23,15 @@ from scheduler_worker.build.claim_answer import (
     step,
 )
 from scheduler_worker.build.decision_round import DecisionRound
-from scheduler_worker.build.placement_state import (
+from scheduler_worker.build.host_search import (
     ClaimUnlocatable,
     ConfirmedClaim,
     HostClaimed,
-    PlacementRefused,
-    PlacementRequest,
-    PlacementState,
-    PlacementStep,
-    new_placement_state,
+    HostSearch,
+    HostSearchRefused,
+    HostSearchRequest,
+    HostSearchStep,
+    new_host_search,
 )
 from scheduler_worker.build.recovered_claim import unlocatable_claim
 from scheduler_worker.config import SchedulerConfig
@@ -56,13 +56,13 @@ class ClaimCase:
     def __init__(self) -> None:
         self.hosts = Hosts([PLENTY] * 3, config=CONFIG)
         request = self.hosts.request()
-        placement = PlacementRequest(request=request, spec=self.hosts.spec())
+        placement = HostSearchRequest(request=request, spec=self.hosts.spec())
         self.round = DecisionRound(self.hosts.selector, self.hosts.rng, subset=1)
-        self.state = self.round.choose(new_placement_state(placement, self.hosts.selector))
+        self.state = self.round.choose(new_host_search(placement, self.hosts.selector))
         assert self.state.choice is not None
         self.chosen = self.state.choice.selected.uuid
 
-    def step(self, outcome: ClaimOutcome, *, state: PlacementState | None = None, **more: Any) -> PlacementStep:
+    def step(self, outcome: ClaimOutcome, *, state: HostSearch | None = None, **more: Any) -> HostSearchStep:
         answer = ClaimResult(outcome=outcome, **more)
         return step(state or self.state, answer, self.hosts.selector, now=7.0)
 
@@ -89,20 +89,20 @@ def test_like_requests_of_a_batch_are_filtered_once() -> None:
     hosts.selector.config.filters = (Counting(),)
     round_ = DecisionRound(hosts.selector, hosts.rng, subset=1)
     for flavor in ("m1.small", "m1.tiny") * 5:
-        request = PlacementRequest(request=hosts.request(flavor), spec=hosts.spec(flavor))
-        assert round_.choose(new_placement_state(request, hosts.selector)).choice is not None
+        request = HostSearchRequest(request=hosts.request(flavor), spec=hosts.spec(flavor))
+        assert round_.choose(new_host_search(request, hosts.selector)).choice is not None
     assert filtered == ["m1.small", "m1.tiny"]
 
 
 PACKED = SchedulerConfig(multipliers={"ram": -1.0, "cpu": -1.0, "disk": -1.0})
 
 
-def members_of(hosts: Hosts, count: int, at: Mapping[str, int], *, most: int = 1) -> list[PlacementState]:
+def members_of(hosts: Hosts, count: int, at: Mapping[str, int], *, most: int = 1) -> list[HostSearch]:
     group = ServerGroup(uuid=new_uuid(hosts.rng), policy=GroupPolicy.ANTI_AFFINITY, max_per_host=most)
     requests = [hosts.request(server_group=group) for _ in range(count)]
     return [
-        new_placement_state(
-            PlacementRequest(
+        new_host_search(
+            HostSearchRequest(
                 request=one,
                 spec=hosts.spec().with_related(RelatedInstances(server_group=group, members=at), one.instance_uuid),
             ),
@@ -145,14 +145,14 @@ def one_round(hosts: Hosts, batching: CellBatching | None, count: int, flavors: 
         request = hosts.request(flavors[at % len(flavors)])
         spec = hosts.selector.request_spec(request)
         assert isinstance(spec, RequestSpec)
-        after = round_.decide(new_placement_state(PlacementRequest(request=request, spec=spec), hosts.selector))
+        after = round_.decide(new_host_search(HostSearchRequest(request=request, spec=spec), hosts.selector))
         assert after.choice is not None
         chosen.append(hosts.selector.cell_of(after.choice.selected.uuid) or "")
     return chosen
 
 
 def test_a_round_stays_in_one_cell_and_the_next_ones_go_to_the_others_in_turn() -> None:
-    hosts, batching = equal_hosts(100), CellBatching()
+    hosts, batching = equal_hosts(100), CellBatching(64)
     rounds = [set(one_round(hosts, batching, 20)) for _ in range(8)]
     assert all(len(cells) == 1 for cells in rounds)
     turns = [cells.pop() for cells in rounds]
@@ -161,7 +161,7 @@ def test_a_round_stays_in_one_cell_and_the_next_ones_go_to_the_others_in_turn() 
 
 
 def test_the_run_is_kept_where_the_best_are_drawn_from_several() -> None:
-    hosts, batching = equal_hosts(100), CellBatching()
+    hosts, batching = equal_hosts(100), CellBatching(64)
     ranking = hosts.selector.rank(hosts.spec(), random.Random(2), batching)
     cells = set()
     for _ in range(20):
@@ -175,7 +175,7 @@ def test_the_run_is_kept_where_the_best_are_drawn_from_several() -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_where_the_order_is_that_of_the_replica_it_stays_so(shuffle: bool) -> None:
     hosts = equal_hosts(50, config=SchedulerConfig(shuffle_best_same_weighed_hosts=shuffle))
-    assert len(set(one_round(hosts, CellBatching(), 12))) == (1 if shuffle else len(CELLS))
+    assert len(set(one_round(hosts, CellBatching(64), 12))) == (1 if shuffle else len(CELLS))
 
 
 async def test_what_is_placed_together_is_claimed_in_one_cell() -> None:
@@ -262,7 +262,7 @@ class Case:
             spec = spec.with_related(
                 RelatedInstances(server_group=group, members={self.uuids[2]: 1}), request.instance_uuid
             )
-        initial = new_placement_state(PlacementRequest(request=request, spec=spec), self.hosts.selector)
+        initial = new_host_search(HostSearchRequest(request=request, spec=spec), self.hosts.selector)
         alternates = tuple(self.ranked(at) for at in (1, 3, 4))
         weights: tuple[Weights, ...] = ({"ram": 1.23456}, {}, {"ram": 0.5})
         choice = Choice(self.ranked(0, *options), alternates, 9, weights)
@@ -274,7 +274,7 @@ class Case:
         offered = [ClaimOption(allocations=dict(one)) for one in options or ({self.uuids[at]: {"VCPU": 1}},)]
         return RankedHost(self.uuids[at], row, at, 2.5, offered, "s")
 
-    def step(self, outcome: ClaimOutcome, *, state: PlacementState | None = None, **more: Any) -> PlacementStep:
+    def step(self, outcome: ClaimOutcome, *, state: HostSearch | None = None, **more: Any) -> HostSearchStep:
         return step(state or self.state, ClaimResult(outcome=outcome, **more), self.hosts.selector, now=7.0)
 
     def held(self, *at: int, **more: Any) -> ConsumerRecord:
@@ -290,7 +290,7 @@ class Case:
         return ConsumerRecord(**fields | more)
 
 
-def claimed(stepped: PlacementStep) -> HostClaimed:
+def claimed(stepped: HostSearchStep) -> HostClaimed:
     assert isinstance(stepped.state.result, HostClaimed), stepped.state.result
     return stepped.state.result
 
@@ -350,7 +350,7 @@ def test_a_claim_that_this_request_holds_is_recovered_under_its_attempt(
     case = Case()
     stepped = case.step(outcome, allocations={case.uuids[3]: {"VCPU": 1}}, consumer_generation=6, **more)
     if attempt is None:
-        assert isinstance(stepped.state.result, PlacementRefused) and not stepped.state.result.was_deleted
+        assert isinstance(stepped.state.result, HostSearchRefused) and not stepped.state.result.was_deleted
         return
     result = claimed(stepped)
     assert (result.attempt, result.consumer_generation, result.score, result.scores) == (attempt, 6, 0.0, ())
@@ -395,7 +395,7 @@ def test_what_is_known_to_be_held_decides_before_any_claim(at: tuple[int, ...], 
         assert (result.cell, result.host_uuid, result.attempt) == ("c9", next(iter(held.hosts), None), 2)
         assert result == unlocatable_claim(held, result.reason)
     else:
-        assert isinstance(result, PlacementRefused) and result.code == end
+        assert isinstance(result, HostSearchRefused) and result.code == end
 
 
 def test_a_claim_that_is_held_on_a_host_and_a_shared_provider_is_on_that_host() -> None:
@@ -470,7 +470,7 @@ def test_a_refused_claim_by_its_outcome(
     outcome: ClaimOutcome, more: dict[str, Any], code: str, was_deleted: bool
 ) -> None:
     result = Case().step(outcome, **more).state.result
-    assert isinstance(result, PlacementRefused) and (result.code, result.was_deleted) == (code, was_deleted)
+    assert isinstance(result, HostSearchRefused) and (result.code, result.was_deleted) == (code, was_deleted)
     assert result.reason and more.get("reason", "") in result.reason
 
 
@@ -506,4 +506,4 @@ def test_hosts_are_looked_at_again_on_the_newest_state(
 
 def test_a_refused_placement_has_no_choice() -> None:
     after = refusal_step(Case().state, "x", "why")
-    assert (after.choice, after.result) == (None, PlacementRefused("x", "why"))
+    assert (after.choice, after.result) == (None, HostSearchRefused("x", "why"))

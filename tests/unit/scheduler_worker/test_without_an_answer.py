@@ -23,8 +23,8 @@ from scheduler_worker.action.action_engine import ActionEngine
 from scheduler_worker.action.destination import DestinationChooser
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.build.build_engine import SchedulingEngine
+from scheduler_worker.build.host_search import HostClaimed, HostSearchRequest, HostSearchResult
 from scheduler_worker.build.pending_build import PendingBuild, pending_build
-from scheduler_worker.build.placement_state import HostClaimed, PlacementRequest, PlacementResult
 from scheduler_worker.build.placer import NEWEST_WAIT_S
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.fleet.host_listener import Warmup
@@ -33,7 +33,7 @@ from scheduler_worker.objects.object_registry import ObjectRegistry
 from scheduler_worker.records.build_record import BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.records.object_records import ChangeActor
 from scheduler_worker.request_handler import RequestHandler
-from scheduler_worker.requests.request_delivery import DEAD_LETTERS, LAST, RETRIES, RequestDelivery
+from scheduler_worker.requests.request_delivery import DEAD_LETTERS, LAST, MAX_RETRIES, RequestDelivery
 from scheduler_worker.selection.flavor import parse
 from scheduler_worker.selection.selector import Selector
 from scheduler_worker.selection.selector_config import SelectorConfig
@@ -174,7 +174,7 @@ async def ends_by_its_last_look(site: Site, request: BuildRequest) -> None:
     uuid = request.instance_uuid
     (left,) = await site.process(taken(request, LAST))
     assert isinstance(left, Done) and (await site.build_of(uuid)).state is BuildState.ACCEPTED
-    for tries in (0, RETRIES - 1, RETRIES):
+    for tries in (0, MAX_RETRIES - 1, MAX_RETRIES):
         assert (await site.build_of(uuid)).state is BuildState.ACCEPTED
         assert await site.handler.resume({uuid: tries}) == set()
     build = await site.build_of(uuid)
@@ -263,7 +263,7 @@ async def test_a_message_that_goes_on_with_the_record_of_another_has_its_own_run
     if ended:
         placed = site.engine._dispatcher._placer.place
 
-        async def place(requests: Sequence[PlacementRequest]) -> list[PlacementResult]:
+        async def place(requests: Sequence[HostSearchRequest]) -> list[HostSearchResult]:
             results = await placed(requests)
             async with site.store.unit() as unit:
                 await unit.lock([request.instance_uuid])

@@ -254,7 +254,7 @@ needs_compose = pytest.mark.skipif(shutil.which("docker-compose") is None, reaso
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """The units, with a program that exists on this machine."""
+    """The units, with a program that exists on this computer."""
     for path in SYSTEMD.iterdir():
         text = path.read_text().replace(PROGRAM, sys.executable)
         (tmp_path / path.name.replace("@.", "@cell1.")).write_text(text)

@@ -1,4 +1,4 @@
-"""One request on its way to a host: its state, its possible results, its claim, and the commands of a step.
+"""The search for the host of one request: its state, its possible results, its claim, and the commands of a step.
 
 A claim that is held ends the search: the build goes to its host, whichever claim owner of the request has made it.
 """
@@ -47,7 +47,7 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
     limits: Mapping[str, int] = {}  # that it was held to, as are those of its alternates
 
 
-class PlacementRefused(Struct, frozen=True):
+class HostSearchRefused(Struct, frozen=True):
     """Placement refused for good; the request must not be tried again."""
 
     code: str
@@ -96,10 +96,10 @@ class GangIncomplete(Struct, frozen=True):
         )
 
 
-def result_of_fault(fault: Fault) -> PlacementRefused | PlacementUnavailable:
-    """The result of a placement that a message about it has no answer to."""
+def result_of_fault(fault: Fault) -> HostSearchRefused | PlacementUnavailable:
+    """The result of a search that a message about it has no answer to."""
     return (
-        PlacementRefused(fault.code, fault.reason)
+        HostSearchRefused(fault.code, fault.reason)
         if isinstance(fault, RequestRefused)
         else unavailable_from_fault(fault)
     )
@@ -112,8 +112,8 @@ def unlocatable_after_fault(fault: Fault) -> ClaimUnlocatable | PlacementUnavail
     return ClaimUnlocatable(str(fault)) if isinstance(fault, RequestRefused) else unavailable_from_fault(fault)
 
 
-DecidedResult = HostClaimed | NoValidHost | PlacementRefused | ClaimsContended | ClaimUnlocatable | GangIncomplete
-PlacementResult = DecidedResult | PlacementUnavailable
+DecidedResult = HostClaimed | NoValidHost | HostSearchRefused | ClaimsContended | ClaimUnlocatable | GangIncomplete
+HostSearchResult = DecidedResult | PlacementUnavailable
 
 
 # --- the state
@@ -127,8 +127,8 @@ class ExternalClaim(Struct, frozen=True, kw_only=True):
     adds_to: int | None = None
 
 
-class PlacementRequest(Struct, frozen=True, kw_only=True):
-    """A request to place."""
+class HostSearchRequest(Struct, frozen=True, kw_only=True):
+    """A request for a host."""
 
     request: SchedulableRequest
     spec: RequestSpec
@@ -139,12 +139,12 @@ class PlacementRequest(Struct, frozen=True, kw_only=True):
     external: ExternalClaim | None = None  # None: an instance of berth's own
 
 
-class PlacementState(Struct, frozen=True, kw_only=True):
-    """How far one request has come."""
+class HostSearch(Struct, frozen=True, kw_only=True):
+    """How far the search for one request's host has come."""
 
     request: SchedulableRequest
     spec: RequestSpec
-    claim_owner: str  # claim_owner, limits, gang, external: as in PlacementRequest
+    claim_owner: str  # claim_owner, limits, gang, external: as in HostSearchRequest
     rejected: Mapping[str, str]  # {host uuid: reason} of hosts that it may not use any more
     max_alternates: int  # hosts to name beside the selected one
     choice: Choice | None = None
@@ -157,7 +157,7 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     # how often nothing fitted and another choice was made on the newest state of the replica, as each later one is
     retried_searches: int = 0
     recovered: str | None = None  # the host where a claim of an earlier claim owner was found
-    result: PlacementResult | None = None
+    result: HostSearchResult | None = None
     limits: Mapping[str, int] = {}
     gang: Gang | None = None
     external: ExternalClaim | None = None
@@ -168,31 +168,31 @@ class PlacementState(Struct, frozen=True, kw_only=True):
         return self.same_host or self.retried_searches > 0
 
 
-def new_placement_state(placement: PlacementRequest, selector: Selector) -> PlacementState:
+def new_host_search(requested: HostSearchRequest, selector: Selector) -> HostSearch:
     """The start: the hosts that the client ignores are rejected; unknown names are left out."""
-    request = placement.request
+    request = requested.request
     ignored = dict.fromkeys((uuid for host in request.ignore_hosts for uuid in selector.uuids_of(host)), IGNORED)
-    return PlacementState(
+    return HostSearch(
         request=request,
-        spec=placement.spec,
-        claim_owner=placement.claim_owner,
+        spec=requested.spec,
+        claim_owner=requested.claim_owner,
         rejected=ignored,
         # One host fewer than may be tried; a request may ask for fewer.
         max_alternates=(request.max_attempts or selector.config.settings.max_attempts) - 1,
-        limits=placement.limits,
-        gang=placement.gang,
-        external=placement.external,
+        limits=requested.limits,
+        gang=requested.gang,
+        external=requested.external,
     )
 
 
-def has_no_host(state: PlacementState) -> bool:
+def has_no_host(state: HostSearch) -> bool:
     """Whether it ends without a host, as far as is known. Then what its instance holds counts: by another claim owner,
     whose record is lost, or by this one.
     """
     return not isinstance(state.result, HostClaimed | PlacementUnavailable)
 
 
-def matches_allocation(state: PlacementState, consumer: ConsumerRecord) -> bool:
+def matches_allocation(state: HostSearch, consumer: ConsumerRecord) -> bool:
     """Whether it goes where its instance holds something: a claim that was recovered may have been another one's."""
     result, project = state.result, state.request.project_id
     return isinstance(result, HostClaimed) and (consumer.project_id, consumer.attempt, consumer.allocations) == (
@@ -202,13 +202,13 @@ def matches_allocation(state: PlacementState, consumer: ConsumerRecord) -> bool:
     )
 
 
-def result_of(state: PlacementState) -> PlacementResult:
+def result_of(state: HostSearch) -> HostSearchResult:
     """The result after the last round, with the claims that got nothing before it."""
     result = state.result or ClaimsContended(state.claims)
     return result if isinstance(result, PlacementUnavailable) else replace(result, lost=state.lost, claims=state.claims)
 
 
-def build_claim(state: PlacementState) -> Claim:
+def build_claim(state: HostSearch) -> Claim:
     """The claim of this round: the options of the chosen host."""
     request = state.request
     assert state.choice is not None
@@ -248,10 +248,10 @@ class ConfirmedClaim(Struct, frozen=True):
     granted_allocations: Mapping[str, Mapping[str, int]] | None = None
 
 
-class PlacementStep(Struct, frozen=True):
+class HostSearchStep(Struct, frozen=True):
     """The state afterwards."""
 
-    state: PlacementState
+    state: HostSearch
     confirmed: ConfirmedClaim | None = None  # the chosen claim holds; None: it does not; the feed brings the rest
 
     def carry_out(self, replica: Replica) -> None:

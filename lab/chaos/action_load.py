@@ -1,4 +1,4 @@
-"""Moves in the load of a chaos run: machines that run are moved, resized, rebuilt, confirmed and reverted.
+"""Actions in the load of a chaos run: active instances are moved, resized, rebuilt, confirmed and reverted.
 
 As in `churn`: a publish that was not confirmed is repeated until it is, and only confirmed requests count.
 """
@@ -28,8 +28,8 @@ ENDED_BY_CLIENT = 0.7  # of those that await one
 MAX_AT_ONCE = 20
 
 
-class Moving:
-    """Moves of running machines until the plan's number of them is accepted.
+class ActionLoad:
+    """Actions on active instances until the plan's number of them is accepted.
 
     pick: this many running instances, at random. ends: how each request ended, by its events: {id: {(state, code)}}.
     """
@@ -50,26 +50,26 @@ class Moving:
         self._pick = pick
         self._clock = clock
         self._rng = rng
-        self._moves = ActionClient(client.bus, clock=clock, process=client.process)
+        self._actions = ActionClient(client.bus, clock=clock, process=client.process)
         self._young: deque[tuple[float, str]] = deque()
         self._follow_ups: list[ActionRequest] = []
         self._last_end = 0.0
-        self._moves.on_event(self._on_event)
+        self._actions.on_event(self._on_event)
 
     async def open(self) -> None:
-        """Listen for the ends of moves."""
-        await self._moves.open()
+        """Listen for the ends of actions."""
+        await self._actions.open()
 
     async def close(self) -> None:
         """Stop listening."""
-        await self._moves.close()
+        await self._actions.close()
 
     async def run(self) -> None:
-        """Request the plan's moves; returns when the last is accepted, not when it has ended."""
+        """Request the plan's actions; returns when the last is accepted, not when it has ended."""
         began = self._last_end = self._clock.monotonic()
         waiting: list[ActionRequest] = []
-        while len(self.requested) < self._plan.moves and not self._must_stop(began):
-            room = min(self._free_slots(), MAX_AT_ONCE, self._plan.moves - len(self.requested))
+        while len(self.requested) < self._plan.actions and not self._must_stop(began):
+            room = min(self._free_slots(), MAX_AT_ONCE, self._plan.actions - len(self.requested))
             if room > len(waiting):
                 waiting += self._next(room - len(waiting))
             if not waiting:
@@ -79,19 +79,19 @@ class Moving:
 
     async def settle(self, timeout_s: float) -> bool:
         """Wait until every accepted one has ended."""
-        return await self._moves.wait(timeout_s)
+        return await self._actions.wait(timeout_s)
 
     @property
     def results(self) -> Mapping[str, int]:
         """How many have ended so: by state, and by code where there is one."""
-        ended = self._moves.ended.values()
+        ended = self._actions.ended.values()
         return dict(Counter(f"{end.state.value} {end.code}".strip() for end in ended).most_common())
 
     def _next(self, count: int) -> list[ActionRequest]:
         due, self._follow_ups = self._follow_ups[:count], self._follow_ups[count:]
-        return [*due, *(self._move_of(uuid) for uuid in self._pick(count - len(due)))]
+        return [*due, *(self._action_of(uuid) for uuid in self._pick(count - len(due)))]
 
-    def _move_of(self, uuid: str) -> ActionRequest:
+    def _action_of(self, uuid: str) -> ActionRequest:
         kind = self._rng.choice(KINDS)
         return ActionRequest(
             request_id=new_uuid(self._rng),
@@ -106,10 +106,10 @@ class Moving:
         )
 
     async def _publish(self, requests: Sequence[ActionRequest]) -> list[ActionRequest]:
-        """The moves that were not confirmed: they may have arrived all the same, so the very same
+        """The actions that were not confirmed: they may have arrived all the same, so the very same
         are published again.
         """
-        errors = await self._moves.submit(requests)
+        errors = await self._actions.submit(requests)
         now = self._clock.monotonic()
         confirmed = [one.request_id for one, error in zip(requests, errors, strict=True) if error is None]
         self.requested += confirmed
@@ -120,13 +120,14 @@ class Moving:
 
     def _free_slots(self) -> int:
         """As of builds: stuck ones do not count, up to a bound."""
-        now, ended = self._clock.monotonic(), self._moves.ended
+        now, ended = self._clock.monotonic(), self._actions.ended
         while self._young and self._young[0][0] < now - self._plan.stuck_after_s:
             self._young.popleft()
         young = sum(one not in ended for _, one in self._young)
         return min(
-            self._plan.moves_in_flight - young,
-            self._plan.moves_in_flight * (self._plan.in_flight_most // self._plan.in_flight) - self._moves.unfinished,
+            self._plan.actions_in_flight - young,
+            self._plan.actions_in_flight * (self._plan.in_flight_most // self._plan.in_flight)
+            - self._actions.unfinished,
         )
 
     def _must_stop(self, began: float) -> bool:
@@ -134,7 +135,7 @@ class Moving:
         if now - began > self._plan.longest_s:
             self.stopped = f"after {self._plan.longest_s:g} s"
         elif now - self._last_end > STUCK_S:
-            self.stopped = f"no move has ended for {STUCK_S:g} s"
+            self.stopped = f"no action has ended for {STUCK_S:g} s"
         return bool(self.stopped)
 
     def _on_event(self, event: ActionEvent) -> None:

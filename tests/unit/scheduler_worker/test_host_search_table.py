@@ -15,18 +15,18 @@ from bus.contracts.placement_queries import ConsumerRecord
 from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker.build import decision_round
 from scheduler_worker.build.decision_round import DecisionRound
-from scheduler_worker.build.placement_state import (
+from scheduler_worker.build.host_search import (
     ClaimsContended,
     ClaimUnlocatable,
     ExternalClaim,
     HostClaimed,
-    PlacementRefused,
-    PlacementRequest,
-    PlacementState,
+    HostSearch,
+    HostSearchRefused,
+    HostSearchRequest,
     build_claim,
     has_no_host,
     matches_allocation,
-    new_placement_state,
+    new_host_search,
     result_of,
     result_of_fault,
     unlocatable_after_fault,
@@ -55,7 +55,7 @@ def world(processors: Sequence[int], **more: Any) -> Hosts:
 def members(
     hosts: Hosts, flavors: Sequence[str], policy: GroupPolicy | None, *, gang: bool = True, at_most: int = 1,
     known: Mapping[int, int] = {}, related: Mapping[str, Any] = {}, **more: Any,
-) -> list[PlacementState]:  # fmt: skip
+) -> list[HostSearch]:  # fmt: skip
     """States of one group (policy) and one gang."""
     group = None if policy is None else ServerGroup(uuid=UUID, policy=policy, max_per_host=at_most)
     there = {hosts.uuids[at]: count for at, count in known.items()}
@@ -69,21 +69,19 @@ def members(
                 RelatedInstances(server_group=group, members=there, **related), request.instance_uuid
             )
         of_gang = Gang(uuid=UUID, size=len(flavors), min_count=1) if gang else None
-        asked = PlacementRequest(request=request, spec=spec, gang=of_gang)
-        found.append(replace(new_placement_state(asked, hosts.selector), **more))
+        asked = HostSearchRequest(request=request, spec=spec, gang=of_gang)
+        found.append(replace(new_host_search(asked, hosts.selector), **more))
     return found
 
 
-def decided(
-    hosts: Hosts, states: Sequence[PlacementState], round_: DecisionRound | None = None
-) -> list[PlacementState]:
-    found: list[PlacementState] = []
+def decided(hosts: Hosts, states: Sequence[HostSearch], round_: DecisionRound | None = None) -> list[HostSearch]:
+    found: list[HostSearch] = []
     for _ in (round_ or DecisionRound(hosts.selector, hosts.rng, subset=1)).in_parts(states, found):
         pass
     return found
 
 
-def chosen(hosts: Hosts, states: Sequence[PlacementState]) -> list[str | None]:
+def chosen(hosts: Hosts, states: Sequence[HostSearch]) -> list[str | None]:
     return [None if one.choice is None else hosts.name(one.choice.selected.row) for one in states]
 
 
@@ -250,7 +248,7 @@ AWAY = PlacementUnavailable("away")
 
 def test_what_a_fault_means_for_a_placement() -> None:
     assert unavailable_from_fault(AWAY) is AWAY and isinstance(unavailable_from_fault(TIMEOUT), PlacementUnavailable)
-    assert [type(result_of_fault(one)) for one in (TIMEOUT, REFUSAL)] == [PlacementUnavailable, PlacementRefused]
+    assert [type(result_of_fault(one)) for one in (TIMEOUT, REFUSAL)] == [PlacementUnavailable, HostSearchRefused]
     assert [type(unlocatable_after_fault(one)) for one in (TIMEOUT, REFUSAL)] == [
         PlacementUnavailable,
         ClaimUnlocatable,
@@ -264,7 +262,7 @@ def test_what_a_fault_means_for_a_placement() -> None:
 
 @pytest.mark.parametrize(
     ("result", "is_without"),
-    [(None, True), (CLAIMED, False), (AWAY, False), (PlacementRefused("x", ""), True), (ClaimsContended(1), True)],
+    [(None, True), (CLAIMED, False), (AWAY, False), (HostSearchRefused("x", ""), True), (ClaimsContended(1), True)],
 )
 def test_which_results_leave_a_request_without_a_host(result: Any, is_without: bool) -> None:
     hosts = world([9])
@@ -306,7 +304,7 @@ def test_a_request_names_one_alternate_less_than_its_attempts(
 ) -> None:
     hosts = Hosts([PLENTY] * 2, config=SchedulerConfig(max_attempts=configured))
     request = hosts.request(max_attempts=asked, ignore_hosts=("h1", "nowhere"))
-    state = new_placement_state(PlacementRequest(request=request, spec=hosts.spec(), claim_owner="r"), hosts.selector)
+    state = new_host_search(HostSearchRequest(request=request, spec=hosts.spec(), claim_owner="r"), hosts.selector)
     assert (state.max_alternates, state.rejected, state.claim_owner) == (
         alternates,
         {hosts.uuids[1]: "host.ignored"},
