@@ -120,10 +120,7 @@ class PlacementMirror:
     def count_again(self, consumers: Iterable[str]) -> None:
         """The opposite of `leave_out`."""
         named = list(consumers)
-        self._left_out.subtract(named)
-        for one in named:
-            if not self._left_out[one]:
-                del self._left_out[one]
+        self._left_out -= Counter(named)
         self._recount(named)
 
     # --- passes
@@ -206,13 +203,13 @@ class PlacementMirror:
             yield Change(provider=uuid, generation=provider.generation, state=state)
             return
         self._providers[uuid] = replace(before, generation=provider.generation)
-        yield from self._usage(uuid, is_moved=True)
+        yield from self._usage(uuid)
 
-    def _usage(self, uuid: str, *, is_moved: bool = False) -> Iterator[Change]:
+    def _usage(self, uuid: str) -> Iterator[Change]:
         """What a provider's usage is now, where the replica has another one."""
         before, now = self._used.get(uuid, {}), self._sum(uuid)
         changed = {name: now.get(name, 0) for name in before | now if now.get(name, 0) != before.get(name, 0)}
-        if changed or is_moved:
+        if changed:
             self._used[uuid] = now
             yield Change(provider=uuid, generation=self._providers[uuid].generation, used=changed)
 

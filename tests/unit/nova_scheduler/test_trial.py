@@ -73,6 +73,7 @@ CHOICES: tuple[tuple[str, Passes, tuple[str | Fault | None, ...], list[str] | st
     ("seen at once", [{VMS[0]: [1]}], ("scheduling",), ["h1"]),
     ("half seen first", [NONE, {VMS[0]: [0]}, {VMS[0]: [1]}, {VMS[0]: [1]}], ("scheduling",), ["h1"]),
     ("an evacuated server", [{VMS[0]: [2]}, {VMS[0]: [2]}, {VMS[0]: [1, 2]}], ("rebuilding",), ["h1"]),
+    ("seen late", [NONE] * 9 + [{VMS[0]: [1]}], ("scheduling",), ["h1"]),
     ("none", [NONE], ("",), NO_HOST),
     ("none after a while, with Nova away", [NONE], ("scheduling", AWAY, "scheduling", ""), NO_HOST),
     ("seen just after Nova had said that none waits", [NONE] * 4 + [{VMS[0]: [1]}], ("",), ["h1"]),

@@ -30,6 +30,7 @@ class Source(PlacementReader):
         self.there: dict[str, Provider] = {}
         self.held: dict[str, dict[str, dict[str, int]]] = {}  # by consumer
         self.asked: list[str] = []  # whose allocations
+        self.parts: list[str] = []  # whose inventories, traits and aggregates
         self.moved: set[str] = set()  # since the last pass
         self.during: Any = None  # called between two reads of a pass
 
@@ -39,6 +40,7 @@ class Source(PlacementReader):
         return [ListedProvider(p.uuid, p.name, p.generation, p.parent, p.root) for p in self.there.values()]
 
     async def provider(self, row: ListedProvider) -> Provider | None:
+        self.parts.append(row.uuid)
         if self.during is not None:
             self.during()
         return self.there.get(row.uuid)
@@ -222,6 +224,30 @@ async def test_what_is_left_out_counts_again() -> None:
     assert shown(mirror.replica) == true(source, but="a")
     mirror.count_again(["a"])
     assert shown(mirror.replica) == true(source)
+
+
+async def test_what_has_not_moved_is_not_read_again() -> None:
+    source = Source(random.Random(1))
+    host, other = source.make(), source.make()
+    mirror = mirror_of(source)
+    await mirror.read()
+    source.claim("a", host)
+    await mirror.read()
+    await mirror.read()
+    assert source.parts == [host, other, host]
+
+
+async def test_a_pass_under_way_is_not_the_one_that_is_waited_for() -> None:
+    source = Source(random.Random(1))
+    source.make()
+    mirror = mirror_of(source)
+    waiting: list[asyncio.Task[None]] = []
+    source.during = lambda: waiting.append(asyncio.create_task(mirror.next_pass()))
+    await mirror.read()
+    await asyncio.sleep(0)
+    assert [one.done() for one in waiting] == [False]
+    await mirror.read()
+    await waiting[0]
 
 
 async def test_a_pass_is_waited_for_that_begins_later() -> None:
