@@ -156,15 +156,28 @@ class PlacementMirror:
         gone = {row.uuid for row in moved} - read.keys() | (self._providers.keys() - rows.keys())
         providers = {uuid: one for uuid, one in self._providers.items() if uuid not in gone} | read
         _check(read.values(), providers)
-        due = self._due(read, providers, since_s)
-        parts = await _all(map(self._source.allocations, due))
-        held: dict[str, Held] = {}
-        for uuid, part in zip(due, parts, strict=True):
-            held[uuid] = {consumer: one.resources for consumer, one in part.items()}
-            if problem := problem_of_names({name for one in held[uuid].values() for name in one}):
-                raise InvalidExport(problem)
+        held = await self._holdings(self._due(read, providers, since_s))
+        held |= await self._holdings(self._elsewhere(held, providers))
         # Nothing awaits from here on: the replica goes from one pass to the next.
         self._take(gone, read, held)
+
+    async def _holdings(self, providers: Collection[str]) -> dict[str, Held]:
+        """What consumers hold of these. Raises InvalidExport."""
+        parts = await _all(map(self._source.allocations, providers))
+        if problem := problem_of_names({name for part in parts for one in part.values() for name in one.resources}):
+            raise InvalidExport(problem)
+        return {
+            uuid: {consumer: one.resources for consumer, one in part.items()}
+            for uuid, part in zip(providers, parts, strict=True)
+        }
+
+    def _elsewhere(self, held: Mapping[str, Held], providers: Collection[str]) -> Collection[str]:
+        """Where consumers held something before that hold something anew: a claim moves no generation of the providers
+        that it lets go.
+        """
+        anew = {one for uuid, part in held.items() for one in part.keys() - self._held.get(uuid, {}).keys()}
+        there = {uuid for one in anew for uuid in self._of_consumer.get(one, ())}
+        return (there & set(providers)) - held.keys()
 
     def _is_known(self, row: ListedProvider) -> bool:
         known = self._providers.get(row.uuid)

@@ -20,8 +20,8 @@ CLASSES = ("VCPU", "MEMORY_MB", "CUSTOM_FPGA")
 
 
 class Source(PlacementReader):
-    """A Placement as its API answers, and what its clients do. Each write moves generations, a delete of allocations
-    does not.
+    """A Placement as its API answers, and what its clients do. A claim moves the generations of what it
+    takes alone.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -71,9 +71,8 @@ class Source(PlacementReader):
             self.there[uuid] = msgspec.structs.replace(known, generation=known.generation + 1, **fields)
 
     def claim(self, consumer: str, *providers: str) -> None:
-        touched = {*self.held.get(consumer, {}), *providers}
         self.held[consumer] = {one: {"VCPU": self.rng.randrange(1, 5)} for one in providers}
-        self.bump(touched)
+        self.bump(providers)
 
     def step(self) -> bool:
         """One of these at random. True: a provider was made again, which must not come to the generation that it had
@@ -169,6 +168,18 @@ async def test_a_deleted_consumer_is_seen_when_its_provider_has_its_turn() -> No
     for _ in range(5):
         await mirror.read()
     assert sorted(source.asked) == sorted(hosts), "each once"
+    assert shown(mirror.replica) == true(source)
+
+
+async def test_what_a_claim_lets_go_is_seen_with_it() -> None:
+    source = Source(random.Random(1))
+    hosts = [source.make() for _ in range(10)]
+    mirror = PlacementMirror(source, Replica(), clock=Stopped(), interval_s=1.0, whole_s=1e6)
+    source.claim("a", hosts[7])
+    await mirror.read()
+    source.claim("a", hosts[2])
+    await mirror.read()
+    assert mirror.hosts_of("a") == (hosts[2],)
     assert shown(mirror.replica) == true(source)
 
 
