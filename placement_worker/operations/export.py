@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from bus.clock import Clock, SystemClock
-from bus.contracts.base import MAX_AMOUNT, reason_of
+from bus.contracts.base import MAX_AMOUNT, Uuid, reason_of
 from bus.faults import Transient
 from bus.openstack.answers import request
 from bus.openstack.keystone import KeystoneAuth, SignInRefused
@@ -275,11 +275,11 @@ Allocations = dict[str, dict[str, Any]]  # {provider: {class: amount}}
 class ListedProvider(Struct, frozen=True):
     """A provider as the list of all has it."""
 
-    uuid: str
+    uuid: Uuid
     name: str
     generation: int
-    parent_provider_uuid: str | None
-    root_provider_uuid: str
+    parent_provider_uuid: Uuid | None
+    root_provider_uuid: Uuid
 
     def is_of(self, known: Provider) -> bool:
         """Whether this provider has not changed since it was read."""

@@ -7,9 +7,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
+import socket
 import sqlite3
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -34,6 +37,7 @@ from placement_worker.replica.replica import Replica
 from scheduler_worker.config import SchedulerConfig
 from tests.integration.nova_scheduler.world import EXCHANGE
 from tests.kit.answering import answering
+from tests.kit.forks import run_berth
 from tests.kit.sources import ROOT
 from tests.kit.waiting import until
 from tests.unit.nova_scheduler.world import CELLS, FLAVOR, group, request_spec
@@ -303,3 +307,61 @@ async def test_what_would_have_been(cloud: tuple[Cloud, str], placement: str) ->
         await here.call(deleted)
         del here.tasks[deleted]
         assert await told(made) == {"stock failed": 1}
+
+
+NOVA_CONF = """
+[DEFAULT]
+transport_url = rabbit://%s
+[filter_scheduler]
+enabled_filters = ComputeFilter,ServerGroupAntiAffinityFilter
+"""
+REST = """
+[nova.api]
+url = "%s/v2.1"
+token = "t"
+cells = { "ce110000-0000-4000-8000-000000000001" = ["*"] }
+
+[nova.trial]
+placement_url = "%s"
+token = "admin"
+interval_s = 0.2
+
+[telemetry]
+http_port = %d
+"""
+
+
+async def test_as_an_operator_runs_it(cloud: tuple[Cloud, str], placement: str, tmp_path: Path) -> None:
+    """As docs/operate/trial.md has it."""
+    here, url = cloud
+    conf, file = tmp_path / "nova.conf", tmp_path / "berth.toml"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    conf.write_text(NOVA_CONF % url.removeprefix("amqp://"))
+    translated = await asyncio.to_thread(run_berth, "nova", "settings", str(conf), env=os.environ, timeout_s=60.0)
+    assert translated.returncode == 0, translated.stderr
+    async with answering(here.answer) as nova, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+        file.write_text(translated.stdout + REST % (nova, placement, port))
+        command = [sys.executable, "-m", "berth", "--config", str(file), "nova", "trial", "--json"]
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        try:
+            await answered(http, "/readyz", '"ready":true')
+            await here.boot(3)
+            await answered(http, "/metrics", 'berth_nova_shadow_seconds_count{by="stock"} 1.0')
+            process.terminate()
+            said, _ = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+    told = json.loads(said)
+    assert process.returncode == 0 and sum(told["calls"].values()) == 1
+    assert told["calls"]["same"] + told["calls"]["other host"] == 1 and told["mean_s"]["stock"] > 0
+
+
+async def answered(http: httpx.AsyncClient, path: str, text: str) -> None:
+    """Until the process answers so."""
+    while True:
+        with contextlib.suppress(httpx.HTTPError):
+            if text in (await http.get(path)).text:
+                return
+        await asyncio.sleep(0.1)
