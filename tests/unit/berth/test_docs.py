@@ -89,7 +89,7 @@ def test_features_has_the_filters_and_weighers_that_there_are_and_no_other() -> 
 
 def test_a_decision_record_has_its_number_a_date_and_a_status() -> None:
     records = sorted((DOCS / "decisions").glob("[0-9]*.md"))
-    assert [int(record.name[:4]) for record in records] == list(range(1, len(records) + 1))
+    assert len({record.name[:4] for record in records}) == len(records)
     for record in records:
         title, empty, status = record.read_text().split("\n")[:3]
         assert title.startswith(f"# {record.name[:4]}. "), record.name
