@@ -101,7 +101,7 @@ def trial(
     tokens: Tokens = None,
     as_json: AsJson = False,
 ) -> None:
-    """Decide each call of a running Nova beside its own scheduler, which does not notice.
+    """Decide a running Nova's calls, and change nothing there.
 
     Listens on Nova's broker (`nova.transport_url`) in a queue of its own, and reads the Placement of OpenStack
     (`nova.trial.placement_url`) and Nova's API; it changes nothing there. What the stock scheduler has chosen is read
