@@ -89,6 +89,7 @@ MAKERS = (PermissionRole.PLACEMENT, PermissionRole.SCHEDULER, PermissionRole.CON
 FEED = "scheduler.feed.{process}"
 # The operator's load runs watch the feed as a scheduler does.
 _WATCHED = (FEED,)
+_OF_FRONTENDS = (FEED, "scheduler.metrics.{process}")  # the queues of a scheduler that a frontend of Nova has, too
 
 
 class BusLocation(Struct, frozen=True):
@@ -406,7 +407,9 @@ def _nova_scheduler(settings: Settings, bus: BusLocation, user: str) -> list[Gra
 
     if config.transport_url and settings.bus.url != MEMORY:
         names = QueueNames(bus.prefix)
-        _allow_queue(at(bus), next(one for one in QUEUES if one.name == FEED), names)
+        for row in QUEUES:
+            if row.name in _OF_FRONTENDS:
+                _allow_queue(at(bus), row, names)
         _allow_messages(at(bus), FRONTEND, Where.API, names)
     if config.transport_url:
         of_nova = at(_bus_location("nova", as_amqp(config.transport_url), ""))

@@ -12,7 +12,7 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.bus import API
+from bus.bus import API, Bus
 from bus.contracts.queues import FRONTEND
 from bus.rabbitmq.address import BadBusUrl, parse_bus_url
 from bus.rabbitmq.transport import RabbitTransport
@@ -41,6 +41,7 @@ from scheduler_worker import plugins
 from scheduler_worker.build.claim_ownership import ClaimOwnership
 from scheduler_worker.build.placer import Placer, ReplicaFollower
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.fleet.metrics_listener import add_host_metrics
 from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.placement_client import BusClaims, ClaimPort
 from scheduler_worker.selection.selector import Selector
@@ -63,6 +64,7 @@ class Deciding(Struct, frozen=True):
     """What decides the calls of a Nova, and what it is kept up to date by."""
 
     destinations: Destinations
+    selector: Selector
     nova_state: NovaState
     rest: NovaRest
     poller: NovaStatePoller
@@ -113,7 +115,7 @@ def deciding(
         in_shadow=config.shadow,
         recorder=recorder,
     )
-    return Deciding(destinations, nova_state, rest, poller)
+    return Deciding(destinations, selector, nova_state, rest, poller)
 
 
 def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> WorkerRuntime:
@@ -150,9 +152,8 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> W
     service.add_task("nova calls told", calls.run)
     _add_follower(service, follower)
     decides.add_to(service)
-    service.add_bus_check("bus api", lambda: api.unavailable_reason)
     _add_server(service, server, fallback)
-    add_heartbeat(service, env, api, NAME)
+    _add_bus(service, env, api, decides.selector)
     return service
 
 
@@ -166,6 +167,13 @@ def _add_follower(service: WorkerRuntime, follower: Follower) -> None:
 def _selector(replica: Replica, table: HostTable, scheduler: SchedulerConfig) -> Selector:
     filters, weighings = plugins.filters(scheduler), plugins.weighings(scheduler)
     return Selector(replica, table, SelectorConfig(scheduler, flavors={}, filters=filters, weighings=weighings))
+
+
+def _add_bus(service: WorkerRuntime, env: Environment, api: Bus, selector: Selector) -> None:
+    """What comes and goes on the API bus beside the feed, claims and calls."""
+    service.add_bus_check("bus api", lambda: api.unavailable_reason)
+    add_host_metrics(service, api, selector)
+    add_heartbeat(service, env, api, NAME)
 
 
 def _add_server(service: WorkerRuntime, server: RpcServer, fallback: StockForwarder | None) -> None:

@@ -140,9 +140,7 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     they run. What only a filter reads that is not among them is ignored, as in Nova; what JsonFilter,
     SimpleCIDRAffinityFilter, NUMATopologyFilter and PciPassthroughFilter read, which berth does not have, is left to
     the fallback. With another one that is neither berth's nor in `scheduler.available_filters` (IoOpsFilter, an
-    operator's own), every call is; without a fallback the process does not start. No metrics of hosts come here: if
-    `scheduler.metrics.weights` names one, `MetricsFilter` rejects every host and `MetricsWeigher` has no effect.
-    """
+    operator's own), every call is; without a fallback the process does not start."""
     image_properties_default_architecture: Annotated[str, Bound(max_length=32)] = ""
     """`[filter_scheduler]`: the architecture of images that name none. Empty: they run on each."""
     default_availability_zone: Zone = "nova"

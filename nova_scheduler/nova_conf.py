@@ -58,7 +58,7 @@ TRANSLATED: Final[Mapping[Name, Path]] = {
 
 _NO_FILTER: Final = "read by a filter that berth does not have"
 _NO_WEIGHER: Final = "read by a weigher that berth does not have"
-_NO_METRICS: Final = "no metrics of hosts come to berth in front of Nova"
+_NO_METRICS: Final = "Nova tells berth no metrics of hosts: scheduler.metrics weighs those on berth's own bus"
 UNTRANSLATED: Final[Mapping[Name, str]] = {
     ("scheduler", "workers"): "start as many processes of berth",
     ("scheduler", "discover_hosts_in_cells_interval"): "berth maps no hosts to cells",

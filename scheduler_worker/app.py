@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -22,7 +21,7 @@ from scheduler_worker.action.action_engine import ActionEngine
 from scheduler_worker.action.destination import DestinationChooser
 from scheduler_worker.build.build_engine import SchedulingEngine
 from scheduler_worker.cell_events.cell_event_recorder import CellEventRecorder
-from scheduler_worker.cell_link import SchedulerParts, add_cells, add_requests, cell_links, metrics_consumer, new_relay
+from scheduler_worker.cell_link import SchedulerParts, add_cells, add_requests, cell_links, new_relay
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.drain.drain_controller import DrainController
 from scheduler_worker.drain.drain_inventory import DrainInventory
@@ -32,7 +31,7 @@ from scheduler_worker.fleet.aggregate_sync import AggregateSync
 from scheduler_worker.fleet.fence_publisher import FencePublisher, find_cells
 from scheduler_worker.fleet.fleet_metrics import FLEET
 from scheduler_worker.fleet.host_listener import Warmup
-from scheduler_worker.fleet.metrics_listener import age
+from scheduler_worker.fleet.metrics_listener import add_host_metrics
 from scheduler_worker.fleet.removal import HostRemoval
 from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.hosts.waiting_builds import WaitingTable
@@ -75,7 +74,7 @@ def build(
     drains = _add_drains(parts, registry, destinations, actions, follower)
     removal = HostRemoval(parts.store, registry, parts.selector, parts.api, lambda: links.buses, clock=env.clock)
     _add_objects(parts, registry, drains, removal)
-    measured = _add_host_metrics(parts)
+    measured = add_host_metrics(service, parts.api, parts.selector)
     writer = CellEventRecorder(parts.store, clock=env.clock, choose=destinations.choose_now)
     links = cell_links(parts, relay, registry, writer, measured)
     _add_fences(parts, registry, links)
@@ -245,14 +244,6 @@ def _add_objects(
         Consumer(bus, "scheduler.control.{process}", listener, max_batch=64, concurrency=1, prefetch=64)
     )
     service.add_consumer(Consumer(bus, "scheduler.changes", changes, max_batch=16, concurrency=1, prefetch=16))
-
-
-def _add_host_metrics(parts: SchedulerParts) -> asyncio.Event:
-    """Measurements of hosts; returns an event that is set when the first measurement has arrived on any bus."""
-    measured = asyncio.Event()
-    parts.service.add_consumer(metrics_consumer(parts.api, parts.selector, measured))
-    parts.service.add_task("host metrics", lambda: age(parts.selector.metrics, measured, parts.env.clock))
-    return measured
 
 
 def _add_fences(parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks) -> None:

@@ -23,8 +23,7 @@ from scheduler_worker.cell_events.cell_event_recorder import CellEventHandler, C
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.fleet.cell_connections import CellConnections
 from scheduler_worker.fleet.host_listener import HostsListener, Warmup
-from scheduler_worker.fleet.metrics_listener import QUEUE as METRICS_QUEUE
-from scheduler_worker.fleet.metrics_listener import HostMetricsListener
+from scheduler_worker.fleet.metrics_listener import metrics_consumer
 from scheduler_worker.hosts.waiting_builds import WaitingTable
 from scheduler_worker.hosts.worker_table import WorkerTable
 from scheduler_worker.objects.object_registry import ObjectRegistry
@@ -175,9 +174,3 @@ def add_requests(parts: SchedulerParts, queries: QueryHandler, status: StatusHan
         service.add_consumer(take(queue, max_batch=batch, concurrency=at_once, prefetch=REQUEST_PREFETCH, paced=True))
     service.add_consumer(take("scheduler.dead_letters", max_batch=16, concurrency=1, prefetch=32))
     service.add_bus_check("bus api", lambda: bus.unavailable_reason)
-
-
-def metrics_consumer(bus: Bus, selector: Selector, measured: asyncio.Event) -> Consumer:
-    """The consumer of host metrics on one bus; `measured` is set when the first has arrived."""
-    listener = HostMetricsListener(selector.metrics, bus.name, clock=bus.clock, first=measured)
-    return Consumer(bus, METRICS_QUEUE, listener, max_batch=16, concurrency=1, prefetch=16)

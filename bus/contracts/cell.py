@@ -13,15 +13,14 @@ from bus.contracts.base import (
     Attempt,
     ClassName,
     Count,
+    DatabaseMark,
     Epoch,
     Generation,
     GivenAttempt,
     ImageName,
-    Incarnation,
     Label,
     Message,
     Reason,
-    SentSequences,
     Sequence,
     ShownZone,
     TraitName,
@@ -144,46 +143,25 @@ class Destroy(Message, AttemptOnHost, frozen=True, kw_only=True, tag="compute.de
 
 MAX_LOOKUP = 1000
 MAX_LOOKUP_AT_ONCE = 500  # instances of one query: two nested machines of each are 10 ms to read
-MAX_LOOKED_AT = 100_000  # hosts of one service
-MAX_LOOKED_AT_ONCE = 10_000  # of one answer in pages: 4 ms to read
 
 
 class LookUpMachines(Message, frozen=True, kw_only=True, tag="compute.machines.query.v1"):
-    """Queries a compute service: which of its hosts have a machine of these instances, complete or being built.
-
-    It waits in the service's queue behind the commands that were published before, so those count.
+    """Queries a compute service: which of these hosts list a complete machine of these instances now, whatever is on
+    record. It waits in the service's queue behind the commands that were published before, so those count.
     """
 
     service: Word
     database_id: Uuid  # as in MachineCommand; machines with another tag are left out
     instance_uuids: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_LOOKUP)]
-    # machines with another tag are not left out, and the answer names the hosts that the service has looked at
-    thorough: bool = False
-    # only the page of these hosts after so many. The machines are those of all hosts with every page: each page is true
-    # by itself.
-    hosts_after: Count = 0
-    # these hosts are looked at now, and only the machines that they list count, whatever is on record; the answer names
-    # those that the service has and has looked at ((): none in particular)
-    on_hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOOKUP)] = ()
-
-
-class LookedUpMachine(AttemptOnHost, frozen=True, kw_only=True, omit_defaults=True):
-    """A machine that no order has ended."""
-
-    host: Label
-    built: bool = True  # it is complete
-    project_id: Word | None = None  # the project that it was built for
-    allocations: Allocations | None = None  # its resources, by provider (None: the service does not know)
-    foreign: bool = False  # it has the tag of another database
+    on_hosts: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_LOOKUP)]
 
 
 class MachineLookupResult(Message, frozen=True, kw_only=True, tag="compute.machines.v1"):
-    """All that one compute service has of the instances that it was queried about."""
+    """All that one compute service has of the instances that it was queried about, without what a command has ended."""
 
-    machines: Annotated[tuple[LookedUpMachine, ...], Bound(max_length=10 * MAX_LOOKUP)] = ()
-    # those that were looked at, if the query was thorough or names hosts
-    hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOOKED_AT_ONCE)] = ()
-    more: bool = False  # `hosts` is a page, and others follow
+    machines: Annotated[tuple[AttemptOnHost, ...], Bound(max_length=10 * MAX_LOOKUP)] = ()
+    # those that the service has and has looked at
+    hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOOKUP)] = ()
 
 
 class QueueBarrier(Message, frozen=True, kw_only=True, tag="compute.barrier.v1"):
@@ -306,9 +284,7 @@ class Heartbeat(Message, FromService, frozen=True, kw_only=True, tag="compute.he
     interval_s: Annotated[float, Bound(ge=0, le=3600)] = 0.0  # seconds until the next heartbeat
     # the name shared by the services that divide their free nodes among them (None: it shares none)
     ring: Word | None = None
-    # database_incarnation, sent_sequences: of the cell's database, the highest by which it was commanded (0: not yet)
-    database_incarnation: Incarnation = 0
-    sent_sequences: SentSequences = ()
+    mark: DatabaseMark = DatabaseMark()  # of the cell's database, the highest by which it was commanded
 
 
 MAX_RING_MEMBERS = 1000

@@ -15,7 +15,6 @@ from bus.contracts.base import (
     Attempt,
     DatabaseMark,
     ImageName,
-    Incarnation,
     Label,
     Message,
     Resources,
@@ -45,7 +44,6 @@ class CellRecovering(Message, frozen=True, kw_only=True, tag="cell.recovering.v1
 
     cell: Word
     process: Process  # of this conductor
-    database_incarnation: Incarnation  # of the cell's database
     query_id: Uuid  # made anew with each page; only its answer is taken
     after: Uuid | Literal[""] = ""  # the uuid behind which the page begins ("": from the first)
     # instead of a page: these instances, wherever they are
@@ -90,7 +88,6 @@ class CellKnown(Message, frozen=True, kw_only=True, tag="cell.known.v1"):
 
     cell: Word
     process: Process
-    database_incarnation: Incarnation
     query_id: Uuid
     # those with a machine by the schedulers' map, and consumers that hold something in the cell or in none; or those
     # asked for

@@ -70,10 +70,10 @@ class FenceController:
         await self._fences.reload_if_due()
         await self._put_in_effect(list(self._fences.fences.values()), engine)
         if self._clock.monotonic() >= self._publish_at:
-            self._publish_at = self._clock.monotonic() + PUBLISH_S
             # Schedulers whose record was restored to before a decision do not have the request to end it.
             for fence in list(self._fences.fences.values()):
                 await self._announce(fence)
+            self._publish_at = self._clock.monotonic() + PUBLISH_S
         for fence in [one for one in self._fences.fences.values() if one.unfencing]:
             await self._unfence(fence)
         for asked in list(self._repeated.values()):

@@ -13,7 +13,6 @@ import structlog
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
-from bus.contracts.base import DatabaseMark
 from bus.contracts.cell import (
     CellServiceDelete,
     CellServiceDeleted,
@@ -123,9 +122,9 @@ class LeaseController:
             if getattr(message, "cell", "") != self._cell:
                 continue
             if isinstance(message, Heartbeat):
-                self._marks.hear(DatabaseMark(message.database_incarnation, message.sent_sequences), by=message.service)
+                self._marks.hear(message.mark, by=message.service)
             else:
-                self._marks.hear_conductor(received.meta.database_incarnation)
+                self._marks.hear_conductor(received.meta.mark)
             if isinstance(message, ServiceStates):
                 self._table.apply_service_states(
                     (message.term, message.number), [_lease_of(one) for one in message.down]

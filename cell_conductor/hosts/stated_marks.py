@@ -56,9 +56,9 @@ class StatedMarks:
         """From now on."""
         self._listening = _Listening(self._store.servers, self._clock.monotonic())
 
-    def hear_conductor(self, incarnation: int) -> None:
+    def hear_conductor(self, mark: DatabaseMark) -> None:
         """A conductor of the cell goes by this one."""
-        self._conductor = max(self._conductor, incarnation)
+        self._conductor = max(self._conductor, mark.database_incarnation)
 
     def stated(self) -> Stated:
         """What others state of the cell's database."""
@@ -88,7 +88,7 @@ class StatedMarks:
         """Drop the marks that are on record by now. Whether one of those left is of a later incarnation."""
         recorded = self._store.recorded
         self._above = {by: mark for by, mark in self._above.items() if is_behind(recorded, mark)}
-        own = recorded.own.database_incarnation
+        own = recorded.incarnation
         is_newer = any(one.database_incarnation > own for one in self._above.values())
         self._newer_since = min(self._newer_since, now_s) if is_newer else math.inf
         return is_newer
@@ -115,7 +115,7 @@ class StatedMarks:
         recorded = self._store.recorded
         if not is_behind(recorded, mark) or len(self._above) >= MAX_SERVICES:
             return
-        own, incarnation = recorded.own.database_incarnation, mark.database_incarnation
+        own, incarnation = recorded.incarnation, mark.database_incarnation
         is_believed = incarnation <= own + FARTHEST_INCARNATION and self._recoveries_by[by] < MAX_RECOVERIES_BY_ONE
         if incarnation > own and (is_believed or self._unbelieved.count()):
             log.warning("service.incarnation", by=by, incarnation=incarnation, own=own, believed=is_believed)

@@ -90,7 +90,7 @@ class CellRecovery:
     async def look(self) -> None:
         """One round of `run`. Raises Transient and BusError."""
         if (listening := self._marks.marks_wanted_by()) is not None:
-            self._marks.hear_all(await self._known.marks(self._store.incarnation), listening)
+            self._marks.hear_all(await self._known.marks(), listening)
         if self._leases.up() is None:
             return  # a service that is up may not have been heard yet
         if self._store.is_recovering and self._leases.is_leader:
@@ -108,7 +108,7 @@ class CellRecovery:
         late -= listing.silent
         self._late_at_s = self._clock.monotonic() + LATE_S
         uuids = sorted(blocked | listing.of(late))
-        known = await self._known.asked(listing.incarnation, uuids)
+        known = await self._known.asked(uuids)
         made = await self._reconciler.reconcile_all(uuids, known, listing)
         if late:
             async with self._store.transaction() as transaction:
@@ -143,7 +143,7 @@ class CellRecovery:
             listed = uuids[first : bisect_right(uuids, last) if last else None][:limit]
             return sorted({*recorded, *listed})[:limit]
 
-        async for part in self._known.parts(incarnation, own):  # hosts and instances have one order: fences first
+        async for part in self._known.parts(own):  # hosts and instances have one order: fences first
             await self._put_fences(part.fences)
             for mark in part.marks:
                 self._marks.hear(mark)
@@ -158,7 +158,7 @@ class CellRecovery:
             await self._clock.sleep(ACCEPTANCE_POLL_S)
             return
         made = Counter[str]()
-        async for part in self._known.parts(incarnation, own):
+        async for part in self._known.parts(own):
             here = sorted({*part.instances, *await own(part.after, part.last, MAX_OWN)})
             made += await self._reconciler.reconcile_all(here, part.instances, listing)
         async with self._store.transaction() as transaction:
@@ -170,7 +170,7 @@ class CellRecovery:
     async def _waits_for_word(self, incarnation: int, listing: MachineListing, own: OwnInstances) -> bool:
         """Whether this would end more instances than an operator has accepted: it may be the wrong database."""
         lost: dict[Loss, list[str]] = {Loss.INSTANCE: [], Loss.BUILD: []}
-        async for part in self._known.parts(incarnation, own):
+        async for part in self._known.parts(own):
             here = sorted({*part.instances, *await own(part.after, part.last, MAX_OWN)})
             for start in range(0, len(here), MAX_BATCH):
                 found = await self._reconciler.reconciled(here[start : start + MAX_BATCH], part.instances, listing)

@@ -39,8 +39,7 @@ def contents_of(query: CellRecovering, page: CellKnown) -> PageContents | None:
     """What a page says; None: it answers another query, or does not say what was asked. What it has besides is not
     taken.
     """
-    names = (page.cell, page.process, page.database_incarnation, page.query_id)
-    if names != (query.cell, query.process, query.database_incarnation, query.query_id):
+    if (page.cell, page.process, page.query_id) != (query.cell, query.process, query.query_id):
         return None
     asked, last = set(query.asked), page.last
     if asked:

@@ -71,7 +71,7 @@ class KnownReader:
                 pending.is_answered.set()
         return [Done()] * len(batch)
 
-    async def parts(self, database_incarnation: int, own: OwnInstances) -> AsyncIterator[KnownPart]:
+    async def parts(self, own: OwnInstances) -> AsyncIterator[KnownPart]:
         """The whole answer, in the order of uuids. Without a scheduler it waits, until cancelled. One at a time. Raises
         Transient: it has no end.
         """
@@ -79,11 +79,11 @@ class KnownReader:
         # that comes to `conductor.requests` and is carried out after it, or in both.
         after = ""
         for _ in range(MAX_PARTS):
-            page = await self._ask(database_incarnation, after=after)
+            page = await self._ask(after=after)
             mine = await own(after, page.last, MAX_OWN)
             last = mine[-1] if len(mine) == MAX_OWN else page.last
             found = {uuid: one for uuid, one in page.instances.items() if not last or uuid <= last}
-            found |= await self.asked(database_incarnation, sorted(uuid for uuid in mine if uuid not in found))
+            found |= await self.asked(sorted(uuid for uuid in mine if uuid not in found))
             fences = tuple(one for one in page.fences if not last or one.host_uuid <= last)
             yield KnownPart(after, last, found, fences, page.marks)
             if not last:
@@ -91,30 +91,27 @@ class KnownReader:
             after = last
         raise Transient(f"{MAX_PARTS} pages have come, and there are more", code="known.endless")
 
-    async def marks(self, database_incarnation: int) -> Collection[DatabaseMark]:
+    async def marks(self) -> Collection[DatabaseMark]:
         """What the schedulers have heard of the cell's database; none, if nobody answers at once. As `parts`, one
         at a time.
         """
-        answer = await self._ask(database_incarnation, after=LAST_UUID, times=1)
+        answer = await self._ask(after=LAST_UUID, times=1)
         return answer.marks
 
-    async def asked(self, database_incarnation: int, instances: Sequence[str]) -> Mapping[str, KnownInstance]:
+    async def asked(self, instances: Sequence[str]) -> Mapping[str, KnownInstance]:
         """What the schedulers have of these, wherever they are. As `parts`, one at a time."""
         found, left = dict[str, KnownInstance](), list(instances)
         while left:
-            answer = await self._ask(database_incarnation, asked=tuple(left[:MAX_ASKED]))
+            answer = await self._ask(asked=tuple(left[:MAX_ASKED]))
             found |= answer.instances
             left = [uuid for uuid in left if uuid not in answer.instances]
         return found
 
-    async def _ask(
-        self, database_incarnation: int, *, after: str = "", asked: tuple[str, ...] = (), times: int | None = None
-    ) -> PageContents:
+    async def _ask(self, *, after: str = "", asked: tuple[str, ...] = (), times: int | None = None) -> PageContents:
         """times: that it is asked, after which nothing is known; None: until it is answered."""
         query = CellRecovering(
             cell=self._bus.name,
             process=self._bus.process,
-            database_incarnation=database_incarnation,
             query_id=new_uuid(self._bus.rng),
             after=after,
             asked=asked,

@@ -65,7 +65,9 @@ class MachineCollector:
         without = {*self._leases.deleted(), *(name for name, has_nothing in absent.items() if has_nothing)} - failed
         silent = (down | absent.keys()) - failed - without
         listing = MachineListing(incarnation, silent=silent, without=without)
-        for _ in range(MAX_TRIES):
+        for number in range(MAX_TRIES):
+            if number:
+                await self._clock.sleep(AGAIN_S)
             left, failed = failed, set[str]()
             pages: dict[str, list[MachinesPage]] = {}
             queries = [ListMachines(service=service, database_id=self._store.database_id) for service in sorted(left)]
@@ -75,8 +77,7 @@ class MachineCollector:
                 if service not in failed:
                     listing.add(listed)
             if not failed:
-                return listing
-            await self._clock.sleep(AGAIN_S)
+                break
         listing.silent |= failed
         return listing
 

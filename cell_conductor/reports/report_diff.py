@@ -12,7 +12,7 @@ from msgspec import Struct
 from bus.contracts.cell import UNKNOWN_ATTEMPT, HostStates, Running
 from cell_conductor.state.desired_state import DELETE_REQUESTED, EXPECTED, MachineTarget, desired_state_of
 from cell_conductor.state.events import Event, MachineMissing, MachineRunning
-from cell_conductor.state.instance import MACHINE_EXISTS, BlockedReason, InstanceSummary, State
+from cell_conductor.state.instance import BlockedReason, InstanceSummary, State
 from cell_conductor.state.ownership_proof import changed_recently, is_desired_here, is_provably_ended, rescan_id
 from cell_conductor.state.unknown_machine import (
     NEWER,
@@ -155,14 +155,13 @@ def _unknown_reason(record: InstanceSummary | None, one: Running, host_uuid: str
     """Why the record does not explain a machine that carries our tag; "": it does."""
     if record is None:
         return NO_RECORD
-    if record.state is State.ABSENT:
-        return UNREADABLE
-    if record.code == MACHINE_EXISTS:  # its build was refused because of this machine: it has commanded nothing
-        return NO_RECORD
+    desired = desired_state_of(record)
+    if desired.current is MachineTarget.UNKNOWN:
+        return UNREADABLE if record.state is State.ABSENT else NO_RECORD
     if host_uuid in record.protected_hosts and is_provably_ended(record, one.attempt, host_uuid):
         return PROTECTED
     is_here = (one.attempt, host_uuid) == (record.attempt, record.host_uuid)
-    is_commanded = is_here and desired_state_of(record).current is not MachineTarget.NOT_COMMANDED
+    is_commanded = is_here and desired.current is not MachineTarget.NOT_COMMANDED
     is_source = (one.attempt, host_uuid) == (record.source_attempt, record.source_host_uuid)
     if is_commanded or is_source or is_provably_ended(record, one.attempt, host_uuid):
         return ""

@@ -39,8 +39,6 @@ def adoption_blocker(instance: Instance | None) -> str:
     """Why no machine may be given to this record by an operator's decision; "": it may."""
     if instance is None or instance.spec is None or not instance.selections:
         return "the cell has no record of it"
-    if instance.machine_exists:
-        return "its build was refused, because the machine may be another project's"
     if not desired_state_of(instance).may_adopt or instance.action is not None:
         now = phase_to_text(instance.phase)
         return f"it is {now}: only what is active elsewhere by its record, or failed, takes a machine over"

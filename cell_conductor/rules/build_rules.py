@@ -46,11 +46,10 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     # In a record that has had attempts nothing is commanded: what the build was decided by may be one's claim, which
     # was released.
     adopted = with_request(instance, event)
-    refusal = event.dead_letter_reason
     if instance.uuid in context.quarantined:
-        refusal = Refusal(code=MACHINE_EXISTS, reason="a host has a machine of it that no record explains")
-    if refusal is not None:
-        return _end_without_machine(adopted, event, refusal, context)
+        return _refuse(adopted, event, context)
+    if event.dead_letter_reason is not None:
+        return _end_without_machine(adopted, event, event.dead_letter_reason, context)
     if instance.last_attempt:
         return _reclaim(adopted, event.at, context)
     closed = closure_reason(adopted, context)
@@ -80,15 +79,19 @@ def _without_host(instance: Instance, at: float, context: StepContext) -> Step:
 
 def _end_without_machine(instance: Instance, event: BuildRequested, refusal: Refusal, context: StepContext) -> Step:
     """Its message was dead-lettered: nothing is commanded, its claim is released, and it ends as failed."""
-    # Of a query whose instance has a machine that no record explains: its claim may be for that one, and is not
-    # released.
-    if event.is_query and refusal.code == MACHINE_EXISTS:
-        return build_end_rules.enter_failed(
-            replace(instance, code=refusal.code, reason=step.truncate(refusal.reason)), event.at, context
-        )
     passed = step.with_attempt(instance, NOT_COMMANDED, at=event.at, code=refusal.code, reason=refusal.reason)
     over = replace(passed, code=refusal.code, reason=step.truncate(refusal.reason))
     return Step(step.enter_releasing(over, State.FAILED, event.at, context))
+
+
+def _refuse(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
+    """A host has a machine of it that is not proved to be its project's: the build ends, and names no host."""
+    reason = "a host has a machine of it that no record explains"
+    met = step.with_attempt(instance, NOT_COMMANDED, at=event.at, code=MACHINE_EXISTS, reason=reason)
+    refused = replace(met, selections=(), code=MACHINE_EXISTS, reason=reason, proves_from=instance.next_attempt)
+    if event.is_query:  # its claim may be for that machine, and is not released
+        return build_end_rules.enter_failed(refused, event.at, context)
+    return Step(step.enter_releasing(refused, State.FAILED, event.at, context))
 
 
 def on_active(instance: Instance, event: Spawned | MachineRunning, context: StepContext) -> Step:
@@ -245,19 +248,19 @@ def closure_reason(instance: Instance, context: StepContext) -> Closure | None:
     """Why nothing is started on its host now that it would be; None: it is. One whose service is only down is passed
     over while another is not closed.
     """
-    closed = context.closed(instance).closure_of(instance.current)
+    closed = context.closed.closure_of(instance.current)
     is_to_try = closed is not None and closed.code != FENCED and not _has_open_alternate(instance, context)
     return None if is_to_try else closed
 
 
 def _has_open_alternate(instance: Instance, context: StepContext) -> bool:
-    closed = context.closed(instance)
+    closed = context.closed
     return any(closed.closure_of(selection) is None for selection in instance.alternates)
 
 
 def _without_closed(instance: Instance, at: float, context: StepContext) -> Instance:
     """Hosts that are closed now are skipped, and recorded: a request to placement is never changed."""
-    closed = context.closed(instance)
+    closed = context.closed
     notes = closed.skipped(instance.alternates, instance.next_attempt, at)
     kept = tuple(selection for selection in instance.alternates if closed.closure_of(selection) is None)
     tried = instance.selections[: instance.selection_index + 1]

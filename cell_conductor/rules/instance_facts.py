@@ -20,6 +20,7 @@ from cell_conductor.rules.recovery_facts import (
 )
 from cell_conductor.state.desired_state import (
     DELETE_REQUESTED,
+    NOT_THERE,
     DesiredState,
     MachineTarget,
     desired_state_of,
@@ -51,7 +52,15 @@ class InstanceFacts:
     ) -> None:
         self.known = None if known is None or known.is_old else known
         destroyed = decision.host_uuid if decision is not None and decision.verb is Verb.DESTROY else None
-        own = sorted((one for one in machines if not one.foreign), key=lambda one: (one.attempt, one.host_uuid))
+        self.record = None if record is None or record.state is State.ABSENT else record
+        # Up to this number neither a machine nor what placement has is the instance's: its build was refused because
+        # of them.
+        is_refused = self.record is not None and desired_state_of(self.record).current is MachineTarget.UNKNOWN
+        self.met = self.record.next_attempt if self.record is not None and is_refused else -1
+        own = sorted(
+            (one for one in machines if not one.foreign and one.attempt > self.met),
+            key=lambda one: (one.attempt, one.host_uuid),
+        )
         self.protected = [one for one in own if one.host_uuid in protected]
         self.decided = [one for one in own if one.host_uuid == destroyed and one not in self.protected]
         undecided = [one for one in own if one not in self.protected and one not in self.decided]
@@ -59,7 +68,6 @@ class InstanceFacts:
         self.decision, self.off = decision, off
         # A machine without this database's tag is not proved to be another's: the instance's may have lost its tag.
         self.unseen = {*absent, *(one.host_uuid for one in machines if one.foreign)}
-        self.record = None if record is None or desired_state_of(record).current is MachineTarget.UNKNOWN else record
         self.base = _base(self.record, known)
         if self.base is None and self.known is not None and self.known.is_deleted:
             self.base = _to_destroy(self.known, self.own, self.unseen)
@@ -103,11 +111,12 @@ class InstanceFacts:
     @cached_property
     def places(self) -> set[str]:
         """The hosts that may have a machine of it, by its record and its allocations."""
-        found = {one.host_uuid for one in self.known.selections} if self.known is not None else set[str]()
+        is_own = self.known is not None and self.known.attempt > self.met
+        found = {one.host_uuid for one in self.known.selections} if self.known is not None and is_own else set[str]()
         if self.base is None:
             return found
         row = self.desired_state
-        if self.base.selections and row.current not in (MachineTarget.ABSENT, MachineTarget.ABSENT_AFTER_DESTROY):
+        if self.base.selections and row.current not in NOT_THERE:
             found.add(self.base.current.host_uuid)
         if (
             self.base.action is not None
@@ -138,7 +147,7 @@ def _base(record: Instance | None, known: KnownInstance | None) -> Instance | No
         return record
     if record is not None:
         is_over = (
-            desired_state_of(record).current is MachineTarget.ABSENT
+            desired_state_of(record).current in (MachineTarget.ABSENT, MachineTarget.UNKNOWN)
             and record.action is None
             and record.phase not in DELETE_REQUESTED
         )

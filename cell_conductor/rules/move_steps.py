@@ -156,7 +156,7 @@ def spec_after(spec: InstanceSpec, request: CellAction) -> InstanceSpec:
 def claim(instance: Instance, at: float, context: StepContext) -> Step:
     """Request the first remaining destination of placement, or go back when there is none."""
     action = action_of(instance)
-    closed = context.closed(instance)
+    closed = context.closed
     notes = closed.skipped(instance.alternates, instance.next_attempt, at)
     action = replace(action, history=action.history + notes)
     # A machine that was commanded to stop is handed over, not changed in place.

@@ -29,7 +29,7 @@ from cell_conductor.state.desired_state import (
     DELETE_REQUESTED,
     IN_OTHER_CELL,
     MAY_HAVE_MACHINE,
-    MachineTarget,
+    NOT_THERE,
     PlacementCall,
     Work,
     desired_state_of,
@@ -123,12 +123,11 @@ def delete(facts: InstanceFacts) -> Reconciled | None:
         (numbers if is_by_top else others).append(known.attempt)
     if max(others, default=0) > max(numbers):
         return facts.blocked(BlockedReason.CONFLICT)
-    met = base.next_attempt if base is not None and base.machine_exists else -1  # a refused build's: not its own
-    own, failed = ([one for one in found if one.attempt > met] for found in (facts.own, facts.failed))
-    commands = tuple(RecoveryCommand(RecoveryCommandKind.DESTROY, one) for one in (*own, *failed))
+    own = facts.own
+    commands = tuple(RecoveryCommand(RecoveryCommandKind.DESTROY, one) for one in (*own, *facts.failed))
     if base is None or base.spec is None:  # of a tombstone, no end could be told
         return Reconciled(base, commands)
-    ended, may_be_absent = _ends_of(facts), max(numbers) > met and bool(facts.unseen & facts.places)
+    ended, may_be_absent = _ends_of(facts), bool(facts.unseen & facts.places)
     if may_be_absent and base.selections and base.current.service == NO_SERVICE:
         return facts.blocked(BlockedReason.HOST_ABSENT, commands)  # nobody could be commanded
     if base.phase not in AT_REST or own or not is_by_record:
@@ -137,7 +136,7 @@ def delete(facts: InstanceFacts) -> Reconciled | None:
     if may_be_absent:  # its places, the source's among them, are waited for
         base = replace(base, action=base.action and replace(base.action, delete=True))
     else:
-        base = replace(base, action=None, **(place_of(own[-1], base) if own else {}))
+        base = replace(base, action=None, **(place_of(own[-1], base) | {"code": ""} if own else {}))
     return _ended(Reconciled(base, commands, ended))
 
 
@@ -220,7 +219,8 @@ def end_without_machine(facts: InstanceFacts) -> Reconciled | None:
         return facts.blocked(BlockedReason.TOP_SILENT if known is None else BlockedReason.CONFLICT, commands)
     if any(one.complete for one in facts.protected):  # it may have been given to it since, and that decision is lost
         return facts.blocked(BlockedReason.CONFLICT, commands)
-    code = base.code if base.machine_exists else BUILD_LOST if is_build else LOST
+    has_failed = facts.desired_state.condition is Condition.FAILED
+    code = base.code if has_failed else BUILD_LOST if is_build else LOST
     lost = replace(_in(base, RELEASING_FAILED), code=code, action=None)
     return _ended(Reconciled(lost, commands, ended))
 
@@ -273,10 +273,7 @@ def _ends(facts: InstanceFacts, result: Reconciled) -> bool:
     base, record = facts.base, result.record
     if base is None or record is None:
         return False
-    is_released = record.phase != base.phase and desired_state_of(record).current in (
-        MachineTarget.ABSENT_AFTER_DESTROY,
-        MachineTarget.ABSENT,
-    )
+    is_released = record.phase != base.phase and desired_state_of(record).current in NOT_THERE
     return is_released or any(one not in base.ended for one in result.ended)
 
 

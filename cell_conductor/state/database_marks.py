@@ -19,6 +19,11 @@ class RecordedMarks(Struct, frozen=True):
     # What it had when each earlier incarnation ended; one that is not among them was another copy's.
     ended: Mapping[int, SentSequences] = {}
 
+    @property
+    def incarnation(self) -> int:
+        """The present one."""
+        return self.own.database_incarnation
+
     def ended_with(self, stated: Iterable[DatabaseMark]) -> dict[int, SentSequences]:
         """What is on record of each incarnation once this one has ended. With what others state: said once more, it
         shows nothing new.
@@ -52,7 +57,7 @@ def is_behind(recorded: RecordedMarks, stated: DatabaseMark) -> bool:
     incarnation = stated.database_incarnation
     if not incarnation:
         return False
-    if incarnation >= recorded.own.database_incarnation:
+    if incarnation >= recorded.incarnation:
         return stated.is_above(recorded.own)
     if incarnation not in recorded.ended:
         return True

@@ -9,9 +9,10 @@ from enum import StrEnum
 from typing import Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.contracts.actions import ActionState, ChangeKind, Condition
-from cell_conductor.state.instance import Phase, State
+from cell_conductor.state.instance import MACHINE_EXISTS, Phase, State
 
 
 class MachineTarget(StrEnum):
@@ -167,6 +168,10 @@ DESIRED_STATES: Mapping[Phase, DesiredState] = {
 }
 
 
+# Of a build that was refused because of a machine that may be another project's: it has commanded nothing.
+REFUSED_BUILDS = {phase: replace(row, current=MachineTarget.UNKNOWN) for phase, row in DESIRED_STATES.items()}
+
+
 class Phased(Protocol):
     """What a desired state is read of."""
 
@@ -174,10 +179,14 @@ class Phased(Protocol):
     def phase(self) -> Phase:
         """The state, and what follows."""
 
+    @property
+    def code(self) -> str:
+        """Why it has failed."""
+
 
 def desired_state_of(record: Phased) -> DesiredState:
     """The row of a record."""
-    return DESIRED_STATES[record.phase]
+    return (REFUSED_BUILDS if record.code == MACHINE_EXISTS else DESIRED_STATES)[record.phase]
 
 
 DESIRED = frozenset({MachineTarget.BUILT, MachineTarget.RUNNING, MachineTarget.PRESENT})
@@ -186,6 +195,8 @@ ENDED = frozenset({MachineTarget.DESTROYED, MachineTarget.ABSENT_AFTER_DESTROY, 
 COMMANDED = frozenset({MachineTarget.PRESENT, MachineTarget.RUNNING, MachineTarget.BUILT, MachineTarget.DESTROYED})
 # Its host carries it, or may still: one that a report leaves out is a difference.
 EXPECTED = frozenset({MachineTarget.RUNNING, MachineTarget.DESTROYED})
+# By the record there is none that its host may keep.
+NOT_THERE = frozenset({MachineTarget.UNKNOWN, MachineTarget.ABSENT_AFTER_DESTROY, MachineTarget.ABSENT})
 # Its host was commanded to make it, and it may be there.
 MAY_HAVE_MACHINE = DESIRED | EXPECTED
 

@@ -194,8 +194,8 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def next_attempt(self) -> int:
-        """The number of the next attempt."""
-        return min(self.last_attempt + 1, MAX_ATTEMPT)
+        """The number of the next attempt. Placement may have been restated up to the incarnation's first."""
+        return min(max(self.last_attempt + 1, self.proves_from), MAX_ATTEMPT)
 
     @property
     def is_in_place(self) -> bool:
@@ -240,11 +240,6 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def host_uuid(self) -> str | None:
         """The host of the current attempt, once there was one."""
         return self.selections[self.selection_index].host_uuid if self.selections else None
-
-    @property
-    def machine_exists(self) -> bool:
-        """Whether the build was refused because of a machine that is not proved to be its project's."""
-        return self.code == MACHINE_EXISTS
 
     @property
     def current_and_alternates(self) -> tuple[Selection, ...]:

@@ -17,7 +17,7 @@ from cell_conductor.state.desired_state import (
     phase_to_text,
 )
 from cell_conductor.state.events import Event, MachineMissing, MachineRunning
-from cell_conductor.state.instance import MACHINE_EXISTS, Instance, InstanceSummary, State
+from cell_conductor.state.instance import Instance, InstanceSummary
 
 _RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
 
@@ -30,18 +30,15 @@ def is_provably_ended(record: ProofInput, attempt: int, host_uuid: str) -> bool:
     # An attempt above all that were given out, or a machine's own attempt on another host, was commanded by a record
     # that this database does not have: that proves nothing, and the machine is kept. One from before the last recovery
     # proves only what the record names: its current attempt, and its source.
-    # A build that was refused because of a machine that may be another project's proves nothing about that machine,
-    # even after the build's own delete: an operator decides about it.
-    if record.state is State.ABSENT or attempt == UNKNOWN_ATTEMPT:
-        return False
-    if record.code == MACHINE_EXISTS:
+    desired = desired_state_of(record)
+    if desired.current is MachineTarget.UNKNOWN or attempt == UNKNOWN_ATTEMPT:
         return False
     if record.phase in DELETE_REQUESTED:
         return True
     if record.source_host_uuid is not None and attempt == record.source_attempt:
-        return host_uuid == record.source_host_uuid and desired_state_of(record).source in ENDED
+        return host_uuid == record.source_host_uuid and desired.source in ENDED
     if attempt == record.attempt:
-        is_protected = is_desired_here(record) or desired_state_of(record).current is MachineTarget.NOT_COMMANDED
+        is_protected = is_desired_here(record) or desired.current is MachineTarget.NOT_COMMANDED
         return host_uuid == record.host_uuid and not is_protected
     return record.proves_from <= attempt <= record.last_attempt
 
@@ -50,12 +47,11 @@ def next_attempt_record(record: Instance) -> Instance:
     """What a record that begins anew keeps of this one: by what it tells late messages from new ones, above which
     numbers it goes on, and that it proves no more about machines.
     """
-    # A machine that this record keeps for another reason than its number (`is_provably_ended`) may be of any attempt.
     return Instance(
         uuid=record.uuid,
         sequence=record.sequence,
         highest_attempt=record.next_attempt,  # a release has ended it
-        proves_from=record.next_attempt if record.machine_exists else record.proves_from,
+        proves_from=record.proves_from,
         change_number=record.change_number,
         ended=record.ended,
         traceparent=record.traceparent,

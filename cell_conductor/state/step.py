@@ -39,7 +39,8 @@ class StepContext(Struct, frozen=True, kw_only=True):
     destroy_retry_max_s: float = 600.0
     live_copy_mb_s: float = 0.0
 
-    def closed(self, instance: Instance) -> ClosedHosts:
+    @property
+    def closed(self) -> ClosedHosts:
         """The hosts on which nothing is started now."""
         return ClosedHosts(self.down, self.fences)
 

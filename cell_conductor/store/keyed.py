@@ -141,7 +141,7 @@ class DatabaseIdentity(Struct):
 
     def load(self, read: RecordedMarks) -> None:
         """This is on record. Of another incarnation nothing is known to be on disk."""
-        self.read, self.incarnation = read, read.own.database_incarnation
+        self.read, self.incarnation = read, read.incarnation
         is_same = self.incarnation == self.mark.database_incarnation
         self.mark = (self.mark if is_same else DatabaseMark(self.incarnation)).joined(read.own)
 
@@ -186,7 +186,7 @@ def state_of(recorded: RecordedMarks, stated: Stated, own: DatabaseMark, *, is_o
     another server than recorded. Raises DatabaseOutdated, and Unrecognised: it is not known yet.
     """
     # Where a service is up and has not stated its mark, another server counts as behind.
-    incarnation = recorded.own.database_incarnation
+    incarnation = recorded.incarnation
     if not is_on_other_server and incarnation < stated.conductor:
         raise DatabaseOutdated(
             f"it is incarnation {incarnation} of the cell's database, and incarnation {stated.conductor} commands"

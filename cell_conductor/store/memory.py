@@ -293,7 +293,7 @@ class MemoryInstanceRows:
 
 
 def _begin(table: MemoryInstanceTable, now: RecordedMarks, recovers: bool) -> None:
-    table.ended_incarnations, table.incarnation = dict(now.ended), now.own.database_incarnation
+    table.ended_incarnations, table.incarnation = dict(now.ended), now.incarnation
     table.origin, table.recovers = table.place, recovers
     _await_acceptance(table, Losses())
     if not recovers:

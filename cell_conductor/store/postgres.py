@@ -292,7 +292,7 @@ class PostgresTransaction:
         history = state_of(recorded, stated, own, is_on_other_server=is_on_other_server)
         if is_recovering and history is DatabaseState.SAME:
             self.recognised, self.recovers = recorded, True
-            return recorded.own.database_incarnation
+            return recorded.incarnation
         return (await self._begin(recorded, stated, own, recovers=True)).incarnation
 
     async def _hold(self) -> None:

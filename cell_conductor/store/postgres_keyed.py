@@ -30,7 +30,6 @@ WHERE (host_uuid = $1 OR source_host_uuid = $1) AND uuid > $2::uuid
     AND state NOT IN ({phases_as_sql(AT_REST)})
 ORDER BY uuid LIMIT $3
 """
-INCARNATION = "SELECT database_incarnation FROM identity"
 LEADER = "SELECT process, term, until, extract(epoch FROM clock_timestamp())::float8 FROM leader"
 WRITE_LEADER = """
 UPDATE leader SET process = {}, term = {}, until = {}
@@ -100,7 +99,7 @@ ORDER BY {columns} ON CONFLICT DO NOTHING
 
     async def incarnation(self) -> int:
         """One statement. Raises Unrecognised."""
-        incarnation: int | None = await self._connection.fetchval(INCARNATION)
+        incarnation: int | None = await self._connection.fetchval(tables.INCARNATION)
         if incarnation is None:
             raise Unrecognised
         return incarnation

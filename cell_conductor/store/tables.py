@@ -120,6 +120,7 @@ INSERT INTO handled (handler, message_id) SELECT '{HANDLER}', unnest({{}}::text[
 ON CONFLICT DO NOTHING RETURNING 1
 """
 
+INCARNATION = "SELECT database_incarnation FROM identity"
 # Part of every statement that writes: no step is recorded in a database whose set-back this process has not recognised,
 SAME_DATABASE = """
 SELECT 1 FROM identity WHERE database_id = {}::uuid AND origin = origin_of('instances') AND database_incarnation = {}

@@ -36,7 +36,7 @@ from compute_agent.records.attempt import (
     lost,
     on_spawn,
 )
-from compute_agent.records.records import HostAttemptRow, Key, Records
+from compute_agent.records.records import CheckRow, HostAttemptRow, Key, Records
 
 log = structlog.get_logger()
 
@@ -108,8 +108,9 @@ class Agent:
 
     def handle(self, commands: Sequence[Spawn | Destroy | ChangeMachine]) -> None:
         """Decide these commands in order and start their work. They are recorded when this method returns."""
-        rows: list[HostAttemptRow] = []
+        rows: list[HostAttemptRow | CheckRow] = []
         for command in commands:
+            row: HostAttemptRow | CheckRow | None
             match command:
                 case Spawn():
                     row = self._on_spawn(command)
@@ -227,10 +228,10 @@ class Agent:
         # A machine without a record is reported by its tag and gets no record, because the conductor decides about it.
         await self._scanner.load_hosts()
         listed = await self._driver.list()
-        self._scanner.on_scanned(listed)
         found = {(m.host_uuid, m.instance_uuid): m for machines in listed.values() for m in machines}
         for key, entry in self._records.entries():
             self._resume(key, entry, found.pop(key, None), seen=key[0] in listed)
+        self._destroys.resume_checks()
         for key, machine in found.items():
             log.warning(
                 "machine.unrecorded", instance=key[1], cause=key[1], host=key[0], database_id=machine.database_id or ""

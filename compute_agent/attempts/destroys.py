@@ -26,12 +26,11 @@ from compute_agent.records.attempt import (
     on_destroy,
     on_destroy_if_incomplete,
 )
-from compute_agent.records.records import HostAttemptRow, Key, Records
+from compute_agent.records.records import CheckRow, HostAttemptRow, Key, Records
 
 log = structlog.get_logger()
 
-# A destruction is repeated as often as the service's limits allow, and so is a look before it that has not shown the
-# host; a look that the driver has not answered, until it does.
+# A destruction is repeated as often as the service's limits allow, and so is a look before it.
 DESTROY = RetryPolicy(first_s=0.2, longest_s=30.0, least=0.0)
 DESTROY_RETRY_S = 60.0  # the interval at which failed destructions are tried again
 MAX_DESTROY_RETRIES = (
@@ -63,14 +62,13 @@ class Destroys:
         self._jobs = jobs
         self._clock = clock
         self._destroying = Retrying(replace(DESTROY, attempts=attempts), clock, rng)
-        self._looking = Retrying(DESTROY, clock, rng)
         self._on_done = on_done
         self._failed: dict[Key, None] = {}  # oldest first
         self._actions = {action: metrics.COMMANDS.labels(service, action.value) for action in DestroyAction}
         jobs.on_idle = self.settle
 
-    def handle(self, command: Destroy) -> HostAttemptRow | None:
-        """Start the work of the command. Returns the entry to record before the command is acknowledged."""
+    def handle(self, command: Destroy) -> HostAttemptRow | CheckRow | None:
+        """Start the work of the command. Returns the row to record before the command is acknowledged."""
         key = (command.host_uuid, command.instance_uuid)
         known = self._records.get(key)
         if command.keep_if_complete:
@@ -81,8 +79,7 @@ class Destroys:
                 self._results.send_result(key, known)
                 return None
             if check is DestroyAction.VERIFY:
-                self._start_check(key, command, known)
-                return None
+                return self._start_check(key, command, known)
         action, entry = on_destroy(known, command.attempt, command.database_id)
         self._actions[action].inc()
         chain = self._jobs.chain(key)
@@ -123,12 +120,13 @@ class Destroys:
             self._on_done(key)
 
     async def retry(self) -> None:
-        """Repeat the destructions that have failed, until cancelled."""
+        """Repeat the destructions that have failed, and the looks, until cancelled."""
         # No conductor sends a second command for an instance that has failed, and the remains of its machine would keep
         # its host.
         while True:
             await self._clock.sleep(DESTROY_RETRY_S)
             self.resume_failed()
+            self.resume_checks()
 
     def resume_failed(self) -> None:
         """Start the oldest failed destructions, unless their records have changed meanwhile."""
@@ -160,58 +158,67 @@ class Destroys:
             return key in self._failed or (entry is not None and entry.phase is AttemptPhase.DESTROYING)
         return chain.clearing or entry is None or entry.phase is not AttemptPhase.BUILDING
 
-    def _start_check(self, key: Key, command: Destroy, known: HostAttempt | None) -> None:
-        chain = self._jobs.chain(key)
-        if chain is not None and command in chain.checks:
-            return
+    def _start_check(self, key: Key, command: Destroy, known: HostAttempt | None) -> CheckRow | None:
+        if command in self._records.checks and self._jobs.chain(key) is not None:
+            return None
         chain = self._jobs.without_build(key)
-        chain.checks.add(command)
         self._jobs.start(key, chain, self._verify_then_destroy(key, chain, command, known))
+        return self._records.note_check(command, is_due=True)
+
+    def resume_checks(self) -> None:
+        """Look at the hosts for which that is due, and where nothing is under way."""
+        for command in list(self._records.checks):
+            if self._jobs.chain((command.host_uuid, command.instance_uuid)) is None:
+                self._handle_again(command, self._records.note_check(command, is_due=False))
 
     async def _verify_then_destroy(self, key: Key, chain: Chain, command: Destroy, known: HostAttempt | None) -> None:
         """Handle a Destroy of what is not on record: the machine's own tag shows whether the attempt is complete,
         which is then recorded.
         """
         async with chain.lock:
-            machines = await self._look(key)
-            chain.checks.discard(command)
+            try:
+                machines = await self._look(key)
+            except DriverUnavailable as fault:
+                # It stays due: a recovery commands about a leftover only once.
+                self._log_not_checked(key, str(fault))
+                return
+            looked = self._records.note_check(command, is_due=False)
             entry = HostAttempt(command.attempt, AttemptPhase.RUNNING, database_id=command.database_id)
             if known is not None:
                 entry = replace(entry, max_ended_attempt=known.max_ended_attempt, project=known.project)
             if self._records.get(key) is not known:  # another command has arrived meanwhile
-                self._handle_again(command)
+                self._handle_again(command, looked)
             elif machines is None:  # it may be complete: its conductor repeats the command, or decides by a report
                 self._log_not_checked(key, "the driver does not list the host")
+                self._records.write([looked])
             elif any(m.instance_uuid == key[1] and m.built and is_of_attempt(entry, m) for m in machines):
-                self._records.put(key, entry)
+                self._records.write([looked, self._records.note(key, entry)])
                 self._results.send_result(key, entry)
             else:
-                self._handle_again(replace(command, keep_if_complete=False))
+                self._handle_again(replace(command, keep_if_complete=False), looked)
 
     async def _look(self, key: Key) -> Sequence[Machine] | None:
-        """The machines on this host now; None: the driver has left it out each time, which proves nothing."""
+        """The machines on this host now; None: the driver has left it out each time, which proves nothing. Raises
+        DriverUnavailable.
+        """
         machines: Sequence[Machine] | None = None
 
         async def is_seen() -> bool:
             nonlocal machines
-            listed = await self._looking.call(  # a recovery commands about a leftover only once
-                partial(self._driver.list, (key[0],)),
-                lambda error: isinstance(error, DriverUnavailable),
-                on_failure=lambda fault, _: self._log_not_checked(key, str(fault)),
-            )
-            machines = listed.get(key[0])
+            machines = (await self._driver.list((key[0],))).get(key[0])
             return machines is not None
 
-        await self._destroying.until(is_seen)
+        await self._destroying.call(
+            partial(self._destroying.until, is_seen), lambda error: isinstance(error, DriverUnavailable)
+        )
         return machines
 
     def _log_not_checked(self, key: Key, reason: str) -> None:
         log.warning("destroy.not_checked", instance=key[1], cause=key[1], host=key[0], reason=reason)
 
-    def _handle_again(self, command: Destroy) -> None:
+    def _handle_again(self, command: Destroy, *rows: CheckRow) -> None:
         row = self.handle(command)
-        if row is not None:
-            self._records.write([row])
+        self._records.write(rows if row is None else [*rows, row])
 
     async def _destroy_leftovers(self, key: Key, chain: Chain, attempt: int, database_id: str | None) -> None:
         async with chain.lock:

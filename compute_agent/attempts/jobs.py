@@ -8,7 +8,6 @@ from typing import Any
 
 import structlog
 
-from bus.contracts.cell import Destroy
 from compute_agent.records.records import Key
 
 log = structlog.get_logger()
@@ -19,17 +18,15 @@ class Chain:
     cancel. answers: attempts whose Destroy is answered by the next job that clears the host of them.
     """
 
-    # clearing: that build has yet to clear away an older attempt. checks: the commands for which the host is yet to be
-    # looked at; a repeat of one of them adds no job.
+    # clearing: that build has yet to clear away an older attempt.
 
-    __slots__ = ("answers", "build", "checks", "clearing", "jobs", "lock")
+    __slots__ = ("answers", "build", "clearing", "jobs", "lock")
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.jobs = 0
         self.build: asyncio.Task[None] | None = None
         self.answers: set[int] = set()
-        self.checks: set[Destroy] = set()
         self.clearing = False
 
 

@@ -126,8 +126,7 @@ class Reporter:
                     stopping=stopping,
                     interval_s=self._heartbeat_interval_s,
                     ring=None if self._ring is None else self._ring.name,
-                    database_incarnation=self._records.mark.database_incarnation,
-                    sent_sequences=self._records.mark.sent_sequences,
+                    mark=self._records.mark,
                 )
             )
 

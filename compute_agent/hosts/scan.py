@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Running
 from bus.yielding import YieldingParts
 from compute_agent.driver import Driver, DriverHost, Machine
-from compute_agent.records.attempt import LIVE, AttemptPhase, HostAttempt, is_leaving, lost
+from compute_agent.records.attempt import AttemptPhase, HostAttempt, is_leaving, lost
 from compute_agent.records.records import Records
 
 log = structlog.get_logger()
@@ -34,8 +33,6 @@ class MachineScanner:
         self._records = records
         self._on_listed = on_listed
         self._names: dict[str, str] = {}
-        self._scanned_hosts: dict[str, None] = {}  # in the order in which they were first read
-        self._unrecorded: dict[str, list[Machine]] = {}  # by host: machines with a tag that the record does not have
 
     async def load_hosts(self) -> Sequence[DriverHost]:
         """Read from the driver which hosts there are; from now on builds are accepted for these, and only these."""
@@ -43,47 +40,11 @@ class MachineScanner:
         async for part in YieldingParts(hosts, HOSTS_AT_ONCE):
             names |= {host.uuid: host.name for host in part}
         self.hosts, self._names = frozenset(names), names
-        for host in [one for one in self._scanned_hosts if one not in self.hosts]:
-            del self._scanned_hosts[host]
         return hosts
 
     def name_of(self, host: str) -> str:
         """The name of a host; its uuid where that is all that is known."""
         return self._names.get(host) or host
-
-    def list_scanned_hosts(self, after: int, most: int) -> tuple[str, ...]:
-        """A page of the hosts whose machines have been read: what is unrecorded there is known. In the order in which
-        they were first read; one may be missing where hosts have been taken out between two pages.
-        """
-        return tuple(islice(self._scanned_hosts, after, after + most))
-
-    def list_unrecorded(self, instances: Collection[str]) -> list[Machine]:
-        """Machines of these instances that carry a tag, as their hosts last listed them, that the record does not have
-        and that no command has ended. The record may be older than the machine, or have taken it for lost.
-        """
-        return [
-            one
-            for machines in self._unrecorded.values()
-            for one in machines
-            if one.instance_uuid in instances and self._differs_from_record(one)
-        ]
-
-    def _differs_from_record(self, machine: Machine) -> bool:
-        known = self._records.get((machine.host_uuid, machine.instance_uuid))
-        if machine.database_id is None or known is None:
-            return machine.database_id is not None
-        is_known = known.phase in LIVE and known.attempt >= (machine.attempt or UNKNOWN_ATTEMPT)
-        is_own = known.database_id in (None, machine.database_id)
-        return not (is_known and is_own) and not is_ended(machine, known)
-
-    def on_scanned(self, listed: Mapping[str, Sequence[Machine]]) -> None:
-        """Remember of what these hosts carry the part that is not on record."""
-        self._scanned_hosts.update(dict.fromkeys(listed))
-        for host, machines in listed.items():
-            if unrecorded := [one for one in machines if self._differs_from_record(one)]:
-                self._unrecorded[host] = unrecorded
-            else:
-                self._unrecorded.pop(host, None)
 
     async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[Running]]:
         """The machines of each host that was seen; machines on record that their hosts do not carry
@@ -94,7 +55,6 @@ class MachineScanner:
         self._on_listed(listed)
         result: dict[str, list[Running]] = {}
         async for part in YieldingParts(listed.items(), HOSTS_AT_ONCE):
-            self.on_scanned(dict(part))
             for host, machines in part:
                 reserved = {one.instance_uuid for one in self._records.reserved(host)}
                 keyed = [((host, one.instance_uuid), one) for one in machines]

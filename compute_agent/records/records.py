@@ -5,19 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.actions import MachineChanged
 from bus.contracts.base import MAX_EPOCH, DatabaseMark, Resources, encode
-from bus.contracts.cell import ComputeResult, InstanceSpec, ReservedMachine, Spawn
+from bus.contracts.cell import ComputeResult, Destroy, InstanceSpec, ReservedMachine, Spawn
 from compute_agent.records.attempt import ENDED, AttemptPhase, HostAttempt, answer, is_lost
 from compute_agent.records.journal import Journal
 
 Key = tuple[str, str]  # (host uuid, instance uuid)
+K = TypeVar("K")
+V = TypeVar("V")
 
 MAX_ENDED = (
     200_000  # ended attempts and failures kept; a command that comes later than that many others is not expected
@@ -36,6 +39,13 @@ class HostAttemptRow(Struct, frozen=True, array_like=True, tag="e"):
     instance: str
     entry: HostAttempt
     spawn: Spawn | None = None
+
+
+class CheckRow(Struct, frozen=True, array_like=True, tag="c"):
+    """A command to destroy what is not complete, for which the host is yet to be looked at."""
+
+    command: Destroy
+    is_due: bool  # whether it still is
 
 
 class PurgeRow(Struct, frozen=True, array_like=True, tag="f"):
@@ -102,6 +112,7 @@ class MarkRow(Struct, frozen=True, array_like=True, tag="i"):
 Row = (
     MarkRow
     | HostAttemptRow
+    | CheckRow
     | PurgeRow
     | SpecRow
     | FailuresRow
@@ -120,6 +131,7 @@ class Records:
         self._journal: Journal[Row] | None = Journal(path, Row, synced=synced) if path else None  # type: ignore[arg-type]
         self._entries: dict[Key, HostAttempt] = {}
         self._spawns: dict[Key, Spawn] = {}
+        self.checks: dict[Destroy, bool] = {}  # for which the host is yet to be looked at
         self._specs: dict[Key, SpecRow] = {}  # of machines that are there, or are being built
         self._failed: dict[Key, None] = {}  # that may have left something
         self._ended: dict[Key, None] = {}  # in the order they ended: the oldest is deleted first
@@ -190,6 +202,12 @@ class Records:
         self._apply(row)
         return row
 
+    def note_check(self, command: Destroy, *, is_due: bool) -> CheckRow:
+        """As `note`: the host is to be looked at for this command, or has been."""
+        row = CheckRow(command, is_due)
+        self._apply(row)
+        return row
+
     def write(self, rows: Sequence[Row]) -> None:
         """Write these rows, and the purges that they cause, to the journal."""
         more: list[Row] = []
@@ -232,10 +250,6 @@ class Records:
         """Whether a machine of this instance may be on this host, as far as is known."""
         entry = self._entries.get((host, instance))
         return entry is not None and entry.phase not in ENDED
-
-    def live(self, instances: Collection[str]) -> dict[Key, HostAttempt]:
-        """Of these instances what runs or is being built, as far as is known."""
-        return {key: self._entries[key] for key in (*self._running, *self._spawns) if key[1] in instances}
 
     def running(self) -> dict[Key, HostAttempt]:
         """The machines that run, as far as is known."""
@@ -349,6 +363,8 @@ class Records:
                 self.mark = self._mark_written = DatabaseMark(row.database_incarnation, row.sent_sequences)
             case HostAttemptRow(host, instance, entry, spawn):
                 self._apply_entry((host, instance), entry, spawn)
+            case CheckRow(command, is_due):
+                _set(self.checks, command, is_due)
             case PurgeRow(host, instance):
                 for forgetful in (self._entries, self._spawns, self._specs, self._ended, self._failed, self._lost):
                     forgetful.pop((host, instance), None)
@@ -357,15 +373,11 @@ class Records:
             case FailuresRow(host, failed_builds):
                 self._failures[host] = failed_builds
             case ReservedRow(host, machines):
-                self._reserved[host] = machines
-                if not machines:
-                    del self._reserved[host]
+                _set(self._reserved, host, machines)
             case InPlacementRow(hosts, is_in):
                 self._in_placement.update(dict.fromkeys(hosts, is_in))
             case UndeployingRow(host, instance, tag):
-                self._undeploying.pop((host, instance), None)
-                if tag is not None:
-                    self._undeploying[host, instance] = tag
+                _set(self._undeploying, (host, instance), tag)
             case NumbersRow(epoch, version, starts):
                 self.epoch, self.version, self.starts = epoch, version, starts
 
@@ -404,6 +416,15 @@ class Records:
         for key, entry in self._entries.items():
             yield HostAttemptRow(key[0], key[1], entry, self._spawns.get(key))
         yield from self._specs.values()
+        for command in self.checks:
+            yield CheckRow(command, is_due=True)
+
+
+def _set(table: dict[K, V], key: K, value: V | None) -> None:
+    """As the newest; nothing, if it is empty."""
+    table.pop(key, None)
+    if value:
+        table[key] = value
 
 
 def _mark_row(mark: DatabaseMark) -> MarkRow:

@@ -31,8 +31,7 @@ from lab.simulation.world import World, tagged_instance
 from placement_worker.domain.values import Provider
 from placement_worker.replica.replica import Replica
 from placement_worker.store.memory_table import MemoryPlacementTable
-from scheduler_worker.records.fence_record import fence_of
-from scheduler_worker.records.object_records import drains_of
+from scheduler_worker.records.object_records import drains_of, fence_of
 
 STUCK_S = 3.0  # a confirmed row is deleted within 1 s
 

@@ -124,7 +124,7 @@ class DestinationChooser:
         """Hosts in order for one request, or why there are none; tried again if a failure would be premature. planned:
         {host: why it may not be chosen} of a plan, for which this call holds nothing and does not wait.
         """
-        request, page, source = pending.request, located.page, located.source
+        request, source = pending.request, located.source
         if source is None and known.now.condition is not Condition.OFFLOADED:
             return SOURCE_UNKNOWN if pending.delivery.may_be_out_of_order else Chosen(failure=NO_REPORT)
         if request.kind is ActionKind.EVACUATE and not await self._is_fenced(source):
@@ -132,6 +132,32 @@ class DestinationChooser:
             return Chosen(failure=Refusal(code="host.not_fenced", reason=f"{where} is not fenced by an operator"))
         if request.kind is ActionKind.EVACUATE and known.now.condition is Condition.SHELVED:
             return Chosen()  # its cell offloads it
+        chosen = self._decide(pending, known, located, planned, is_newest=False)
+        if chosen is None and planned is None:
+            await self._follower.refresh(timeout_s=NEWEST_WAIT_S)
+            await yield_to_loop()
+            # Beside the choices of those that have waited with it, which a release would forget.
+            is_newest = self._selector.assumed.next_until is None
+            chosen = self._decide(pending, known, located, planned, is_newest=is_newest)
+        if chosen is None:
+            self._selector.assumed.release()
+            chosen = self._decide(pending, known, located, planned, is_newest=True)
+            assert chosen is not None
+        return chosen
+
+    def _decide(
+        self,
+        pending: PendingAction,
+        known: ActionContext,
+        located: Located,
+        planned: Mapping[str, str] | None,
+        *,
+        is_newest: bool,
+    ) -> Chosen | Retry | None:
+        """As `choose`, synchronously, so that each choice sees those before it. None: no host; to be decided on the
+        newest state only, and without the holds of other moves.
+        """
+        request, page, source = pending.request, located.page, located.source
         fenced_hosts: tuple[str, ...] = ()
         if request.kind is ActionKind.EVACUATE:
             fenced_hosts, page = self._group_place(build_request_for(request, known), page)
@@ -148,27 +174,31 @@ class DestinationChooser:
                 funnel=(funnel_step(spec.step, hosts, {spec.code: hosts}),),
             )
         try:
-            chosen = await self._pick_on_newest(pending, known, spec, located, planned)
+            chosen = self._pick_in_cells(pending, known, spec, located, planned, is_newest=is_newest)
         except QueryTooWide as error:
             return Chosen(failure=Refusal(code=error.code, reason=str(error)))
         if isinstance(chosen, Chosen):
-            if fenced_hosts and planned is None:
+            if fenced_hosts and planned is None and chosen.selections:
                 self._gather(build_request_for(request, known), chosen.selections[0].host_uuid)
             return replace(chosen, fenced_hosts=fenced_hosts)
+        if not is_newest:
+            return None
         if chosen.may_be_out_of_order and pending.delivery.awaits_hosts:
             return HOSTS_UNKNOWN
         reason = message_of(spec, chosen.funnel)
         return Chosen(failure=Refusal(code=NO_HOST, reason=reason), funnel=chosen.funnel)
 
-    async def _pick_on_newest(
+    def _pick_in_cells(
         self,
         pending: PendingAction,
         known: ActionContext,
         spec: RequestSpec,
         located: Located,
         planned: Mapping[str, str] | None,
+        *,
+        is_newest: bool,
     ) -> Chosen | NoValidHost:
-        """The hosts to try. "No host" is decided on the newest state only, and without the holds of other moves."""
+        """The hosts to try, in its own cell; on the newest state in another one, where it may leave its own."""
         may_leave = self._selector.config.settings.actions_across_cells and may_leave_cell(pending.request)
         anywhere, stays = replace(spec, cell=None, key=(*spec.key, "any cell")), stays_in_cell(known, spec)
         if pending.request.user_id == CELL_DRAIN_USER:  # whatever keeps it there: no host of its own cell will do
@@ -176,14 +206,7 @@ class DestinationChooser:
                 return Chosen(failure=stays)
             may_leave, spec = False, replace(anywhere if may_leave else spec, leaves=spec.cell)
         chosen = self._pick(pending, known, spec, located, planned)
-        if isinstance(chosen, Chosen):
-            return chosen
-        if planned is None:
-            await self._follower.refresh(timeout_s=NEWEST_WAIT_S)
-            await yield_to_loop()
-        self._selector.assumed.release()
-        chosen = self._pick(pending, known, spec, located, planned)
-        if isinstance(chosen, Chosen) or not may_leave:
+        if isinstance(chosen, Chosen) or not (is_newest and may_leave):
             return chosen
         elsewhere = self._pick(pending, known, anywhere, located, planned if stays is None else planned or {})
         return Chosen(failure=stays, funnel=chosen.funnel) if stays and isinstance(elsewhere, Chosen) else elsewhere

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import msgspec
 import structlog
 from msgspec import Struct
 from msgspec.structs import replace
@@ -54,8 +53,8 @@ from scheduler_worker.drain.drain_steps import (
 from scheduler_worker.drain.host_emptier import LOOK_S, READ_ALL_S, Emptied, HostEmptier, keep_passing
 from scheduler_worker.objects.consistency import changed_object
 from scheduler_worker.objects.object_registry import Made, ObjectRegistry
-from scheduler_worker.records.drain_record import BegunMoves, drain_of
-from scheduler_worker.records.object_records import ChangeActor, RecordedObjects, drains_of
+from scheduler_worker.records.drain_record import BegunMoves
+from scheduler_worker.records.object_records import ChangeActor, RecordedObjects, body_of, drain_of, drains_of
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -115,7 +114,7 @@ class DrainController:
             if isinstance(written, Refusal):
                 return written
             await self._registry.reload()  # another scheduler may have been first
-            known = self._registry.drains[command.drain]
+            known = drain_of(command.drain, written.objects[ObjectKind.DRAIN, command.drain].body)
             log.warning("drain.begun", drain=command.drain, target=command.name, hosts=known.hosts, by=command.by)
         if known.name != command.name and known.name != self._inventory.host(command.name).name:
             return Refusal(code="request.duplicate", reason=f"drain {command.drain} is of {known.name}")
@@ -133,7 +132,7 @@ class DrainController:
             if stored is None:
                 return Refusal(code="drain.unknown", reason=f"no drain {command.drain} is on record")
             await unit.lock_object(ObjectKind.DRAIN, command.drain)
-            record = drain_of(stored)
+            record = drain_of(command.drain, stored.body)
             after = commanded(record, command, now)
             if isinstance(after, Refusal):
                 return after
@@ -146,10 +145,10 @@ class DrainController:
         if isinstance(written, Refusal):
             return written
         await self._registry.reload()  # a repeat changes nothing, and may have been carried out by another scheduler
-        known = self._registry.drains.get(command.drain)
-        if known is None:
+        stored = written.objects.get((ObjectKind.DRAIN, command.drain))
+        if stored is None:
             return Refusal(code="drain.unknown", reason=f"no drain {command.drain} is on record")
-        return DrainResult(drain=await self._progress(command.drain, known))
+        return DrainResult(drain=await self._progress(command.drain, drain_of(command.drain, stored.body)))
 
     async def page(self, query: DrainsQuery) -> DrainsPage:
         """One drain with its instances, or all of them, newest first. Raises Transient."""
@@ -241,7 +240,7 @@ class DrainController:
     def _emptied(self, drain: str, record: DrainRecord) -> Emptied:
         async def lock(unit: OperationUnit) -> Level | None:
             body = await unit.lock_object(ObjectKind.DRAIN, drain)
-            return None if body is None else level_of(msgspec.convert(body, DrainRecord), self._clock.time())
+            return None if body is None else level_of(drain_of(drain, body), self._clock.time())
 
         return Emptied(
             level=level_of(record, self._clock.time()),
@@ -258,7 +257,7 @@ class DrainController:
             nonlocal is_first
             actor = ChangeActor(self._who, code, now)
             body = await unit.lock_object(ObjectKind.DRAIN, drain)
-            record = None if body is None else msgspec.convert(body, DrainRecord)
+            record = None if body is None else drain_of(drain, body)
             if record is None or end_of(record, await unit.begun(drain), now, is_empty=code == DONE) != code:
                 return (), actor  # a command, or another scheduler, was first
             after, is_first = replace(record, state=DrainState.ENDED, code=code), True
@@ -289,7 +288,8 @@ class _Begun(Struct, frozen=True):
         changed: list[ChangedObject] = []
         for host in self.made.hosts:
             stored = present.objects.get((ObjectKind.HOST, host.uuid))
-            known = None if stored is None else msgspec.convert(stored.body, HostDecision)
+            known = None if stored is None else body_of(ObjectKind.HOST, host.uuid, stored.body)
+            assert known is None or isinstance(known, HostDecision)
             if known is not None and known.drain in going:
                 return Refusal(code="drain.overlap", reason=f"host {host.name} belongs to drain {known.drain}")
             if known is None or known.state is not AdminState.FENCED:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from bus.bus import API
+from bus.bus import API, Bus
 from bus.clock import Clock
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.host_metrics import HostMetrics, HostMetricsPage, HostMetricsQuery, HostMetricsRecord
+from bus.service.service import WorkerRuntime
 from scheduler_worker import metrics as metrics_module
 from scheduler_worker.hosts.host_metrics import HostMetricsTable
 from scheduler_worker.selection.selector import Selector
@@ -35,6 +37,22 @@ class HostMetricsListener:
                     metrics_module.HOST_METRICS.labels(outcome).inc(count)
         self._first.set()
         return [Done()] * len(batch)
+
+
+def metrics_consumer(bus: Bus, selector: Selector, measured: asyncio.Event) -> Consumer:
+    """The consumer of host metrics on one bus; `measured` is set when the first has arrived."""
+    listener = HostMetricsListener(selector.metrics, bus.name, clock=bus.clock, first=measured)
+    return Consumer(bus, QUEUE, listener, max_batch=16, concurrency=1, prefetch=16)
+
+
+def add_host_metrics(service: WorkerRuntime, bus: Bus, selector: Selector) -> asyncio.Event:
+    """Have a service take host metrics from a bus, and age them. Returns an event that is set when the first has
+    arrived on any bus.
+    """
+    measured = asyncio.Event()
+    service.add_consumer(metrics_consumer(bus, selector, measured))
+    service.add_task("host metrics", lambda: age(selector.metrics, measured, bus.clock))
+    return measured
 
 
 async def age(table: HostMetricsTable, first: asyncio.Event, clock: Clock) -> None:

@@ -21,9 +21,14 @@ from bus.contracts.placement import ProviderTreeDelete, ProviderTreeDeleted
 from scheduler_worker.fleet.host_listener import MAX_SERVICE_HOSTS, hosts_of_services
 from scheduler_worker.hosts.service_directory import NO_SERVICE
 from scheduler_worker.objects.object_registry import Made, ObjectRegistry
-from scheduler_worker.records.drain_record import drain_of
-from scheduler_worker.records.fence_record import fence_of
-from scheduler_worker.records.object_records import ChangeActor, Objects, RecordedObjects
+from scheduler_worker.records.object_records import (
+    ChangeActor,
+    Objects,
+    RecordedObjects,
+    drain_of,
+    fence_of,
+    host_decision,
+)
 from scheduler_worker.selection.selector import Selector
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
@@ -45,9 +50,9 @@ def removal_blocker(present: Objects, uuid: str, cells: Collection[str]) -> Refu
     if fence is not None and not fence.is_acknowledged and (fence.cell is None or fence.cell in cells):
         return Refusal(code=FENCE_OPEN, reason="its cell has not acknowledged yet that the fence is to be lifted")
     decided = present.get((ObjectKind.HOST, uuid))
-    drain = None if decided is None else msgspec.convert(decided.body, HostDecision).drain
-    of_drain = None if drain is None else present.get((ObjectKind.DRAIN, drain))
-    if of_drain is not None and drain_of(of_drain).state is not DrainState.ENDED:
+    drain = "" if decided is None else host_decision(decided).drain or ""
+    of_drain = present.get((ObjectKind.DRAIN, drain))
+    if of_drain is not None and drain_of(drain, of_drain.body).state is not DrainState.ENDED:
         return Refusal(code=DRAINING, reason=f"drain {drain} has not ended: stop it first")
     return None
 

@@ -16,8 +16,7 @@ from bus.contracts.operations import AdminState, CellFence, FenceState, HostAdmi
 from scheduler_worker.hosts.host_table import CELL_UNKNOWN
 from scheduler_worker.objects.cell_consequences import known_cells, only_cell
 from scheduler_worker.objects.consistency import changed_object
-from scheduler_worker.records.fence_record import Key, fence_of
-from scheduler_worker.records.object_records import ChangePlan, RecordedObjects, cells_of
+from scheduler_worker.records.object_records import ChangePlan, Key, RecordedObjects, cells_of, fence_of
 
 
 def fence_from_decision(change: ObjectsChange) -> list[str]:

@@ -15,11 +15,11 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import never
-from bus.contracts.base import Refusal
+from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.drains import DrainRecord
 from bus.contracts.objects import ChangedObject, FenceRecord, ObjectKind, ObjectsRevision
 from bus.contracts.operations import HostAdminState, HostFence
-from bus.faults import Transient
+from bus.faults import RequestRefused, Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.retrying import OBJECTS, Retrying, is_transient
 from bus.service.settings import SettingsError
@@ -29,7 +29,6 @@ from scheduler_worker.objects import cell_consequences, fence_rules
 from scheduler_worker.objects.configured import SEEDED_BY, check_objects, configured
 from scheduler_worker.objects.consistency import named
 from scheduler_worker.objects.effective_config import configuration_bodies, effective_config, seeds
-from scheduler_worker.records import fence_record
 from scheduler_worker.records.object_records import (
     INVALID,
     ChangeActor,
@@ -39,6 +38,7 @@ from scheduler_worker.records.object_records import (
     cells_of,
     disabled_cells,
     drains_of,
+    fence_of,
     fences_of,
     host_decisions,
 )
@@ -73,14 +73,6 @@ async def changed_within(changed: asyncio.Event, seconds: float | None) -> bool:
 def _too_late() -> Refusal:
     log.warning("objects.too_late")
     return Refusal(code=TOO_LATE, reason="the requester's time was over before the objects could be locked")
-
-
-class _ChangeRefused(Exception):
-    """Rolls back a change, and that its message was handled: a redelivery would be answered as if it were made."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.reason)
-        self.refusal = refusal
 
 
 class ObjectRegistry:
@@ -170,15 +162,17 @@ class ObjectRegistry:
                         return present
                     made = await make(unit, present)
                     if isinstance(made, Refusal):
-                        raise _ChangeRefused(made)
+                        # Also rolls back that its message was handled: a redelivery would be answered as if it were
+                        # made.
+                        raise RequestRefused(made.reason, code=made.code)
                     changed, actor = made
                     if not changed:
                         return present
                     after = applied(present, changed, actor)
                     after = replace(after, token=await unit.write_objects(changed, actor))
                     unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))
-            except _ChangeRefused as refused:
-                return refused.refusal
+            except RequestRefused as refused:
+                return Refusal(code=refused.code, reason=refused.reason[:MAX_REASON])
             self._load(after)
         log.info("objects.changed", revision=after.revision, actor=actor.name, objects=named(changed))
         return after
@@ -202,14 +196,14 @@ class ObjectRegistry:
                     if change is not None:
                         log.warning("host.fence_unknown", uuid=one.host_uuid, host=host, cell=one.cell)
                 else:
-                    change = fence_rules.acknowledge(one.host_uuid, fence_record.fence_of(stored), one)
+                    change = fence_rules.acknowledge(one.host_uuid, fence_of(stored), one)
                 if change is not None:
                     changed[one.host_uuid] = change  # the last of several reports about one fence
             cell, reason = f"cell {reports[0].cell}", "its report about the fence"
             return tuple(changed.values()), ChangeActor(cell, reason, self._clock.time())
 
-        await self.write(make)
-        for one in reports if changed else ():
+        written = await self.write(make)
+        for one in reports if changed and not isinstance(written, Refusal) else ():
             log.info(
                 "host.fence",
                 uuid=one.host_uuid,
@@ -257,9 +251,9 @@ class ObjectRegistry:
         return self._judged_last[1]
 
     def _apply(self, made: SelectorConfig, found: RecordedObjects) -> None:
-        """Raises ValueError for a decision about a host that is not valid, and then nothing is adopted."""
+        """Raises ValueError for a body that is not valid, and then nothing is adopted."""
         decisions, disabled = host_decisions(found.objects), disabled_cells(found.objects)
-        cells = cells_of(found.objects)
+        cells, fences, drains = cells_of(found.objects), fences_of(found.objects), drains_of(found.objects)
         if self._in_force is None or self._in_force[1] is not made:
             if any(one.hosts is not None for one in made.settings.aggregates):
                 self.aggregates_changed.set()
@@ -274,10 +268,10 @@ class ObjectRegistry:
         if cells != self.cells:
             self.cells = cells
             self.cells_changed.set()
-        if (known := fences_of(found.objects)) != self.fences:
-            self.fences = known
+        if fences != self.fences:
+            self.fences = fences
             self.fences_changed.set()
-        if (drains := drains_of(found.objects)) != self.drains:
+        if drains != self.drains:
             self.drains = drains
             self.drains_changed.set()
         self.revision, self._token = found.revision, found.token

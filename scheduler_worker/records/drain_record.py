@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
 from msgspec import Struct
 
 from bus.contracts.actions import ActionState
-from bus.contracts.drains import DrainRecord
-from bus.contracts.objects import StoredObject
 from scheduler_worker.records.action_record import ActionContext
 
 HOST_FENCED, SERVICE_DOWN = "host.fenced", "service.down"  # why nothing can be moved away from a host
@@ -60,8 +57,3 @@ class InstanceOnHost(Struct, frozen=True, kw_only=True):
     code: str = ""
     reason: str = ""
     known: ActionContext = ActionContext()  # what is on record of it
-
-
-def drain_of(stored: StoredObject) -> DrainRecord:
-    """The drain that an object holds. Raises ValueError when its body is not valid."""
-    return msgspec.convert(stored.body, DrainRecord)

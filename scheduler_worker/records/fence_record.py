@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
 from msgspec.structs import replace
 
-from bus.contracts.objects import FenceRecord, Flavor, ObjectKind, StoredObject
+from bus.contracts.objects import FenceRecord, Flavor
 from bus.contracts.operations import AdminState, EvacuationPolicy, HostAdminState
 from scheduler_worker.selection.flavor import POLICY_SPEC
-
-Key = tuple[ObjectKind, str]
-
-
-def fence_of(stored: StoredObject) -> FenceRecord:
-    """The fence that an object holds. Raises ValueError when its body is not valid."""
-    return msgspec.convert(stored.body, FenceRecord)
 
 
 def fenced(decision: HostAdminState | None, host_uuid: str, fence: FenceRecord) -> HostAdminState:

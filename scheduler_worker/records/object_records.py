@@ -33,8 +33,8 @@ from bus.contracts.objects import (
 )
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import ServerGroup
+from bus.faults import RequestRefused
 from scheduler_worker.records import fence_record
-from scheduler_worker.records.drain_record import drain_of
 
 INVALID = "object.invalid"
 MAX_ENTRY = 200  # characters of an entry that a refusal names
@@ -44,6 +44,13 @@ IN_USE = "object.in_use"
 ZONE_CONFLICT = "aggregate.zone_conflict"
 
 MAX_BODY_BYTES = 64 * 1024
+
+
+class BodyInvalid(RequestRefused, ValueError):
+    """A body that this scheduler cannot use: of a change, or on record by a scheduler of another version."""
+
+    code = INVALID
+
 
 BODIES: Mapping[ObjectKind, type[Struct]] = {
     ObjectKind.FLAVOR: Flavor,
@@ -159,34 +166,34 @@ def is_fence(decision: Mapping[str, Any] | None) -> bool:
 
 
 def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Struct:
-    """The struct of a body. Raises ValueError with a sentence that names the object."""
+    """The struct of a body. Raises BodyInvalid with a sentence that names the object."""
     where = f"{kind.value} {name!r}"
     if not name.isprintable():
-        raise ValueError(f"{where}: a name has no control characters")
+        raise BodyInvalid(f"{where}: a name has no control characters")
     try:
         if len(_encode(body)) > MAX_BODY_BYTES:
-            raise ValueError(f"{where} is larger than {MAX_BODY_BYTES} bytes")
+            raise BodyInvalid(f"{where} is larger than {MAX_BODY_BYTES} bytes")
         parsed = msgspec.convert(body, BODIES[kind])
     except RecursionError:
-        raise ValueError(f"{where}: its tables are nested too deeply") from None
+        raise BodyInvalid(f"{where}: its tables are nested too deeply") from None
     except msgspec.ValidationError as error:
         entry = _entry_of(kind, body, reason_of(error))
-        raise ValueError(f"{where}: {reason_of(error)}{f' ({entry})' if entry else ''}") from error
+        raise BodyInvalid(f"{where}: {reason_of(error)}{f' ({entry})' if entry else ''}") from error
     if kind is ObjectKind.SCHEDULING and name != SCHEDULING:
-        raise ValueError(f"{where}: the scheduling rules are one object, of the name {SCHEDULING!r}")
+        raise BodyInvalid(f"{where}: the scheduling rules are one object, of the name {SCHEDULING!r}")
     if isinstance(parsed, Aggregate):
         if parsed.name != name:
-            raise ValueError(f"{where}: its body has the name {parsed.name!r}")
+            raise BodyInvalid(f"{where}: its body has the name {parsed.name!r}")
         if _uuid(where, parsed.uuid) != parsed.uuid and parsed.hosts is not None:
-            raise ValueError(f"{where}: the uuid of an aggregate that names its hosts is in lower case with hyphens")
+            raise BodyInvalid(f"{where}: the uuid of an aggregate that names its hosts is in lower case with hyphens")
     if isinstance(parsed, HostDecision) and _uuid(where, name) != name:
-        raise ValueError(f"{where}: a host's uuid is written in lower case with hyphens")
+        raise BodyInvalid(f"{where}: a host's uuid is written in lower case with hyphens")
     if isinstance(parsed, CellDecision):
         _check_cell(where, name, parsed)
     if isinstance(parsed, GroupDefinition):
         project, _, own = name.partition("/")
         if not own:
-            raise ValueError(f"{where}: a server group is named PROJECT/NAME")
+            raise BodyInvalid(f"{where}: a server group is named PROJECT/NAME")
         _word(where, project, "the project of a server group's name has")
     return parsed
 
@@ -206,23 +213,23 @@ def _entry_of(kind: ObjectKind, body: Mapping[str, Any], reason: str) -> str:
 def _check_cell(where: str, name: str, decision: CellDecision) -> None:
     _word(where, name, "a cell's name has")
     if name == API:
-        raise ValueError(f"{where}: {API!r} is the bus of clients")
+        raise BodyInvalid(f"{where}: {API!r} is the bus of clients")
     if decision.bus is not None and decision.bus.url_file and decision.bus.url_variable:
-        raise ValueError(f"{where}: the URL of its bus is in a file or in a variable, not in both")
+        raise BodyInvalid(f"{where}: the URL of its bus is in a file or in a variable, not in both")
 
 
 def _word(where: str, name: str, what: str) -> None:
     try:
         msgspec.convert(name, Word)
     except msgspec.ValidationError:
-        raise ValueError(f"{where}: {what} letters, digits, - and _ only") from None
+        raise BodyInvalid(f"{where}: {what} letters, digits, - and _ only") from None
 
 
 def _uuid(where: str, text: str) -> str:
     try:
         return str(UUID(text))
     except ValueError:
-        raise ValueError(f"{where}: {text!r} is no uuid") from None
+        raise BodyInvalid(f"{where}: {text!r} is no uuid") from None
 
 
 def applied(present: RecordedObjects, changed: Iterable[ChangedObject], actor: ChangeActor) -> RecordedObjects:
@@ -256,7 +263,7 @@ def of_kind(present: Objects, wanted: ObjectKind) -> dict[str, StoredObject]:
 
 
 def host_decisions(present: Objects) -> dict[str, HostAdminState]:
-    """The decisions in force about each host: {uuid: decision}. Raises ValueError when a body is not valid."""
+    """The decisions in force about each host: {uuid: decision}. Raises BodyInvalid."""
     decisions = {name: host_decision(stored) for name, stored in of_kind(present, ObjectKind.HOST).items()}
     for uuid, fence in fences_of(present).items():
         decisions[uuid] = fence_record.fenced(decisions.get(uuid), uuid, fence)
@@ -264,7 +271,7 @@ def host_decisions(present: Objects) -> dict[str, HostAdminState]:
 
 
 def cells_of(present: Objects) -> dict[str, StoredObject]:
-    """The decisions about cells, by name. Raises ValueError when a body is not valid."""
+    """The decisions about cells, by name. Raises BodyInvalid."""
     found = of_kind(present, ObjectKind.CELL)
     for stored in found.values():
         cell_decision(stored)
@@ -272,31 +279,45 @@ def cells_of(present: Objects) -> dict[str, StoredObject]:
 
 
 def cell_decision(stored: StoredObject) -> CellDecision:
-    """The decision that an object of kind `cell` holds. Raises ValueError when its body is not valid."""
+    """The decision that an object of kind `cell` holds. Raises BodyInvalid."""
     body = body_of(stored.kind, stored.name, stored.body)
     assert isinstance(body, CellDecision), stored
     return body
 
 
 def disabled_cells(present: Objects) -> frozenset[str]:
-    """The cells that take no builds. Raises ValueError when a body is not valid."""
+    """The cells that take no builds. Raises BodyInvalid."""
     return frozenset(
         name for name, stored in cells_of(present).items() if cell_decision(stored).state is not CellState.ENABLED
     )
 
 
 def fences_of(present: Objects) -> dict[str, FenceRecord]:
-    """The fences of hosts, by uuid. Raises ValueError when a body is not valid."""
-    return {name: fence_record.fence_of(stored) for name, stored in of_kind(present, ObjectKind.FENCE).items()}
+    """The fences of hosts, by uuid. Raises BodyInvalid."""
+    return {name: fence_of(stored) for name, stored in of_kind(present, ObjectKind.FENCE).items()}
+
+
+def fence_of(stored: StoredObject) -> FenceRecord:
+    """The fence that an object holds. Raises BodyInvalid."""
+    body = body_of(stored.kind, stored.name, stored.body)
+    assert isinstance(body, FenceRecord), stored
+    return body
 
 
 def drains_of(present: Objects) -> dict[str, DrainRecord]:
-    """The drains, by their ids. Raises ValueError when a body is not valid."""
-    return {name: drain_of(stored) for name, stored in of_kind(present, ObjectKind.DRAIN).items()}
+    """The drains, by their ids. Raises BodyInvalid."""
+    return {name: drain_of(name, stored.body) for name, stored in of_kind(present, ObjectKind.DRAIN).items()}
+
+
+def drain_of(drain: str, body: Mapping[str, Any]) -> DrainRecord:
+    """The drain that a body holds. Raises BodyInvalid."""
+    record = body_of(ObjectKind.DRAIN, drain, body)
+    assert isinstance(record, DrainRecord), drain
+    return record
 
 
 def host_decision(stored: StoredObject) -> HostAdminState:
-    """The decision that an object of kind `host` holds. Raises ValueError when its body is not valid."""
+    """The decision that an object of kind `host` holds. Raises BodyInvalid."""
     body = body_of(stored.kind, stored.name, stored.body)
     assert isinstance(body, HostDecision), stored
     return HostAdminState(

@@ -145,7 +145,6 @@ class KnownPage:
         return CellKnown(
             cell=asked.cell,
             process=asked.process,
-            database_incarnation=asked.database_incarnation,
             query_id=asked.query_id,
             instances=tuple(self._records),
             fences=tuple(one for one in self._fences if not last or one.host_uuid <= last),

@@ -171,7 +171,7 @@ async def audited(
 async def export(
     settings: Settings, file: Annotated[Path | None, typer.Argument(help="Else standard output.")] = None
 ) -> None:
-    """Write all of placement, as it is at one moment, as JSON lines."""
+    """Write all of placement at one moment as JSON lines."""
     with _explained():
         async with _placement(database_of(settings)) as (store, database), database.raw() as connection:
             found = await export_store.read(connection, store.names)

@@ -233,18 +233,25 @@ async def _follow(berth: BuildClient, ident: str, timeout_s: float, by: str, as_
 
 def _ended(seen: DrainProgress, as_json: bool) -> int:
     _show(seen, as_json)
-    left = len(seen.not_started) + len(seen.under_way)
-    if seen.state is not DrainState.ENDED and not as_json:
+    stop = _left(seen)
+    if stop is None:
+        return Exit.NO if seen.failed else 0
+    if as_json:
+        return stop.status
+    raise stop
+
+
+def _left(seen: DrainProgress) -> Stop | None:
+    """Why the command ends though instances may still move; None: none may."""
+    if seen.state is not DrainState.ENDED:
         if client_drains.is_stuck(seen):
             reason = f"{counted(len(seen.failed), 'instance')} cannot move now; the drain goes on: "
-            raise Stop(Exit.NO, "drain.left", f"{reason}see berth drains show {seen.id}")
-        raise Stop(Exit.TIME, "drain.under_way", f"it continues; see berth drains show {seen.id}")
-    if left:
-        if not as_json:
-            reason = f"{counted(left, 'instance')} not moved; see berth drains resume {seen.id}"
-            raise Stop(Exit.TIME, seen.code, reason)
-        return Exit.TIME
-    return Exit.NO if seen.failed else 0
+            return Stop(Exit.NO, "drain.left", f"{reason}see berth drains show {seen.id}")
+        return Stop(Exit.TIME, "drain.under_way", f"it continues; see berth drains show {seen.id}")
+    if left := len(seen.not_started) + len(seen.under_way):
+        reason = f"{counted(left, 'instance')} not moved; see berth drains resume {seen.id}"
+        return Stop(Exit.TIME, seen.code, reason)
+    return None
 
 
 def _counted(one: DrainProgress) -> str:

@@ -150,14 +150,15 @@ class IronicDriver:
         NotOwned (another tag), MachineProtected, or DriverUnavailable: try again later.
         """
         # When undeploying fails (as its power does), Ironic drops instance and tag, and the machine may run on: it is
-        # undeployed again then, as the records have the tag that was seen.
+        # undeployed again then, if the records have the tag that was seen. Without it another service may have seen it,
+        # or it is another's: that service, or an operator, ends it.
         started_at = self._clock.monotonic()
         refused: Refused | None = None
         while (node := await self._api.node(host_uuid)) is not None:
             if node.instance == instance_uuid:
                 if not _may_undeploy(node, attempt, database_id):
                     return
-            elif instance_uuid not in self._records.undeploying(host_uuid) or not node.is_partly_torn_down:
+            elif not node.is_partly_torn_down:
                 break
             took = self._clock.monotonic() - started_at
             if took > self._config.clean_timeout_s:
@@ -168,13 +169,22 @@ class IronicDriver:
                 tag = (node.owner_tag.attempt, node.owner_tag.database_id)
                 self._records.record_teardown(host_uuid, instance_uuid, tag)
                 await self._records.sync()
-            refused = await self._undeploy_step(node)
+            if node.instance is not None or instance_uuid in self._records.undeploying(host_uuid):
+                refused = await self._undeploy_step(node)
             await self._clock.sleep(max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, took)))
+        if node is None:
+            await self._check_removed(host_uuid)
         self._records.record_teardown(host_uuid, instance_uuid, None)
         if node is not None and node.storage_interface not in WITHOUT_VOLUMES:
             await self._detach_volumes(host_uuid, instance_uuid, attempt, database_id, started_at)
         await self._network.release(host_uuid, instance_uuid)
         await self._volumes.release(host_uuid, instance_uuid)
+
+    async def _check_removed(self, host_uuid: str) -> None:
+        """Raises DriverUnavailable: Ironic's 404 does not prove a node removed while its list hides others, too."""
+        listed = {node.uuid for node in await self._api.nodes()}
+        if not listed or not listed.issuperset(uuid for uuid in self._holding() if uuid != host_uuid):
+            raise DriverUnavailable(f"node {host_uuid} is not shown, and neither are others with machines on record")
 
     async def _detach_volumes(
         self, node: str, instance: str, attempt: int, database_id: str | None, started_at: float
@@ -219,19 +229,20 @@ class IronicDriver:
         return await NodeChange(change, api=self._api, config=self._config, clock=self._clock).run()
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
-        """The instances on all nodes, in any provision state; the tag names its database and its attempt."""
+        """The instances on all nodes, in any provision state; the tag names its database and its attempt. A node on
+        which a machine may run that neither Ironic nor a record names is left out.
+        """
         wanted = None if hosts is None else frozenset(hosts)
-        nodes = await self._nodes()
-        return {
-            node.uuid: (*machines_of(node), *self._partly_torn_down(node))
-            for node in nodes
-            if wanted is None or node.uuid in wanted
+        found = {
+            node.uuid: self._machines_on(node) for node in await self._nodes() if wanted is None or node.uuid in wanted
         }
+        return {uuid: machines for uuid, machines in found.items() if machines is not None}
 
-    def _partly_torn_down(self, node: IronicNode) -> Sequence[Machine]:
-        """The machine that may run on a node on which Ironic names none any more, because undeploying it failed."""
-        tags = self._records.undeploying(node.uuid) if node.is_partly_torn_down else {}
-        return [Machine(node.uuid, instance, *tag, False, runs=node.runs) for instance, tag in tags.items()]
+    def _machines_on(self, node: IronicNode) -> Sequence[Machine] | None:
+        if not node.is_partly_torn_down:
+            return machines_of(node)
+        tags = self._records.undeploying(node.uuid)
+        return [Machine(node.uuid, instance, *tag, False, runs=node.runs) for instance, tag in tags.items()] or None
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
         """Nodes that came, or whose maintenance changed, as `watch` finds them."""

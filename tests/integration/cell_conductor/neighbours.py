@@ -16,13 +16,13 @@ from bus.contracts.actions import ActionEvent
 from bus.contracts.base import Message, Refusal
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import (
+    AttemptOnHost,
     CellBuild,
     CellDelete,
     ComputeOutcome,
     ComputeResult,
     Destroy,
     InstanceSpec,
-    LookedUpMachine,
     LookUpMachines,
     MachineLookupResult,
     Selection,
@@ -187,18 +187,11 @@ class Neighbours:
 
     def _find(self, query: LookUpMachines) -> MachineLookupResult:
         machines = tuple(
-            LookedUpMachine(
-                instance_uuid=uuid,
-                host_uuid=host,
-                host=host,
-                service="s1",
-                attempt=attempt,
-                project_id="p",
-            )
+            AttemptOnHost(instance_uuid=uuid, host_uuid=host, service="s1", attempt=attempt)
             for (host, uuid), attempt in self.running.items()
             if uuid in query.instance_uuids
         )
-        return MachineLookupResult(machines=machines, hosts=HOSTS if query.thorough else ())
+        return MachineLookupResult(machines=machines, hosts=HOSTS)
 
     def _command(self, message: Message) -> ComputeResult | None:
         if isinstance(message, Spawn):
@@ -245,7 +238,6 @@ class Neighbours:
             page = CellKnown(
                 cell=CELL,
                 process=query.process,
-                database_incarnation=query.database_incarnation,
                 query_id=query.query_id,
                 instances=tuple(map(self._known, query.asked or sorted(self.held))),
             )

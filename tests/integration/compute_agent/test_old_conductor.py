@@ -42,13 +42,13 @@ async def test_nothing_is_built_or_destroyed_by_an_old_conductor_or_the_outbox_o
     old, new = await _conductor(cell, 1), await _conductor(cell, 2)
     try:
         await old.publish(spawn(first, kept))
-        await until(lambda: fleet.machine(first, kept) is not None)
-        query = LookUpMachines(service=SERVICE, database_id=DATABASE_ID, instance_uuids=(kept,))
+        await cell.outcome(kept, 1)
+        query = LookUpMachines(service=SERVICE, database_id=DATABASE_ID, instance_uuids=(kept,), on_hosts=(first,))
         assert (await new.request(query, MachineLookupResult, timeout_s=PATIENCE_S)).machines
         if restarts:
             await life.stop()
             life = await cell.compute(settings, fleet)
-        await until(lambda: cell.heartbeats()[-1].database_incarnation == 2)
+        await until(lambda: cell.heartbeats()[-1].mark.database_incarnation == 2)
         command = Destroy(service=SERVICE, instance_uuid=kept, attempt=1, host_uuid=first, database_id=DATABASE_ID)
         session = MemoryDatabase(cell.clock).session()
         async with session.transaction() as transaction:

@@ -35,7 +35,6 @@ from tests.kit.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.postgres
 
-INCARNATION = 5
 ROOMY = {"VCPU": 4_000, "MEMORY_MB": 8_000_000, "DISK_GB": 80_000}
 
 
@@ -68,7 +67,7 @@ async def answer(
     """The whole answer to a cell that has these instances. between: called after each part."""
     parts = list[KnownPart]()
     async with reader_of(world, cell) as reader:
-        async for part in reader.parts(INCARNATION, owning(*own)):
+        async for part in reader.parts(owning(*own)):
             parts.append(part)
             if between is not None:
                 await between(part)
@@ -278,7 +277,7 @@ async def test_a_cell_that_asks_on_anothers_bus_or_has_nothing(world: World, mon
     await cell_with_hosts(world, 1)
     await world.active(world.request())
     assert told(await answer(world, cell="c2")) == {}
-    foreign = CellRecovering(cell="c1", process="world", database_incarnation=INCARNATION, query_id=new_uuid(world.rng))
+    foreign = CellRecovering(cell="c1", process="world", query_id=new_uuid(world.rng))
     got = list[object]()
     reader = KnownReader(world.buses["c2"])
 
@@ -290,7 +289,7 @@ async def test_a_cell_that_asks_on_anothers_bus_or_has_nothing(world: World, mon
     await consumer.start()
     running = asyncio.create_task(consumer.run())
     await world.buses["c2"].publish(foreign)
-    parts = [part async for part in reader.parts(INCARNATION, owning())]
+    parts = [part async for part in reader.parts(owning())]
     await consumer.drain(1.0)
     await running
     assert len(parts) == len(got) == 1, "the other question came before, and was not answered"
@@ -298,7 +297,7 @@ async def test_a_cell_that_asks_on_anothers_bus_or_has_nothing(world: World, mon
 
 async def test_a_conductor_that_is_gone_keeps_no_other_waiting(world: World) -> None:
     await cell_with_hosts(world, 1)
-    question = CellRecovering(cell="c1", process="gone", database_incarnation=4, query_id=new_uuid(world.rng))
+    question = CellRecovering(cell="c1", process="gone", query_id=new_uuid(world.rng))
     await world.buses["c1"].publish(question)
     build = world.request()
     await world.active(build)

@@ -447,6 +447,7 @@ async def test_whoever_waits_for_a_drain_is_told_when_nothing_left_can_move(
     with pytest.raises(Stop) as stopped:
         _ended(seen, as_json=False)
     assert (stopped.value.status, stopped.value.code) == (status, code)
+    assert _ended(seen, as_json=True) == status
 
 
 @pytest.mark.parametrize(("moved", "left"), [(0, True), (1, False)])

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from berth.audit.quarantine import InCells
 from berth.cli.claims import checks as audits
 from berth.cli.claims import quarantine as safety
-from berth.cli.common import Exit, Stop, by_cell, explain, host_and_port
+from berth.cli.common import Exit, Stop, explain, host_and_port
 from berth.cli.fleet import host_metrics
 from berth.cli.instance import actions as moves
 from berth.cli.main import app
@@ -162,12 +162,6 @@ async def test_a_disk_is_replaced_and_a_book_repaired_after_a_question_alone(mon
         with pytest.raises(Stop) as stop:
             await command
         assert stop.value.code == "command.unconfirmed"
-
-
-def test_a_question_counts_by_cell_and_names_the_first() -> None:
-    found = by_cell({"b": ["z"], "a": [f"m{n:02d}" for n in range(12)], "c": []}, "machine")
-    assert found.startswith("13 machines (a 12: m00, m01,") and "m09, ...; b 1: z)" in found
-    assert by_cell({"orphaned": []}, "consumer") == "0 consumers"
 
 
 async def test_what_another_operator_made_after_the_question_is_not_pruned(

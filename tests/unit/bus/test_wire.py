@@ -19,7 +19,7 @@ from bus.contracts.actions import MachineChanged
 from bus.contracts.base import MAX_ATTEMPT, MAX_EPOCH, MAX_INCARNATION, MAX_SENT_SEQUENCE, SENT_SLOTS, Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_TYPE, project_of
-from bus.contracts.cell import Heartbeat, HostStates, LookedUpMachine, Running, ServiceSuperseded
+from bus.contracts.cell import AttemptOnHost, Heartbeat, HostStates, Running, ServiceSuperseded
 from bus.contracts.drains import DrainStart
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.operations import AdminState, SetAdminState
@@ -557,8 +557,8 @@ def test_an_operators_text_with_a_nul_is_refused() -> None:
 @pytest.mark.parametrize("attempt", [-1, MAX_ATTEMPT + 1, 2**31])
 def test_an_attempt_that_no_record_can_have_is_refused_where_it_is_parsed(attempt: int) -> None:
     running: Any = {"instance_uuid": UUID, "attempt": attempt, "database_id": UUID}
-    found: Any = {**running, "host_uuid": UUID, "host": "h", "service": "s1"}
-    for kind, value in ((Running, running), (LookedUpMachine, found)):
+    found: Any = {**running, "host_uuid": UUID, "service": "s1"}
+    for kind, value in ((Running, running), (AttemptOnHost, found)):
         msgspec.convert({**value, "attempt": MAX_ATTEMPT}, kind)
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert(value, kind)

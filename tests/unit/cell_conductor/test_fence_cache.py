@@ -18,6 +18,7 @@ from bus.contracts.actions import ActionKind
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
+from bus.transport import BusUnavailable
 from cell_conductor.config import ConductorConfig
 from cell_conductor.hosts.fence_cache import FenceCache
 from cell_conductor.hosts.fence_controller import FenceController
@@ -104,6 +105,26 @@ async def test_a_lift_and_its_fence_that_two_conductors_take_at_once_leave_no_fe
     await controller.look(nothing)
     assert await store.fences.fences() == []
     assert [(type(one), one.version, one.state) for one in sent.published] == [(HostFence, 6, FenceState.UNFENCED)]
+
+
+async def test_all_fences_are_published_soon_where_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await opened_store()
+    controller, sent = controller_of(store)
+    nothing: Any = None
+    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=5))
+    controller._in_effect[HOST] = (5, store.incarnation)
+    controller._publish_at = 0.0
+    monkeypatch.setattr(sent, "publish", refuses)
+    with pytest.raises(BusUnavailable):
+        await controller.look(nothing)
+    monkeypatch.undo()
+    await controller.look(nothing)
+    await controller.look(nothing)
+    assert [(type(one), one.version) for one in sent.published] == [(HostFence, 5)]  # type: ignore[attr-defined]
+
+
+async def refuses(*_: object, **__: object) -> None:
+    raise BusUnavailable("no broker")
 
 
 async def test_a_lift_that_came_after_a_copy_was_read_is_answered_by_what_is_on_record() -> None:

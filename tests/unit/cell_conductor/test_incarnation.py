@@ -62,9 +62,7 @@ class Listener:
     async def beat(self, service: str, *mark: Any, interval_s: float = 1.0) -> None:
         """A heartbeat that states this mark."""
         self.sequence += 1
-        stated = DatabaseMark(*mark)
-        about = {"database_incarnation": stated.database_incarnation, "sent_sequences": stated.sent_sequences}
-        await self.receive(beat(service, 1, self.sequence, interval_s=interval_s, **about))
+        await self.receive(beat(service, 1, self.sequence, interval_s=interval_s, mark=DatabaseMark(*mark)))
 
     @property
     def may_act(self) -> bool:
@@ -92,7 +90,7 @@ async def test_what_is_stated_is_known_once_each_service_would_have_been_heard(
     await listener.beat("s1", 1, (4,), interval_s=interval_s)
     await listener.beat("s2", interval_s=interval_s)
     await listener.receive(ServiceStates(cell="c1", term=1, number=1), 6)
-    await listener.receive(replace(beat("s1", 1, 2, database_incarnation=9), cell="another"), 9)
+    await listener.receive(replace(beat("s1", 1, 2, mark=DatabaseMark(9)), cell="another"), 9)
     listener.now += listens_s - 1.0
     assert not listener.marks.stated().is_known
     listener.now += 1.0

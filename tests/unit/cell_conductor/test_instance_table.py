@@ -19,7 +19,6 @@ from cell_conductor.state import step as steps
 from cell_conductor.state.fence import ClosedHosts, Fence, abandoned_services, fenced_hosts
 from cell_conductor.state.instance import (
     FENCED,
-    MACHINE_EXISTS,
     NOT_COMMANDED,
     ActionInProgress,
     Instance,
@@ -93,7 +92,6 @@ def test_the_selections_and_attempts_of_a_record() -> None:
         5,
     )
     assert (Instance(uuid=UUID).host_uuid, instance.phase) == (None, (State.FINISHING, None))
-    assert replace(instance, code=MACHINE_EXISTS).machine_exists and not replace(instance, code="x").machine_exists
 
 
 def test_a_record_begins_with_nothing_done_asked_or_seen() -> None:

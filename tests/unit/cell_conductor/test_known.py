@@ -31,14 +31,12 @@ from cell_conductor.state.instance import Power
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.cell_conductor.scenario import SPEC, selection
 
-INCARNATION = 3
-
 
 def uuid(n: int) -> str:
     return f"{n:08x}-0000-4000-8000-000000000000"
 
 
-ASKS = CellRecovering(cell="c1", process="conductor-1", database_incarnation=INCARNATION, query_id=uuid(0xFFFF))
+ASKS = CellRecovering(cell="c1", process="conductor-1", query_id=uuid(0xFFFF))
 
 
 def page(query: CellRecovering, *known: int | KnownRecord, last: int | str = "", **more: Any) -> CellKnown:
@@ -46,7 +44,6 @@ def page(query: CellRecovering, *known: int | KnownRecord, last: int | str = "",
     answered = {
         "cell": query.cell,
         "process": query.process,
-        "database_incarnation": query.database_incarnation,
         "query_id": query.query_id,
         "instances": tuple(records),
         "last": uuid(last) if isinstance(last, int) else last,
@@ -63,7 +60,7 @@ def fence(n: int) -> CellFence:
 
 @pytest.mark.parametrize(
     "other",
-    [{"cell": "c2"}, {"process": "conductor-2"}, {"database_incarnation": INCARNATION - 1}, {"query_id": uuid(1)}],
+    [{"cell": "c2"}, {"process": "conductor-2"}, {"query_id": uuid(1)}],
     ids=lambda other: next(iter(other)),
 )
 def test_a_page_that_answers_another_question_is_not_taken(other: dict[str, Any]) -> None:
@@ -216,7 +213,7 @@ class Top:
         try:
             if between is not None:
                 await between(scheduler)
-            return [part async for part in reader.parts(INCARNATION, mine)]
+            return [part async for part in reader.parts(mine)]
         finally:
             for consumer in consumers:
                 await consumer.drain(1.0)
@@ -251,7 +248,7 @@ async def test_all_pages_make_one_answer_and_each_page_is_a_question_of_its_own(
     assert [(part.after, part.last) for part in parts] == [("", uuid(4)), (uuid(4), uuid(8)), (uuid(8), "")]
     assert [one.after for one in top.asked] == ["", uuid(4), uuid(8)]
     assert len({one.query_id for one in top.asked}) == 3
-    assert {(one.cell, one.process, one.database_incarnation) for one in top.asked} == {("c1", "conductor-1", 3)}
+    assert {(one.cell, one.process) for one in top.asked} == {("c1", "conductor-1")}
 
 
 @on_virtual_time

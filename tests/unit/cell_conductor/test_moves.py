@@ -18,7 +18,7 @@ from bus.contracts.actions import (
     ChangeMachine,
     Condition,
 )
-from bus.contracts.cell import InstanceSpec, LookedUpMachine, MachineLookupResult
+from bus.contracts.cell import AttemptOnHost, InstanceSpec, MachineLookupResult
 from bus.contracts.deploy import ImageSource, VolumeRequest
 from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import Claim, Release, Revert
@@ -494,8 +494,7 @@ def found(service: str = "s1", *machines: int, hosts: tuple[int, ...] = (1,)) ->
     """An answer: the attempts that it has on host 1, and the hosts that it has looked at."""
     return MachineLookupResult(
         machines=tuple(
-            LookedUpMachine(instance_uuid=UUID, host_uuid=host(1), host="host-1", service=service, attempt=one)
-            for one in machines
+            AttemptOnHost(instance_uuid=UUID, host_uuid=host(1), service=service, attempt=one) for one in machines
         ),
         hosts=tuple(map(host, hosts)),
     )

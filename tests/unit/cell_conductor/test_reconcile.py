@@ -89,6 +89,13 @@ def record_of(phase: Phase, **other: Any) -> Instance:
     return replace(made, **other)
 
 
+def refused(phase: Phase) -> Instance:
+    """A build of attempt 1 that met a machine in quarantine, and what has come of it."""
+    return record_of(
+        phase, code=MACHINE_EXISTS, attempt=1, selections=(), selection_index=0, action=None, proves_from=2
+    )
+
+
 PHASES = [phase for phase, row in DESIRED_STATES.items() if row.current is not MachineTarget.UNKNOWN]
 RECORDS = [
     None,
@@ -302,7 +309,7 @@ def test_what_a_refused_build_has_met_is_left_to_an_operator_also_after_its_dele
     before: Phase, after: Phase, attempt: int, away: bool
 ) -> None:
     """It may be another project's: no delete of the build is one of that machine, also where it is listed later."""
-    record, machines = record_of(before, code=MACHINE_EXISTS), () if away else (listed("A", attempt),)
+    record, machines = refused(before), () if away else (listed("A", attempt),)
     known, absent = known_at("A", attempt=2, is_deleted=True), [ON["A"].host_uuid] if away else []
     result = reconcile(record, machines, known, absent, None, incarnation=INCARNATION)
     assert result.record is not None and (result.record.phase, result.record.code) == (after, MACHINE_EXISTS)
@@ -311,13 +318,16 @@ def test_what_a_refused_build_has_met_is_left_to_an_operator_also_after_its_dele
     assert bool(reconcile(record, (listed("A", 9),), later, (), None, incarnation=INCARNATION).commands)
 
 
+@pytest.mark.parametrize("project", [None, "another", SPEC.project_id])
 @pytest.mark.parametrize("is_active", [False, True])
-def test_what_a_refused_build_has_met_is_not_over_where_a_later_one_is_lost(*, is_active: bool) -> None:
+def test_what_a_refused_build_has_met_is_neither_over_nor_its_own_where_a_later_one_is_lost(
+    *, is_active: bool, project: str | None
+) -> None:
     """It was put in quarantine, and the next report destroyed it: the code was lost by which the record kept it."""
-    known, machine = known_at("A", attempt=2, is_active=is_active), listed("A", 1, project_id="another")
-    record = record_of((State.RELEASING, State.FAILED), code=MACHINE_EXISTS)
+    known, machine = known_at("A", attempt=2, is_active=is_active), listed("A", 1, project_id=project)
+    record = refused((State.RELEASING, State.FAILED))
     result = reconcile(record, (machine,), known, frozenset(), None, incarnation=INCARNATION)
-    assert result.record is not None and result.record.phase == record.phase
+    assert result.record is not None and result.record.phase == record.phase and result.commands == ()
     assert not is_provably_ended(result.record, machine.attempt, machine.host_uuid)
 
 

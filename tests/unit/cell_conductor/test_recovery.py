@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -84,6 +84,7 @@ class World:
 
     def __init__(self, *machines: ListedMachine, told: KnownRecord | None = None, old: bool = False) -> None:
         self.clock = SystemClock()
+        self.no_wait = NoWait()
         self.machines = machines
         self.told = told or KnownRecord(instance_uuid=UUID)
         self.old = old
@@ -97,10 +98,14 @@ class World:
         self.restated: list[Restate] = []
         self.queried: list[ListMachines] = []
         self.placement: list[Any] = []
+        self.meanwhile: Callable[[], Awaitable[object]] | None = None  # happens once placement has restated
         self.reader: KnownReader
 
     async def request_all(self, messages: Sequence[Any], *_: Any, **__: Any) -> list[Any]:
-        return [self._answer(one) for one in messages]
+        answers = [self._answer(one) for one in messages]
+        if self.meanwhile is not None and any(isinstance(one, Restate) for one in messages):
+            await self.meanwhile()
+        return answers
 
     def _answer(self, message: Any) -> Message | Fault:
         if isinstance(message, Restate):
@@ -128,7 +133,6 @@ class World:
             page = CellKnown(
                 cell="c1",
                 process=self.process,
-                database_incarnation=message.database_incarnation,
                 query_id=message.query_id,
                 instances=wanted,
                 fences=() if message.asked else self.fences,
@@ -164,7 +168,7 @@ class Cell(Alone):
             self.store,
             bus,
             self.relay,
-            clock=NoWait(),
+            clock=world.no_wait,
             config=config,
             known=world.reader,
             leases=leases,
@@ -248,8 +252,12 @@ class Cell(Alone):
 
 
 class NoWait(SystemClock):
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
     async def sleep(self, seconds: float) -> None:
         """At once."""
+        self.slept.append(seconds)
 
 
 async def cell_of(world: World, *instances: Instance) -> Cell:
@@ -346,6 +354,20 @@ async def test_a_delete_of_what_is_blocked_is_recorded_and_carried_out_once_its_
     assert not [one for one in world.placement if isinstance(one, Release)]
 
 
+async def test_what_a_delete_releases_is_not_below_what_placement_was_restated() -> None:
+    """The delete came between the two: placement refuses a release below, and the allocation would stay."""
+    world = World(listed(3, 7), told=known(3, 7))
+    world.services = {"s1", "s2"}
+    cell = await cell_of(world, ACTIVE)
+    await cell.recover()
+    delete = CellDelete(instance_uuid=UUID, project_id="p", attempt=7)
+    world.meanwhile = lambda: cell.requests.requests([Received(delete, Meta(id="d"), "c1", "conductor.requests")])
+    world.services |= {"s3"}
+    settled = await cell.look_again()
+    assert settled is not None and settled.phase == (State.DESTROYING, State.DELETED)
+    assert [one.attempt <= settled.next_attempt for one in world.restated] == [True]
+
+
 async def test_what_is_blocked_is_judged_by_no_report_and_begins_nothing() -> None:
     world = World(listed(3, 7), told=known(3, 7))
     world.services = {"s1", "s2"}
@@ -431,7 +453,7 @@ async def test_a_service_that_is_up_and_does_not_list_is_tried_again_and_then_co
     cell = await cell_of(world, ACTIVE)
     found = await cell.recover()
     assert found is not None and found.blocked_reason == BlockedReason.HOST_ABSENT
-    assert [one.service for one in world.queried].count("s2") == MAX_TRIES
+    assert [one.service for one in world.queried].count("s2") == len(world.no_wait.slept) + 1 == MAX_TRIES
     assert [one.service for one in world.queried].count("s1") == 1
 
 

@@ -67,8 +67,8 @@ def build(*services: str, **other: Any) -> e.BuildRequested:
     return replace(on(*(services or ("s1",))), **other)
 
 
-def gives_up(code: str = "x", *, query: bool = False, **other: Any) -> e.BuildRequested:
-    reason = Refusal(code=code, reason="y")
+def gives_up(*, query: bool = False, **other: Any) -> e.BuildRequested:
+    reason = Refusal(code="x", reason="y")
     return build(dead_letter_reason=reason, is_query=query, **other)
 
 
@@ -76,6 +76,7 @@ def runs(attempt: int, n: int | None = None, **other: Any) -> e.MachineRunning:
     return e.MachineRunning(at=220.0, attempt=attempt, host_uuid=host(n or attempt), service="s1", **other)
 
 
+MET = replace(PATIENCE, quarantined=frozenset({UUID}))
 STARTS: list[Case] = [
     case(ABSENT, build(), "building", "spawn 1@1", "build: building"),
     case(ABSENT, build(), "building", "spawn 1@1", "build: building", context=DOWN_1),
@@ -90,8 +91,9 @@ STARTS: list[Case] = [
     case(ABSENT, build("s1", "s2"), "building", "spawn 1@1", "build: building", context=fenced(2, context=DOWN_1)),
     case(ABSENT, build("s1", "s2", attempt=2), "claiming/building", context=DOWN_1),
     case(ABSENT, gives_up(), "releasing/failed"),
-    case(ABSENT, gives_up("build.machine_exists"), "releasing/failed"),
-    case(ABSENT, gives_up("build.machine_exists", query=True), "failed", "build: failed build.machine_exists"),
+    case(ABSENT, build(), "releasing/failed", context=MET),
+    case(ABSENT, gives_up(), "releasing/failed", context=MET),
+    case(ABSENT, gives_up(query=True), "failed", "build: failed build.machine_exists", context=MET),
     case(ABSENT, gives_up(query=True), "releasing/failed"),
     case(ABSENT, gives_up(query=True, selections=()), "releasing/failed"),
     case(ABSENT, gives_up(attempt=2), "releasing/failed"),

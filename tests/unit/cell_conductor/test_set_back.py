@@ -22,7 +22,7 @@ from cell_conductor.state import desired_state as desires
 from cell_conductor.state import events as e
 from cell_conductor.state.desired_state import phase_to_text, phases_as_sql, phases_matching
 from cell_conductor.state.instance import ActionInProgress, Instance, Phase, State
-from cell_conductor.state.ownership_proof import is_provably_ended
+from cell_conductor.state.ownership_proof import is_provably_ended, next_attempt_record
 from cell_conductor.store.keyed_tables import DESTROY, PROTECT, DecidedMachine
 from cell_conductor.store.memory import MemoryInstanceTable
 from cell_conductor.transition import _without_protected
@@ -431,7 +431,10 @@ async def test_a_build_beside_a_machine_in_quarantine_is_refused_and_proves_noth
     recorded = await conductor.recorded()
     assert recorded is not None
     assert (recorded.phase, recorded.code) == ((State.RELEASING, State.FAILED), "build.machine_exists")
-    assert Spawn not in orders(conductor) and not is_provably_ended(recorded, 1, host(3))
+    assert Spawn not in orders(conductor) and not recorded.selections
+    restarted = next_attempt_record(recorded)
+    deleted = replace(recorded, next_state=State.DELETED)
+    assert not any(is_provably_ended(one, 1, host(3)) for one in (recorded, deleted, restarted))
 
 
 async def test_a_report_of_a_machine_whose_delete_is_under_way_begins_no_transaction() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.actions import ActionKind
-from bus.contracts.cell import LookedUpMachine, MachineLookupResult
+from bus.contracts.cell import AttemptOnHost, MachineLookupResult
 from cell_conductor.placement_question import awaited_request_of
 from cell_conductor.rules.rollback_rules import answer_about
 from cell_conductor.state import events as e
@@ -31,9 +31,7 @@ def _fence(made: Scenario, n: int) -> SourceQuery:
 
 
 def _seen(query: SourceQuery) -> e.SourceAnswered:
-    machine = LookedUpMachine(
-        instance_uuid=UUID, host_uuid=query.host_uuid, host="h", service=query.service, attempt=query.attempt
-    )
+    machine = AttemptOnHost(instance_uuid=UUID, host_uuid=query.host_uuid, service=query.service, attempt=query.attempt)
     answer = MachineLookupResult(machines=(machine,), hosts=(query.host_uuid,))
     return answer_about(UUID, query, [(query.service, answer)], 230.0)
 

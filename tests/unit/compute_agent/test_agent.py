@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -550,24 +551,62 @@ async def test_what_is_commanded_while_its_host_is_looked_at_counts() -> None:
 
 
 @pytest.mark.parametrize("complete", [True, False])
-async def test_a_host_that_cannot_be_read_is_read_again_until_it_can(
-    complete: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_restarted", [True, False])
+async def test_a_host_that_cannot_be_read_is_read_later_and_holds_up_nothing(
+    complete: bool, is_restarted: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The command is acknowledged, and a recovery gives one about a leftover only once."""
-    driver = Scripted()
-    service = await started(driver)
-    driver.machines[KEY], faults = 1, [DriverUnavailable("away")] * 10
+    driver, records = Scripted(), Records(tmp_path / "records")
+    records.open()
+    service = await started(driver, records)
+    driver.machines[KEY], faults = 1, [DriverUnavailable("away")] * DESTROY_ATTEMPTS
 
     async def scan(hosts: object = None) -> Mapping[str, Sequence[Machine]]:
         if faults:
-            assert not service.results and not driver.destroys
             raise faults.pop()
         return {HOSTS[0]: [Machine(*KEY, 1, built=complete)]}
 
     monkeypatch.setattr(driver, "list", scan)
-    await service.carry_out(ENDED)
+    await service.carry_out(ENDED, ENDED)
+    assert not faults and not service.results and not driver.destroys and service.jobs.chain(KEY) is None
+    if is_restarted:
+        records.close()
+        records = Records(tmp_path / "records")
+        records.open()
+        service = await started(driver, records)
+    else:
+        service.destroys.resume_checks()
+    await service.rest()
     assert [one.outcome for one in service.results] == [ComputeOutcome.ACTIVE if complete else ComputeOutcome.DESTROYED]
-    assert driver.machines == ({KEY: 1} if complete else {})
+    assert driver.machines == ({KEY: 1} if complete else {}) and not records.checks
+    records.close()
+
+
+async def test_a_command_is_on_record_while_its_host_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The process was killed meanwhile: the command was acknowledged, and nobody knew of it."""
+    driver, records = Scripted(), Records(tmp_path / "records")
+    records.open()
+    killed = await started(driver, records)
+    monkeypatch.setattr(driver, "list", pending)
+    killed.agent.handle([ENDED])
+    await asyncio.sleep(0)
+    await killed.jobs.stop(0.0)
+    records.close()
+    monkeypatch.undo()
+    records = Records(tmp_path / "records")
+    records.open()
+    service = await started(driver, records)
+    await service.rest()
+    assert [one.outcome for one in service.results] == [ComputeOutcome.DESTROYED]
+    records.close()
+
+
+async def pending(*_: object) -> Mapping[str, Sequence[Machine]]:
+    """No answer."""
+    await asyncio.Event().wait()
+    return {}
 
 
 class Skipping(Scripted):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ from structlog.testing import capture_logs
 from bus.clock import SystemClock
 from bus.contracts.base import Message, Resources
 from bus.contracts.cell import (
-    LookedUpMachine,
     LookUpMachines,
     QueueBarrier,
     ReservedMachine,
@@ -29,7 +27,6 @@ from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from compute_agent.driver import DriverUnavailable, Machine
 from compute_agent.hosts import heartbeats as reporter
 from compute_agent.hosts import inventory_reporter as inventory
-from compute_agent.hosts import machine_lookup as finding
 from compute_agent.hosts import quarantine
 from compute_agent.hosts import scan as survey
 from compute_agent.hosts.heartbeats import Reporter
@@ -47,7 +44,7 @@ from compute_sim.driver import SimulatedDriver
 from compute_sim.faults import Faults
 from compute_sim.fleet import Fleet, SimulatedMachine
 from tests.kit.turns import Turns
-from tests.unit.compute_agent.test_agent import HOSTS, INSTANCES, Scripted, Service, destroy, spawn, started
+from tests.unit.compute_agent.test_agent import HOSTS, INSTANCES, Scripted, Service, spawn, started
 
 # --- a compute service's answer to the query which of its hosts have a machine of an instance
 
@@ -76,57 +73,10 @@ def lookup_of(service: Service) -> MachineLookup:
     return MachineLookup(service="s", driver=service.driver, records=service.records, scanner=service.scanner)
 
 
-async def ask(service: Service, instance: int = 0) -> tuple[LookedUpMachine, ...]:
-    query = LookUpMachines(service="s", database_id=OURS, instance_uuids=(INSTANCES[instance],))
-    return (await lookup_of(service).look_up(query)).machines
-
-
 async def built() -> Service:
     service = await started(Marking())
     await service.carry_out(replace(spawn(0), database_id=OURS))
     return service
-
-
-async def test_a_machine_on_record_is_found_with_its_project_and_what_it_takes() -> None:
-    service = await built()
-    (one,) = await ask(service)
-    assert one == LookedUpMachine(
-        instance_uuid=INSTANCES[0],
-        host_uuid=HOSTS[0],
-        host=HOSTS[0][-4:],
-        service="s",
-        attempt=1,
-        built=True,
-        project_id=spawn(0).spec.project_id,
-        allocations=TAKEN,
-    )
-    assert await ask(service, instance=1) == ()
-
-
-async def test_one_that_is_being_built_is_found_and_one_that_is_ended_is_not() -> None:
-    driver = Marking()
-    driver.gate = asyncio.Event()
-    service = await started(driver)
-    service.agent.handle([replace(spawn(0), database_id=OURS)])
-    (one,) = await ask(service)
-    assert not one.built and one.attempt == 1
-    service.agent.handle([replace(destroy(0), database_id=OURS)])
-    assert await ask(service) == ()
-    driver.gate.set()
-    await service.rest()
-    assert await ask(service) == ()
-
-
-async def test_one_that_is_not_on_record_is_found_by_its_mark() -> None:
-    """Its journal is lost: then it is not known whose it is."""
-    driver = Marking()
-    driver.machines[HOSTS[1], INSTANCES[0]] = 3
-    service = await started(driver)
-    (one,) = await ask(service)
-    assert (one.host_uuid, one.attempt, one.project_id) == (HOSTS[1], 3, None)
-    del driver.machines[HOSTS[1], INSTANCES[0]]
-    await service.scanner.running()
-    assert await ask(service) == ()
 
 
 @pytest.mark.parametrize(
@@ -149,8 +99,9 @@ async def test_one_that_is_not_on_record_is_found_by_its_mark() -> None:
         ),  # an order of theirs
     ],
 )
-async def test_a_machine_that_its_host_lists_is_found_whatever_the_journal_has(entry: HostAttempt, found: bool) -> None:
-    """A build was begun once more beside a machine that each report lists."""
+async def test_a_machine_that_its_host_lists_is_reported_whatever_the_journal_has(
+    entry: HostAttempt, found: bool
+) -> None:
     driver = Marking()
     driver.machines[HOSTS[0], INSTANCES[0]] = 3
     service = Service(driver)
@@ -158,46 +109,6 @@ async def test_a_machine_that_its_host_lists_is_found_whatever_the_journal_has(e
     await service.agent.resume()
     listed = (await service.scanner.running())[HOSTS[0]]
     assert [(one.attempt, one.destroying) for one in listed] == [(3, not found)]
-    assert [(one.host_uuid, one.attempt) for one in await ask(service)] == ([(HOSTS[0], 3)] if found else [])
-
-
-async def test_a_later_attempt_that_is_begun_is_found_in_place_of_what_was_listed() -> None:
-    driver = Marking()
-    driver.machines[HOSTS[0], INSTANCES[0]] = 3
-    service = await started(driver)
-    service.records.put((HOSTS[0], INSTANCES[0]), HostAttempt(4, AttemptPhase.RUNNING, database_id=OURS))
-    assert [one.attempt for one in await ask(service)] == [4]
-
-
-@pytest.mark.parametrize("recorded", [True, False])
-async def test_another_deployments_machine_is_left_out(recorded: bool) -> None:
-    driver = Marking()
-    driver.mark = THEIRS
-    driver.machines[HOSTS[0], INSTANCES[0]] = 1
-    service = Service(driver)
-    if recorded:
-        service.records.put((HOSTS[0], INSTANCES[0]), HostAttempt(1, AttemptPhase.RUNNING, database_id=THEIRS))
-    await service.agent.resume()
-    assert await ask(service) == ()
-
-
-@pytest.mark.parametrize("recorded", [True, False])
-async def test_a_thorough_query_finds_it_and_its_answer_names_the_hosts_that_were_looked_at(recorded: bool) -> None:
-    driver = Marking()
-    driver.mark = THEIRS
-    driver.machines[HOSTS[0], INSTANCES[0]] = 1
-    service = Service(driver)
-    if recorded:
-        service.records.put((HOSTS[0], INSTANCES[0]), HostAttempt(1, AttemptPhase.RUNNING, database_id=THEIRS))
-    query = LookUpMachines(service="s", database_id=OURS, instance_uuids=(INSTANCES[0],), thorough=True)
-    assert (await lookup_of(service).look_up(query)).hosts == ()
-    await service.agent.resume()
-    answer = await lookup_of(service).look_up(query)
-    assert [(one.host_uuid, one.foreign) for one in answer.machines] == [(HOSTS[0], True)]
-    assert sorted(answer.hosts) == sorted(HOSTS) and not answer.more
-    ours = await lookup_of(service).look_up(replace(query, database_id=THEIRS))
-    assert [one.foreign for one in ours.machines] == [False]
-    assert (await lookup_of(service).look_up(replace(query, thorough=False))).hosts == ()
 
 
 async def look(service: Service, *hosts: str, database_id: str = OURS) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
@@ -216,7 +127,6 @@ async def test_a_query_that_names_hosts_is_answered_by_what_they_list_and_not_by
     assert await look(service, HOSTS[1]) == ([], (HOSTS[1],))
     assert await look(service, database_id=THEIRS) == ([], (HOSTS[0],))
     lost = service.driver.machines.pop((HOSTS[0], INSTANCES[0]))
-    assert len(await ask(service)) == 1, "by its record it is there"
     assert await look(service) == ([], (HOSTS[0],))
     service.driver.machines[HOSTS[0], INSTANCES[0]] = lost + 1
     assert await look(service) == ([], (HOSTS[0],)), "another attempt than the one on record"
@@ -244,21 +154,6 @@ async def test_a_query_that_names_hosts_does_not_count_what_an_order_has_ended_o
         assert await look(service) == ([], (HOSTS[0],)), entry
 
 
-async def test_item_16_the_hosts_that_were_looked_at_come_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """100,000 in one list took 48 ms of the conductor's loop to read, and 26 of this one to sort. Each page has the
-    machines of all hosts.
-    """
-    monkeypatch.setattr(finding, "MAX_LOOKED_AT_ONCE", 2)
-    service = await built()
-    more = [f"20000000-0000-4000-8000-{n:012d}" for n in range(5 - len(HOSTS))]
-    service.scanner.on_scanned(dict.fromkeys(more, ()))
-    query = LookUpMachines(service="s", database_id=OURS, instance_uuids=(INSTANCES[0],), thorough=True)
-    pages = [await lookup_of(service).look_up(replace(query, hosts_after=after)) for after in (0, 2, 4, 6)]
-    assert [(len(page.hosts), page.more) for page in pages] == [(2, True), (2, True), (1, False), (0, False)]
-    assert {one for page in pages for one in page.hosts} == {*HOSTS, *more}
-    assert all([one.host_uuid for one in page.machines] == [HOSTS[0]] for page in pages)
-
-
 async def test_without_its_driver_a_service_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     service = await built()
 
@@ -267,7 +162,7 @@ async def test_without_its_driver_a_service_gives_no_answer(monkeypatch: pytest.
 
     monkeypatch.setattr(service.driver, "list", unavailable)
     with pytest.raises(DriverUnavailable):
-        await ask(service)
+        await look(service)
 
 
 # --- the resources of machines in quarantine are kept out of their host's inventory
@@ -494,13 +389,10 @@ async def test_item_16_a_whole_report_looks_at_so_many_hosts_in_one_turn(
     service.offering.opened.set()
     counted = ((hypervisor, "DriverHost"), (hypervisor, "Machine"), (survey, "_running"), (StartupGate, "is_ready"))
     turns = Turns(monkeypatch, *counted)
-    sizes, note_listed = list[int](), service.scanner.on_scanned
-    monkeypatch.setattr(service.scanner, "on_scanned", lambda hosts: (sizes.append(len(hosts)), note_listed(hosts)))
     async with turns.counting():
         await service.reporter._publish_hosts(None)
     for _, name in counted:
         assert turns.total(name) == MANY_HOSTS and turns.most(name) <= AT_ONCE, name
-    assert max(sizes) <= AT_ONCE and len(service.scanner.list_scanned_hosts(0, 2 * MANY_HOSTS)) == MANY_HOSTS
     (report,) = service.published
     uuids = [host.plan.uuid for host in service.fleet.hosts]
     assert [host.uuid for host in report.hosts] == uuids  # type: ignore[attr-defined]

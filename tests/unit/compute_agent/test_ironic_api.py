@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -23,9 +24,10 @@ from compute_agent.drivers.ironic.api import IronicApi
 from compute_agent.drivers.ironic.config import IronicConfig
 from compute_agent.drivers.ironic.driver import IronicDriver
 from compute_agent.drivers.ironic.neutron import NeutronNetwork
+from compute_agent.records.attempt import AttemptPhase, HostAttempt
 from compute_agent.records.records import Records
 
-NODE, OTHER = (f"8296eb22-b44b-4cba-95b1-3a66b31189a{n}" for n in (4, 5))
+NODE, OTHER, THIRD = (f"8296eb22-b44b-4cba-95b1-3a66b31189a{n}" for n in (4, 5, 6))
 INSTANCE = "11111111-2222-4333-8444-555555555555"
 DATABASE_ID = "d0000000-0000-4000-8000-000000000001"
 OF_IRONIC = {"X-OpenStack-Ironic-API-Version": "1.81"}
@@ -86,10 +88,25 @@ async def test_a_404_that_is_not_ironics_proves_no_machine_gone(answer: httpx.Re
     await made.close()
 
 
+@pytest.mark.parametrize(
+    ("listed", "holding", "removed"),
+    [((OTHER,), (), True), ((OTHER,), (NODE, OTHER), True), ((), (), False), ((THIRD,), (NODE, OTHER), False)],
+    ids=["removed", "removed with its machine", "nothing is shown", "another with a machine is not shown"],
+)
 @pytest.mark.parametrize("answer", IRONICS)
-async def test_a_node_that_ironic_does_not_have_carries_nothing(answer: httpx.Response) -> None:
-    made = await driver(lambda _: answer)
-    await made.destroy(NODE, INSTANCE, 1, DATABASE_ID)
+async def test_a_node_is_removed_that_ironic_has_not_and_hides_none(
+    answer: httpx.Response, listed: Sequence[str], holding: Sequence[str], removed: bool
+) -> None:
+    """A login that had lost its role was shown no node: each delete ended, and the machines ran on."""
+    nodes = {"nodes": [{"uuid": uuid, "provision_state": "active"} for uuid in listed]}
+    records = Records()
+    for host in holding:
+        records.put((host, INSTANCE), HostAttempt(1, AttemptPhase.RUNNING, database_id=DATABASE_ID))
+    made = await driver(
+        lambda request: answer if request.url.path.endswith(NODE) else httpx.Response(200, json=nodes), records
+    )
+    with contextlib.nullcontext() if removed else pytest.raises(DriverUnavailable):
+        await made.destroy(NODE, INSTANCE, 1, DATABASE_ID)
     await made.close()
 
 
@@ -127,6 +144,27 @@ async def test_a_restart_goes_on_undeploying_a_node_that_ironic_could_not_undepl
         await made.close()
         records.close()
     assert node["provision_state"] == "cleaning"
+
+
+@pytest.mark.parametrize("state", ["error", "deleting"])
+async def test_another_service_does_not_take_a_node_that_could_not_be_undeployed_for_empty(state: str) -> None:
+    """Its ring gave it the node: it listed the node without a machine, and answered that it had destroyed it."""
+    node, commands = {"uuid": NODE, "provision_state": state}, list[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method != "GET":
+            commands.append(request.url.path)
+        return httpx.Response(200, json=node if request.url.path.endswith(NODE) else {"nodes": [node]})
+
+    made = await driver(answer, clean_timeout_s=0.01)
+    assert await made.list() == {}
+    with pytest.raises(DriverUnavailable):
+        await made.destroy(NODE, INSTANCE, 1, DATABASE_ID)
+    assert not commands
+    node["provision_state"] = "available"  # by its operator
+    assert await made.list() == {NODE: ()}
+    await made.destroy(NODE, INSTANCE, 1, DATABASE_ID)
+    await made.close()
 
 
 # --- a node that cannot be read

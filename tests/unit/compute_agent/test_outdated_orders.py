@@ -32,7 +32,7 @@ from compute_agent.records.records import Records
 
 UUID = "10000000-0000-4000-8000-000000000001"
 DESTROY = Destroy(service="s", instance_uuid=UUID, attempt=1, host_uuid=UUID, database_id=UUID)
-FIND = LookUpMachines(service="s", database_id=UUID, instance_uuids=(UUID,))
+FIND = LookUpMachines(service="s", database_id=UUID, instance_uuids=(UUID,), on_hosts=(UUID,))
 LIST = ListMachines(service="s", database_id=UUID)
 MARKER = QueueBarrier(service="s", epoch=1)
 

@@ -13,7 +13,6 @@ from structlog.testing import capture_logs
 
 from bus.contracts.cell import Selection
 from bus.faults import DatabaseUnavailable
-from nova_scheduler.decide.decision_log import EVENTS, SHADOWED
 from nova_scheduler.decide.placer_requests import PlacerRequests
 from nova_scheduler.decide.select_destinations import Destinations
 from nova_scheduler.decide.selection import primitive
@@ -167,13 +166,6 @@ async def test_one_host(room: int, stock: int | RemoteFault, difference: str) ->
     assert await here.cloud.held(VMS[0]) == [] and here.cloud.claims.submitted == []
 
 
-async def test_another_host_is_told_from_the_same() -> None:
-    here = await world(2, each=PLENTY)
-    counts = await here.told(here.answered(0), VMS[0])
-    counts = await here.told(here.answered(1), VMS[0])
-    assert counts.keys() <= {"same", "other host"} and sum(counts.values()) == 2
-
-
 async def test_alike_instances_of_a_call_are_interchangeable() -> None:
     here = await world(2)
     assert await here.told(here.answered(1, 0), *VMS[:2]) == {"same": 1}
@@ -212,15 +204,6 @@ async def test_a_call_that_nobody_waits_for_is_compared_all_the_same() -> None:
     await asking
     await here.idle()
     assert here.comparison.counts() == {"same": 1}
-
-
-async def test_no_line_says_that_it_has_placed_what_it_has_not() -> None:
-    here = await world()
-    with capture_logs() as lines:
-        await here.told(here.answered(0), VMS[0])
-        await here.told(here.answered(NONE), VMS[1], ignore_hosts=["h0", "h1"])
-    events = [one["event"] for one in lines if one["event"] in EVENTS]
-    assert events == [SHADOWED.placed, SHADOWED.no_host]
 
 
 async def test_its_choice_counts_until_the_stock_scheduler_has_answered() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
 from msgspec.structs import replace
 
+from bus.clock import SystemClock
 from bus.contracts.actions import ActionKind
 from bus.contracts.deploy import NetworkRequest
-from bus.contracts.placement import LocatePage
+from bus.contracts.objects import Flavor
+from bus.contracts.operations import AdminState, HostAdminState
+from bus.contracts.placement import GroupPolicy, LocatePage, ServerGroup
 from scheduler_worker.action.action_checks import CELL_DRAIN_USER, Located
 from scheduler_worker.action.destination import Chosen
 from scheduler_worker.action.pending_action import PendingAction
@@ -59,3 +63,57 @@ async def test_what_has_things_of_its_cell_finds_a_host_there_or_is_told_why(
     chosen = await choosing(hosts).choose(pending, known, source)
     assert isinstance(chosen, Chosen)
     assert (chosen.failure and chosen.failure.code, len(chosen.selections)) == (code, int(code is None))
+
+
+# --- members of a group with affinity, evacuated from one host
+
+
+GROUP = ServerGroup(uuid=OTHER, policy=GroupPolicy.AFFINITY)
+
+
+class Behind:
+    """The replica is behind until it is asked for the newest state, which all wait for together."""
+
+    async def refresh(self, *, timeout_s: float) -> bool:
+        await asyncio.sleep(0)
+        return True
+
+
+@pytest.mark.parametrize("group", [GROUP, None], ids=["of a group with affinity", "of no group"])
+@pytest.mark.parametrize("is_full", [False, True], ids=["room at once", "room on the newest state only"])
+async def test_evacuated_instances_choose_beside_those_that_wait_with_them(
+    is_full: bool, group: ServerGroup | None
+) -> None:
+    """Members of a group follow the first choice: each had read where the group gathers before it waited for the newest
+    state. Others choose a host each where one fits on each: each had forgotten the choices before.
+    """
+    vcpus = 1 if group else PLENTY["VCPU"]
+    config = SchedulerConfig(flavors={"m1.small": Flavor(vcpus=vcpus)})
+    hosts = Hosts([PLENTY] * 6, cells=["c"] * 6, config=config)
+    dead = hosts.uuids[0]
+    hosts.table.apply_decisions({dead: HostAdminState(host_uuid=dead, host="h0", state=AdminState.FENCED)})
+    if is_full:
+        amounts = {uuid: dict(PLENTY) for uuid in hosts.uuids}
+        hosts.selector.assumed.add("other moves", amounts, SystemClock().monotonic() + 60.0)
+    chooser = choosing(hosts, Behind())
+    members = LocatePage(members={dead: 2})
+
+    async def choose(number: int, user_id: str | None = None, networks: Sequence[NetworkRequest] = ()) -> Chosen:
+        uuid = f"{number}{UUID[1:]}"
+        build = replace(BUILD, instance_uuid=uuid, host="h0", host_uuid=dead)
+        request = replace(
+            BUILT, instance_uuid=uuid, host=None, image=None, server_group=group, networks=tuple(networks)
+        )
+        request_id = f"{number}{OTHER[1:]}"
+        evacuation = requested(ActionKind.EVACUATE, instance_uuid=uuid, request_id=request_id, user_id=user_id)
+        located = Located(uuid, replace(members, hosts={uuid: (dead,)}), {})
+        pending = PendingAction(batch_index=0, request=evacuation, taken_at=1.0, delivery=LAST)
+        chosen = await chooser.choose(pending, ActionContext(build=build, build_request=request), located)
+        assert isinstance(chosen, Chosen)
+        return chosen
+
+    chosen = await asyncio.gather(*map(choose, range(1, 5)))
+    assert len({one.selections[0].host for one in chosen}) == (1 if group else len(chosen))
+    assert {one.fenced_hosts for one in chosen} == {(dead,) if group else ()}
+    as_a_drain = await choose(5, CELL_DRAIN_USER, NETWORKS)  # a client's: it raised IndexError
+    assert as_a_drain.failure is not None and as_a_drain.failure.code == "action.across_cells"

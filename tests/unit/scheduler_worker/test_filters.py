@@ -139,14 +139,6 @@ def test_an_extra_spec_without_a_scope_concerns_hosts_that_have_the_attribute() 
     assert result.rejected == {"capability.ssd": 1}
 
 
-def test_an_extra_spec_in_the_scope_rejects_hosts_that_lack_the_attribute() -> None:
-    flavor = Flavor(vcpus=1, extra_specs={"capabilities:ssd": "true"})
-    hosts = Hosts(
-        [PLENTY] * 2, config=SchedulerConfig(flavors={"f": flavor}), reports={0: {"attributes": {"ssd": "true"}}}
-    )
-    assert ComputeCapabilitiesFilter().filter(hosts.view(), hosts.spec("f")).passed.tolist() == [True, False]
-
-
 class OnlyEven(HostFilter):
     """An operator's own."""
 
@@ -333,23 +325,3 @@ def test_a_forced_host_passes_the_filters_by_and_must_have_room_all_the_same() -
         refused = hosts.selector.request_spec(hosts.request(forced=True, **more))
         assert isinstance(refused, Unsatisfiable)
         assert refused.code == "host.not_forced"
-
-
-def test_isolated_aggregates_are_for_those_who_require_their_traits() -> None:
-    """Each required trait of the metadata must be required by the flavor, of the host or of a group."""
-    licensed = aggregate("licensed", **{"trait:CUSTOM_WINDOWS": "required", "trait:CUSTOM_FAST": "preferred"})
-    flavors = {
-        "plain": Flavor(vcpus=1),
-        "windows": Flavor(vcpus=1, extra_specs={"root_required": "CUSTOM_WINDOWS"}),
-        "other": Flavor(vcpus=1, extra_specs={"root_required": "CUSTOM_OTHER"}),
-    }
-
-    def forbidden(flavor: str, *, enabled: bool = True) -> tuple[str, ...]:
-        config = SchedulerConfig(flavors=flavors, aggregates=(licensed,), enable_isolated_aggregate_filtering=enabled)
-        hosts = Hosts([PLENTY] * 2, config=config, members={licensed.uuid: [0]})
-        return hosts.spec(flavor).query.root_forbidden_aggregates
-
-    assert forbidden("plain") == forbidden("other") == (licensed.uuid,)
-    assert forbidden("windows") == forbidden("plain", enabled=False) == ()
-    config = SchedulerConfig(flavors=flavors, aggregates=(licensed,), enable_isolated_aggregate_filtering=True)
-    assert passing(Hosts([PLENTY] * 2, config=config, members={licensed.uuid: [0]}), flavor="plain") == ["h1"]

@@ -47,6 +47,7 @@ from scheduler_worker.action.action_engine import ActionEngine
 from scheduler_worker.action.destination import DestinationChooser
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.build.pending_build import Answered
+from scheduler_worker.build.placer import ReplicaFollower
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.fleet.host_listener import Warmup
 from scheduler_worker.records.action_record import ActionContext, RecordedAction
@@ -535,10 +536,10 @@ async def reload() -> None:
     """No newer objects are on record."""
 
 
-def choosing(hosts: Hosts) -> DestinationChooser:
-    rng = random.Random(5)
+def choosing(hosts: Hosts, follower: ReplicaFollower | None = None) -> DestinationChooser:
+    clock, rng = SystemClock(), random.Random(5)
     return DestinationChooser(
-        PlacementClaims(), hosts.selector, Follower(), clock=SystemClock(), rng=rng, reload=reload
+        PlacementClaims(), hosts.selector, follower or Follower(), clock=clock, rng=rng, reload=reload
     )
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
+from bus.contracts.actions import ActionKind
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildState
+from bus.contracts.drains import DrainAction, DrainCommand, DrainPlan, DrainRecord, DrainStart, DrainTarget
 from bus.contracts.objects import (
     Aggregate,
     CellBus,
@@ -25,11 +29,14 @@ from bus.contracts.objects import (
     ObjectsChanged,
     StoredObject,
 )
-from bus.contracts.operations import AdminState
+from bus.contracts.operations import AdminState, FenceState, HostFence
 from bus.contracts.placement import GroupPolicy
 from bus.contracts.waiting_builds import BuildsWaiting, WaitingBuild
+from bus.faults import RequestRefused
 from bus.service.settings import SettingsError
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.drain.drain_controller import DrainController
+from scheduler_worker.drain.drain_planner import MadePlan
 from scheduler_worker.hosts import waiting_builds
 from scheduler_worker.hosts.waiting_builds import WaitingTable
 from scheduler_worker.objects.cell_consequences import (
@@ -52,7 +59,8 @@ from scheduler_worker.objects.zone_consequences import (
     zones_named,
     zones_of_each,
 )
-from scheduler_worker.records.object_records import ChangePlan, RecordedObjects
+from scheduler_worker.records.drain_record import DrainedHost
+from scheduler_worker.records.object_records import ChangeActor, ChangePlan, RecordedObjects, as_stored
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts, aggregate
@@ -422,3 +430,73 @@ async def test_objects_of_the_same_revision_of_another_history_are_loaded(site: 
     assert isinstance(await of_there.apply(decided(1), "m2"), ObjectsChanged)
     await here.reload()
     assert [hosts.table.decision_of(uuid) is not None for uuid in hosts.uuids[:2]] == [False, True]
+
+
+# --- A scheduler of another version, or with other plug-ins, has written objects that this one cannot use.
+
+DRAIN, BEGUN = (f"d000000{number}-0000-4000-8000-000000000000" for number in "12")
+NEWER = {"of_a_newer_version": True}
+DRAIN_BODY = as_stored(DrainRecord(name="h5", target=DrainTarget.HOST, kind=ActionKind.MIGRATE, by="ann"))
+
+
+async def stand_still(*_: Any, **__: Any) -> Any:
+    raise RequestRefused("placement does not answer here")
+
+
+def drains_of_site(site: Site) -> DrainController:
+    """Its controller, with a plan of the first host."""
+    host = DrainedHost(site.cluster.hosts.uuids[0], "h0")
+
+    async def plan(_query: object) -> MadePlan:
+        return MadePlan(DrainPlan(host="h0"), (host,))
+
+    inventory: Any = SimpleNamespace(of_drain=lambda _: {}, in_use=list, instances_on=stand_still)
+    planner: Any = SimpleNamespace(plan=plan)
+    clock, rng, emptier = site.cluster.clock, random.Random(1), None
+    return DrainController(site.store, site.registry, inventory, planner, emptier, clock=clock, rng=rng)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "body", "code"),
+    [
+        (ObjectKind.DRAIN, DRAIN, DRAIN_BODY | NEWER, "object.invalid"),
+        (ObjectKind.DRAIN, DRAIN, DRAIN_BODY | {"target": "rack"}, "object.invalid"),
+        (ObjectKind.FLAVOR, "big", {"extra_specs": {"trait:HW_X": "perhaps"}}, None),
+    ],
+)
+async def test_what_this_scheduler_cannot_use_is_adopted_in_no_part_and_ends_no_worker(
+    site: Site, kind: ObjectKind, name: str, body: dict[str, Any], code: str | None
+) -> None:
+    """All but the drains were adopted; the start of a drain, and each pass, raised what ends the process."""
+    registry, hosts = site.registry, site.cluster.hosts
+    await registry.open()
+    in_force, drains = registry.revision, drains_of_site(site)
+    host = ChangedObject(kind=ObjectKind.HOST, name=hosts.uuids[1], after={"host": "h1", "state": "disabled"})
+    fence = ChangedObject(kind=ObjectKind.FENCE, name=hosts.uuids[2], after={"host": "h2", "cell": "c1", "version": 1})
+    async with site.store.operation() as unit:
+        await unit.lock_objects()
+        changed = [host, fence, ChangedObject(kind=kind, name=name, after=body)]
+        await unit.write_objects(changed, ChangeActor("ann", "", 1.0))
+    await registry.reload()
+    assert (registry.revision, registry.fences, registry.decision_of(hosts.uuids[1])) == (in_force, {}, None)
+    answers = [
+        await drains.start(DrainStart(drain=BEGUN, name="h0", by="ann")),
+        await drains.command(DrainCommand(drain=DRAIN if code else BEGUN, action=DrainAction.STOP, by="ann"), "m"),
+    ]
+    assert [one.code if isinstance(one, Refusal) else None for one in answers] == [code, code]
+    await registry.record_fences([HostFence(host_uuid=hosts.uuids[2], cell="c1", version=1, state=FenceState.FENCED)])
+    present = await site.store.objects()
+    assert present is not None and present.objects[ObjectKind.FENCE, hosts.uuids[2]].body["acknowledged"] == 1
+
+
+async def test_a_pass_over_a_drain_that_cannot_be_read_is_refused_with_a_code(site: Site) -> None:
+    """Its row is read again under its lock; a newer scheduler may have written it since."""
+    await site.registry.open()
+    async with site.store.operation() as unit:
+        await unit.lock_objects()
+        changed = ChangedObject(kind=ObjectKind.DRAIN, name=DRAIN, after=DRAIN_BODY | NEWER)
+        await unit.write_objects([changed], ChangeActor("ann", "", 1.0))
+    record = DrainRecord(name="h5", target=DrainTarget.HOST, kind=ActionKind.MIGRATE, by="ann")
+    async with site.store.operation() as unit:
+        with pytest.raises(RequestRefused):
+            await drains_of_site(site)._emptied(DRAIN, record).lock(unit)

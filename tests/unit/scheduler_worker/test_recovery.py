@@ -101,7 +101,6 @@ def ask(after: int = 0, asked: Sequence[int] = ()) -> CellRecovering:
     return CellRecovering(
         cell="c1",
         process="conductor-1",
-        database_incarnation=7,
         query_id=uuid(0xFFFF),
         after=uuid(after) if after else "",
         asked=tuple(map(uuid, asked)),
@@ -119,8 +118,8 @@ def filled(
         page.add(KnownRecord(instance_uuid=one, spec=spec))
     message = page.message()
     assert msgspec.json.decode(encode(message), type=CellKnown) == message, "within all its bounds"
-    names = (message.cell, message.process, message.database_incarnation, message.query_id)
-    assert names == (question.cell, question.process, question.database_incarnation, question.query_id)
+    names = (message.cell, message.process, message.query_id)
+    assert names == (question.cell, question.process, question.query_id)
     return [one.instance_uuid for one in message.instances], [one.host_uuid for one in message.fences], message.last
 
 

@@ -236,14 +236,6 @@ def test_what_the_other_cell_does_not_take_comes_home(
     assert command.transfer.code == (code or "max_retries_exceeded"), "with it its cell ends the move"
 
 
-def test_a_move_that_ends_at_home_has_failed_as_its_cell_says() -> None:
-    home = replace(AWAY, command=replace(BUILD, transfer=BACK))
-    event = replace(DONE, state=ActionState.FAILED, sequence=50, code="image.broken")
-    batch = applied(on_record(cell="c1", first_attempt=10, transfer=home), event)
-    assert of_api(batch) == [(ActionState.FAILED, "image.broken")]
-    assert sent(batch, "c2") == [replace(DEPARTS, to_cell="c1", attempt=9, ended=True)]
-
-
 # --- a cell whose database was restored to before the departure
 
 

@@ -147,11 +147,6 @@ def test_a_request_is_queried_when_it_is_due(
     assert found.query == ((request_,) if queried else ())
 
 
-def test_a_pause_that_is_longer_than_the_bound_stays_as_it_is() -> None:
-    found = look({AWAITED.key: replace(SEEN, queried=5)}, [AWAITED], now_s=100.0, pause_s=MAX_PAUSE_S * 2)
-    assert found.watched[AWAITED.key].due_s == 100.0 + MAX_PAUSE_S * 2
-
-
 @pytest.mark.parametrize(
     ("unanswered", "more", "silent", "waiting"),
     [
@@ -169,13 +164,6 @@ def test_a_request_is_silent_after_so_many_queries(
     request = replace(AWAITED, **more)
     found = look({request.key: replace(SEEN, unanswered=unanswered)}, [request], now_s=100.0, pause_s=PAUSE_S)
     assert (found.silent, found.waiting) == ((request,) if silent else (), waiting)
-
-
-def test_what_no_cell_has_is_queried_and_no_cell_is_silent() -> None:
-    request = replace(AWAITED, cell="", kind=BUILD)
-    watched = Watched(request, 0.0, 100.0, 9, 9)
-    found = look({request.key: watched}, [request], now_s=100.0, pause_s=PAUSE_S)
-    assert (found.query, found.silent) == ((request,), ())
 
 
 def test_no_more_than_a_bounded_number_is_queried_in_one_pass() -> None:

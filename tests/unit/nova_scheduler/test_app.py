@@ -1,0 +1,48 @@
+"""The wiring of a frontend of Nova."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+
+from bus.bus import API, Bus
+from bus.clock import SystemClock
+from bus.contracts.host_metrics import TEMPERATURE_CELSIUS, HostMetrics, HostReading
+from bus.memory import MemoryBroker, MemoryTransport
+from bus.service.environment import Environment
+from bus.service.service import WorkerRuntime
+from nova_scheduler import app
+from nova_scheduler.cloud.api_config import NovaApiConfig
+from nova_scheduler.config import NovaConfig
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.fleet.metrics_listener import add_host_metrics
+from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
+
+CELL = "ce110000-0000-4000-8000-000000000001"
+
+
+async def test_a_frontend_takes_metrics_of_hosts() -> None:
+    """It took none: with a metric that is weighed `MetricsFilter` rejected every host."""
+    clock, rng, broker = SystemClock(), random.Random(1), MemoryBroker(SystemClock())
+    env = Environment("nova", transports=lambda _: MemoryTransport(broker, "nova"), clock=clock, rng=rng)
+    config = NovaConfig(transport_url="amqp://nova.invalid", api=NovaApiConfig(cells={"h0": CELL}))
+    service = app.build(env, config, SchedulerConfig())
+    assert [one._row.name for one in service._consumers] == ["scheduler.metrics.{process}"]
+
+    bus, hosts = Bus(API, MemoryTransport(broker, "x"), process="x", clock=clock, rng=rng), Hosts([PLENTY] * 2)
+    taking = WorkerRuntime("taking", clock=clock)
+    measured = add_host_metrics(taking, bus, hosts.selector)
+    (consumer,) = taking._consumers
+    await bus.open()
+    await consumer.start()
+    running = asyncio.create_task(consumer.run())
+    reading = HostReading(host_uuid=hosts.uuids[1], at=clock.time(), values={TEMPERATURE_CELSIUS: 40.0})
+    await bus.publish(HostMetrics(source="bmc", readings=(reading,)))
+    await measured.wait()
+    assert np.isnan(hosts.view().metric(TEMPERATURE_CELSIUS)).tolist() == [True, False]
+    await consumer.drain(1.0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await bus.close()
