@@ -24,7 +24,7 @@ from bus.contracts.placement import Claim, ClaimOutcome, Release, Revert
 from bus.faults import Fault, RequestTimeout
 from bus.persistence.outbox import OutboxMessage
 from cell_conductor.awaited_request import awaited_request_of
-from cell_conductor.placement_client import RecordedChanges, is_repeatable
+from cell_conductor.recorded_changes import RecordedChanges, is_repeatable
 from cell_conductor.rules.move_steps import NO_IMAGE
 from cell_conductor.rules.rollback_rules import SOURCE_LOST, SOURCE_SILENT, SOURCE_UNREPORTED, answer_about
 from cell_conductor.state import events as e
