@@ -68,7 +68,7 @@ class RequestHandlers:
         decisions = [one.message for one in batch if isinstance(one.message, CellFence)]
         if decisions:
             await self._fence_controller.take(decisions, self._engine)
-        elif any(_is_evacuation(one.message) for one in batch):
+        if any(_is_evacuation(one.message) for one in batch):
             await self._fences.load()  # another conductor may have taken the fence a moment ago
         rest = [one for one in batch if not isinstance(one.message, CellFence | CellServiceDelete)]
         handled = iter(await self._take(rest, "requests") if rest else ())

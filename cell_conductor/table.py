@@ -101,7 +101,7 @@ RESEND_REQUEST = Rule(build_rules.repeat_request)
 RESEND_COMMANDS = Rule(rollback_rules.resend_commands)
 ROLLED_BACK = (State.PREPARING, State.DESTROYING, State.REVERTING, State.RELEASING)
 NEXT = (State.CLAIMING, *ROLLED_BACK)
-DELETED_UNKNOWN = (State.TOMBSTONE, State.DESTROYING, State.RELEASING)
+DELETED_UNKNOWN = (State.TOMBSTONE, State.RELEASING)
 FAILS_OVER = (State.CLAIMING, State.RELEASING)
 COMPLETED = (State.RESIZED, State.DESTROYING, State.RELEASING, State.ACTIVE)
 REFUSE = Rule(cell_transfer_rules.refuse_other)
@@ -150,8 +150,8 @@ TABLE: Mapping[State, Mapping[type[Event], Entry]] = {
     },
     State.TOMBSTONE: {
         **USUAL,
-        BuildRequested: Rule(delete_rules.refuse_build, (State.DESTROYING, State.RELEASING)),
-        DeleteRequested: Rule(delete_rules.delete_unknown, (State.DESTROYING, State.RELEASING)),
+        BuildRequested: Rule(delete_rules.refuse_build, (State.RELEASING,)),
+        DeleteRequested: Rule(delete_rules.delete_unknown, (State.RELEASING,)),
     },
     State.BUILDING: {
         **USUAL,
@@ -334,7 +334,7 @@ TABLE: Mapping[State, Mapping[type[Event], Entry]] = {
 BLOCKED: Mapping[type[Event], Entry] = {
     **dict.fromkeys(USUAL, IGNORE),
     **{kind: USUAL[kind] for kind in (BuildRequested, ActionQueried)},
-    DeleteRequested: Rule(blocked_rules.delete, (State.DESTROYING,)),
+    DeleteRequested: Rule(blocked_rules.delete, (State.DESTROYING, State.RELEASING)),
     TimedOut: Rule(blocked_rules.wait),
     ActionRequested: Rule(blocked_rules.refuse),
     TransferRequested: Rule(blocked_rules.refuse),

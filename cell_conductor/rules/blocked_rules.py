@@ -10,6 +10,7 @@ from bus.contracts.build import BuildState
 from cell_conductor.rules import cell_transfer_rules
 from cell_conductor.rules.action_events import refuse_request, repeat_end
 from cell_conductor.rules.instance_facts import DESTROYING_DELETED
+from cell_conductor.rules.reconcile import RELEASING_DELETED
 from cell_conductor.state.commands import next_resend_at
 from cell_conductor.state.desired_state import DELETE_REQUESTED, desired_state_of, phase_to_text
 from cell_conductor.state.events import (
@@ -73,11 +74,12 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     """It is on record from now on, and carried out by the next reconciliation. It is of the attempt that it names: the
     record may be older.
     """
-    (state, next_state), action, cause = DESTROYING_DELETED, instance.action, event.cause or instance.cause
+    action, cause = instance.action, event.cause or instance.cause
     instance = replace(instance, highest_attempt=max(instance.last_attempt, event.attempt))
     if action is not None and not action.delete:
         recorded = replace(instance, action=replace(action, delete=True), cause=cause, deadline=event.at)
     elif action is None and instance.phase not in DELETE_REQUESTED:
+        state, next_state = DESTROYING_DELETED if instance.selections else RELEASING_DELETED
         recorded = replace(instance, state=state, next_state=next_state, cause=cause, deadline=event.at)
     else:
         recorded = instance

@@ -32,9 +32,9 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
         highest_attempt=max(instance.last_attempt, event.attempt),
         cause=event.cause or instance.cause,
     )
-    if instance.uuid in context.quarantined:
-        return blocked_rules.delete(blocked_rules.block(gone, event.at), event, context)
     releasing = step.enter_releasing(gone, State.DELETED, event.at, context)
+    if instance.uuid in context.quarantined:
+        releasing = blocked_rules.block(releasing, event.at)
     return step.emit_event(releasing, BuildState.DELETING, event.at, context)
 
 

@@ -69,8 +69,8 @@ class InstanceFacts:
         # A machine without this database's tag is not proved to be another's: the instance's may have lost its tag.
         self.unseen = {*absent, *(one.host_uuid for one in machines if one.foreign)}
         self.base = _base(self.record, known)
-        if self.base is None and self.known is not None and self.known.is_deleted:
-            self.base = _to_destroy(self.known, self.own, self.unseen)
+        if (self.base is None or self.base.spec is None) and self.known is not None and self.known.is_deleted:
+            self.base = _to_destroy(self.known, self.own, self.unseen) or self.base
 
     @cached_property
     def desired_state(self) -> DesiredState:
@@ -137,8 +137,9 @@ class InstanceFacts:
         )
 
     def blocked(self, reason: BlockedReason, commands: tuple[RecoveryCommand, ...] = ()) -> Reconciled:
-        """Nothing changes."""
-        return Reconciled(self.base, commands, blocked_reason=reason)
+        """Nothing changes. A tombstone waits for nothing: what a host has of it is reported."""
+        is_tombstone = self.base is not None and self.base.spec is None
+        return Reconciled(self.base, commands, blocked_reason=None if is_tombstone else reason)
 
 
 def _base(record: Instance | None, known: KnownInstance | None) -> Instance | None:

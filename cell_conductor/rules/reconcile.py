@@ -128,7 +128,7 @@ def delete(facts: InstanceFacts) -> Reconciled | None:
     if base is None or base.spec is None:  # of a tombstone, no end could be told
         return Reconciled(base, commands)
     ended, may_be_absent = _ends_of(facts), bool(facts.unseen & facts.places)
-    if may_be_absent and base.selections and base.current.service == NO_SERVICE:
+    if may_be_absent and base.service in ("", NO_SERVICE):
         return facts.blocked(BlockedReason.HOST_ABSENT, commands)  # nobody could be commanded
     if base.phase not in AT_REST or own or not is_by_record:
         is_gone = not own and not may_be_absent

@@ -141,7 +141,7 @@ def recovered(
         record = replace(record, since=at, requested_at=at if before is None else record.requested_at)
     record = replace(record, deadline=_deadline(record, at, context))
     step = _with_commands(record, result.commands, at, context)
-    if (state := _unreported_state(record, known)) is not None:
+    if (state := _unreported_state(before, record, known)) is not None:
         step = after(step, emit_event(replace(step.instance, answered=True), state, at, context, terminal=True))
     for ended in result.ended if record.spec is not None else ():  # of a tombstone the schedulers ask
         step = after(step, notify_end(step.instance, ended, at, context))
@@ -172,8 +172,10 @@ def _deadline(record: Instance, at: float, context: StepContext) -> float | None
     return at  # what it waits for is commanded, or asked of placement, once more
 
 
-def _unreported_state(record: Instance, known: KnownInstance | None) -> BuildState | None:
-    """What of its build the map does not have."""
+def _unreported_state(before: Instance | None, record: Instance, known: KnownInstance | None) -> BuildState | None:
+    """What of its build the map does not have. Where the build on record had failed, a newer one may be queued: the
+    schedulers ask for that end.
+    """
     if record.spec is None or known is None or known.is_deleted:
         return None
     row, host = desired_state_of(record), known.selections[0].host_uuid if known.selections else None
@@ -182,7 +184,8 @@ def _unreported_state(record: Instance, known: KnownInstance | None) -> BuildSta
     if not row.ends or not known.is_in_this_cell:
         return None
     if row.condition is Condition.FAILED:
-        return BuildState.FAILED
+        had_failed = before is not None and desired_state_of(before).condition is Condition.FAILED
+        return BuildState.FAILED if known.is_active or not had_failed else None
     return BuildState.DELETED if row.condition is Condition.DELETED else None
 
 

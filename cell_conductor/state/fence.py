@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Running, Selection
 from bus.contracts.operations import CellFence, FenceState
-from cell_conductor.state.desired_state import DESIRED, DESTROY_ANSWERED, MachineTarget, desired_state_of
-from cell_conductor.state.instance import FENCED, NOT_COMMANDED, Instance, InstanceSummary
+from cell_conductor.state.desired_state import DESIRED, DESTROY_ANSWERED, desired_state_of
+from cell_conductor.state.instance import FENCED, NOT_COMMANDED, Instance, InstanceSummary, State
 from cell_conductor.state.lease import Lease
 from cell_conductor.state.ownership_proof import is_provably_ended, rescan_of
 
@@ -113,10 +113,10 @@ def prevents_unfencing(record: InstanceSummary | None, one: Running, host_uuid: 
     """
     if record is None or host_uuid in record.protected_hosts:
         return False
-    known = replace(record, proves_from=0)
+    known = replace(record, proves_from=0, code="")
     return (
         one.attempt == UNKNOWN_ATTEMPT
-        or desired_state_of(record).current is MachineTarget.UNKNOWN
+        or record.state is State.ABSENT
         or is_provably_ended(known, one.attempt, host_uuid)
     )
 

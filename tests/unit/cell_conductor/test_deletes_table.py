@@ -93,7 +93,7 @@ UNKNOWN: list[Case] = [
     case(
         ABSENT,
         deletes(may_have_started=True),
-        "destroying/deleted",
+        "releasing/deleted",
         "build: deleting",
         context=replace(PATIENCE, quarantined=frozenset({UUID})),
     ),
@@ -366,6 +366,8 @@ BEGUN = {
           "cause": "c"}),
         (blocked(S.ACTIVE), deletes(attempt=9),
          {**NUMBERED, "state": S.DESTROYING, "next_state": S.DELETED, "deadline": 120.0, "highest_attempt": 9}),
+        (replace(blocked(S.FAILED), selections=(), selection_index=0), deletes(),  # no host could be commanded
+         {**NUMBERED, "state": S.RELEASING, "next_state": S.DELETED, "deadline": 120.0}),
         (at_source(blocked_reason=ABSENT_HOST), deletes(), {**NUMBERED, "move_delete": True, "deadline": 120.0}),
         (blocked(S.DESTROYING, S.DELETED), deletes(attempt=9), {**NUMBERED, "highest_attempt": 9}),
     ],

@@ -8,6 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
+from bus.consuming.outcome import Received
+from bus.contracts.actions import ActionKind, CellAction
+from bus.contracts.base import Meta
 from bus.contracts.operations import CellFence, EvacuationPolicy, FenceState
 from bus.faults import Transient
 from cell_conductor.config import ConductorConfig
@@ -16,9 +19,9 @@ from cell_conductor.hosts.fence_controller import FenceController
 from cell_conductor.state.fence import Fence
 from cell_conductor.state.instance import State
 from cell_conductor.store.fence_rows import FenceStore
-from tests.unit.cell_conductor.move_scenario import active
+from tests.unit.cell_conductor.move_scenario import ACTION, active
 from tests.unit.cell_conductor.scenario import SPEC, UUID, host
-from tests.unit.cell_conductor.world import Queried, Relay, engine_of, insert, opened_store
+from tests.unit.cell_conductor.world import Queried, Relay, engine_of, insert, opened_store, requests_of
 
 
 class Taking(Queried):
@@ -128,3 +131,16 @@ async def test_a_fence_that_is_taken_back_during_its_scan_ends_nothing_more() ->
     await controller.take([fence], engine)  # the consumer calls again with the same batch
     assert store._table.instances[UUID].state is State.ACTIVE
     assert not any(one.stale_machines for one in await store.fences.fences())
+
+
+async def test_an_evacuation_beside_a_fence_that_has_come_before_reads_what_is_on_record() -> None:
+    """It was refused as not fenced: another conductor had taken the fence."""
+    store, controller, engine = await made(active())
+    fences, fence = controller._fences, CellFence(host_uuid=host(1), host="h1", version=5)
+    await fences.load()
+    await controller.take([fence], engine)
+    await store.fences.put(Fence(host_uuid=host(2), host="h2", version=6))
+    requests = requests_of(engine, SystemClock(), fences=fences, fence_controller=controller)
+    evacuate = CellAction(request_id=ACTION, instance_uuid=UUID, kind=ActionKind.EVACUATE, project_id="p")
+    await requests.requests([Received(one, Meta(id="m"), "c1", "conductor.requests") for one in (fence, evacuate)])
+    assert host(2) in fences.fences

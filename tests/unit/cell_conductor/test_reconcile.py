@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from bus.contracts.actions import ActionKind, Condition
 from bus.contracts.listing import ListedMachine
 from cell_conductor.rules import reconcile as reconciling
+from cell_conductor.rules.instance_facts import DESTROYING_DELETED
 from cell_conductor.rules.reconcile import ATTEMPTS_PER_INCARNATION, BlockedReason, reconcile
 from cell_conductor.rules.recovery_facts import (
     NO_SERVICE,
@@ -26,6 +27,7 @@ from cell_conductor.rules.recovery_facts import (
     RecoveryCommandKind,
     Verb,
 )
+from cell_conductor.state.commands import commands_of
 from cell_conductor.state.desired_state import (
     DELETE_REQUESTED,
     DESIRED,
@@ -38,6 +40,7 @@ from cell_conductor.state.desired_state import (
 )
 from cell_conductor.state.instance import MACHINE_EXISTS, ActionInProgress, Instance, Phase, Power, State
 from cell_conductor.state.ownership_proof import is_provably_ended
+from cell_conductor.state.step import StepContext
 from tests.unit.cell_conductor.move_scenario import ACTION, OTHER
 from tests.unit.cell_conductor.scenario import SPEC, UUID, selection
 
@@ -96,6 +99,12 @@ def refused(phase: Phase) -> Instance:
     )
 
 
+WITHOUT_HOST = [
+    refused((State.FAILED, None)),
+    refused((State.DELETED, None)),
+    refused((State.RELEASING, State.FAILED)),
+    record_of((State.RELEASING, State.DELETED), attempt=0, highest_attempt=1, selections=()),  # no record had it
+]
 PHASES = [phase for phase, row in DESIRED_STATES.items() if row.current is not MachineTarget.UNKNOWN]
 RECORDS = [
     None,
@@ -128,16 +137,16 @@ WORDS = (
     known_at("A", attempt=1, is_active=False),
     known_at("B", attempt=9, request_id=ACTION, kind=ActionKind.MIGRATE, is_transferred_in=True),
     known_at(attempt=2, is_deleted=True),
-    known_at(attempt=9, is_deleted=True),
+    known_at("A", attempt=9, is_deleted=True),
     known_at(attempt=9, is_in_other_cell=True),
     KnownInstance(exists=False),
 )
 Case: TypeAlias = tuple[Instance | None, Sequence[ListedMachine], KnownInstance | None, frozenset[str]]
 
 
-def cases() -> Iterator[Case]:
+def cases(records: Sequence[Instance | None] = RECORDS) -> Iterator[Case]:
     absents = [frozenset[str](), *(frozenset({one.host_uuid}) for one in ON.values())]
-    for record, machines, known, absent in product(RECORDS, MACHINES, WORDS, absents):
+    for record, machines, known, absent in product(records, MACHINES, WORDS, absents):
         if not any(one.host_uuid in absent for one in machines):
             yield record, machines, known, absent
 
@@ -294,6 +303,19 @@ def test_a_delete_of_what_no_record_has_is_awaited_while_there_may_be_a_machine(
     ]
 
 
+@pytest.mark.parametrize("machines", [(), (listed("B", 1),), (listed("B", 9, complete=False),)])
+@pytest.mark.parametrize("record", WITHOUT_HOST)
+def test_a_delete_whose_record_names_no_host_waits_for_the_one_that_may_have_its_machine(
+    record: Instance, machines: Sequence[ListedMachine]
+) -> None:
+    """Every event of it failed; or, of a build that was refused, nothing was commanded and it did not end."""
+    known, on_a = known_at("A", attempt=9, is_deleted=True), ON["A"].host_uuid
+    result = reconcile(record, machines, known, [on_a], None, incarnation=INCARNATION)
+    assert (result.record, result.blocked_reason) == (record, BlockedReason.HOST_ABSENT)
+    found = reconcile(result.record, (listed("A", 9),), known, (), None, incarnation=INCARNATION).record
+    assert found is not None and (found.phase, found.host_uuid, found.code) == (DESTROYING_DELETED, on_a, "")
+
+
 @pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("attempt", [1, 2])
 @pytest.mark.parametrize(
@@ -302,7 +324,6 @@ def test_a_delete_of_what_no_record_has_is_awaited_while_there_may_be_a_machine(
         ((State.FAILED, None), (State.RELEASING, State.DELETED)),  # it was deleted since
         ((State.DELETED, None), (State.DELETED, None)),
         ((State.RELEASING, State.DELETED), (State.RELEASING, State.DELETED)),
-        ((State.DESTROYING, State.DELETED), (State.RELEASING, State.DELETED)),  # its delete was recorded as it waited
     ],
 )
 def test_what_a_refused_build_has_met_is_left_to_an_operator_also_after_its_delete(
@@ -389,6 +410,13 @@ def test_over_everything_that_may_be_recorded_listed_and_known() -> None:
         outcomes[result.blocked_reason or "decided"] += 1
     assert not wrong, (wrong, next(iter(first.values())))
     assert counted > 90_000 and set(outcomes) == {"decided", *BlockedReason}
+
+
+def test_what_is_made_of_a_record_without_a_host_commands_none() -> None:
+    made = [reconcile(*case, None, incarnation=INCARNATION) for case in cases(WITHOUT_HOST)]
+    decided = [one.record for one in made if one.record is not None and not one.blocked_reason]
+    assert {len(commands_of(one, StepContext(cell="c1"))) for one in decided if one.selections} == {0, 1}
+    assert not any(commands_of(one, StepContext(cell="c1")) for one in decided if not one.selections)
 
 
 # --- over histories

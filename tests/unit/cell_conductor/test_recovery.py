@@ -663,6 +663,18 @@ async def test_a_build_that_the_schedulers_do_not_know_to_be_active_is_announced
     assert (event.state, event.terminal, event.host_uuid) == (BuildState.ACTIVE, True, host(2))
 
 
+@pytest.mark.parametrize(("state", "tells"), [(BuildState.BUILDING, []), (BuildState.ACTIVE, [BuildState.FAILED])])
+async def test_of_a_build_that_had_failed_no_end_is_told_that_a_newer_one_would_take_for_its_own(
+    state: BuildState, tells: list[BuildState]
+) -> None:
+    """The newer one waited in the queue: it ended as failed, and was built."""
+    failed = record(State.FAILED, attempt=1, highest_attempt=1, queried=False, deadline=None)
+    cell = await cell_of(World(told=replace(known(2, 1), state=state)), failed)
+    found = await cell.recover()
+    assert found is not None and found.state is State.FAILED
+    assert [one.state for one in cell.sent(BuildEvent)] == tells
+
+
 STOPPED, OFFLOADED = replace(ACTIVE, power=Power.STOPPED), replace(ACTIVE, state=State.OFFLOADED, power=Power.SHELVED)
 
 

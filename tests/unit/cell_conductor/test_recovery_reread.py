@@ -16,8 +16,9 @@ from bus.contracts.actions import ActionKind, ChangeMachine
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildState
 from bus.contracts.cell import Destroy, HostStates, Running, Selection
-from bus.contracts.listing import ListMachines, MachinesPage
+from bus.contracts.listing import ListedMachine, ListMachines, MachinesPage
 from bus.contracts.operations import CellFence
+from bus.contracts.recovery import KnownRecord
 from cell_conductor.config import ConductorConfig
 from cell_conductor.machine_search import SourceLookup
 from cell_conductor.pending_lookups import PendingLookups
@@ -263,12 +264,27 @@ async def test_a_failed_build_is_not_gone_on_with() -> None:
     assert [one.host_uuid for one in cell.sent(Destroy)] == [host(1)]
 
 
-async def test_a_tombstone_beside_a_machine_stays_one() -> None:
-    """The end of what has no spec could not be told."""
-    cell = await cell_of(World(listed(1, 1), told=known(None, 1, state=BuildState.DELETED, spec=None)), TOMBSTONE)
+DELETED = known(None, 1, state=BuildState.DELETED, spec=None)
+
+
+@pytest.mark.parametrize(
+    ("machine", "told", "state", "reason", "destroys"),
+    [
+        (listed(1, 1), DELETED, State.DESTROYING, "", True),  # its spec is the machine's
+        (listed(1, 1, spec=None), DELETED, State.TOMBSTONE, "", True),  # its end could not be told
+        (listed(1, 1, busy=True), DELETED, State.DESTROYING, BlockedReason.BUSY, False),
+        (listed(1, 1, busy=True), known(1, 1), State.TOMBSTONE, "", False),
+        (listed(1, 5), known(1, 5), State.TOMBSTONE, "", False),
+    ],
+)
+async def test_a_tombstone_beside_a_machine_is_its_delete_or_stays_one_and_waits_for_nothing(
+    machine: ListedMachine, told: KnownRecord, state: State, reason: str, *, destroys: bool
+) -> None:
+    """Each delete, action or query of a blocked one without a spec ended as a dead letter."""
+    cell = await cell_of(World(machine, told=told), TOMBSTONE)
     found = await cell.recover()
-    assert found is not None and (found.state, found.blocked_reason) == (State.TOMBSTONE, "")
-    assert [one.host_uuid for one in cell.sent(Destroy)] == [host(1)]
+    assert found is not None and (found.state, found.blocked_reason) == (state, reason)
+    assert [one.host_uuid for one in cell.sent(Destroy)] == [host(1)] * destroys
 
 
 # --- What a recovery has placement hold of an instance that has a machine

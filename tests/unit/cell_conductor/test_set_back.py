@@ -16,6 +16,7 @@ from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import CellDelete, ComputeOutcome, ComputeResult, Destroy, RescanHosts, Running, Spawn
 from bus.persistence.outbox import OutboxMessage
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.config import ConductorConfig
 from cell_conductor.rules.build_rules import _spawn
 from cell_conductor.state import desired_state as desires
@@ -326,7 +327,8 @@ async def test_a_delete_waits_for_the_machine_in_quarantine_unless_an_operator_k
     conductor = await deleted_beside(decision)
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.blocked_reason == reason
-    assert recorded.phase == (State.DESTROYING if reason else State.RELEASING, State.DELETED)
+    assert recorded.phase == (State.RELEASING, State.DELETED)
+    assert awaited_request_of(recorded) is None or not reason
     assert Destroy not in orders(conductor)
 
 

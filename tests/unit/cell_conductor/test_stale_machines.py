@@ -135,6 +135,9 @@ HERE = replace(MOVED, attempt=2, host_uuid=HOST)
         pytest.param(LISTED, replace(MOVED, protected_hosts=(HOST,)), False, id="an operator keeps it"),
         pytest.param(LISTED, replace(MOVED, protected_hosts=("x",)), True, id="an operator keeps another"),
         pytest.param(LISTED, replace(MOVED, state=State.FAILED, code=MACHINE_EXISTS), True, id="exists"),
+        pytest.param(
+            replace(LISTED, attempt=4), replace(MOVED, state=State.FAILED, code=MACHINE_EXISTS), False, id="met"
+        ),
         pytest.param(LISTED, unreadable_summary(INSTANCE, ()), True, id="unreadable"),
         pytest.param(replace(LISTED, attempt=0), MOVED, True, id="unnumbered"),
         pytest.param(LISTED, HERE, False, id="wanted"),
