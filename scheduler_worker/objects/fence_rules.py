@@ -81,8 +81,8 @@ def acknowledge(host_uuid: str, known: FenceRecord, report: HostFence) -> Change
         return None
     if report.version > known.version:
         # The host is in use again. A fence that the cell never had may be newer: its number began again by the restore.
-        lifted = known.is_acknowledged and report.state is not FenceState.FENCED
-        after = replace(known, version=report.version + 1, unfencing=known.unfencing or lifted)
+        is_unfenced = known.is_acknowledged and report.state is not FenceState.FENCED
+        after = replace(known, version=report.version + 1, unfencing=known.unfencing or is_unfenced)
         return changed_object(ObjectKind.FENCE, host_uuid, known, after)
     if report.state is FenceState.UNFENCED:
         # else the cell's record was restored: notified again
