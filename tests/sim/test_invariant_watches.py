@@ -461,7 +461,7 @@ def test_a_node_that_leaves_available_under_a_take_is_no_breach(
         ("active", False, "no record ever gave it up"),
     ],
 )
-def test_a_node_is_given_up_by_a_record_or_by_its_own_failure(state: str, breach_text: str, *, was_active: bool) -> None:
+def test_a_node_is_given_up_by_a_record_or_by_its_failure(state: str, breach_text: str, *, was_active: bool) -> None:
     harm = HarmWatch(lambda: 100.0)
     harm.requested[INSTANCE] = None
     if was_active:
