@@ -26,13 +26,13 @@ MAX_DOUBLINGS = 30
 
 class RetryPolicy(Struct, frozen=True, kw_only=True):
     """How long to wait between calls, and when to stop. The wait after failure n is drawn evenly from `least` to 1
-    times first_s * 2**(n - 1), at most longest_s. Without attempts and lasts_s there is no bound.
+    times first_s * 2**(n - 1), at most longest_s. Without max_calls and lasts_s there is no bound.
     """
 
     first_s: float
     longest_s: float
     least: float = 0.5  # 1: the waits are not random
-    attempts: int | None = None  # the number of calls
+    max_calls: int | None = None
     lasts_s: float | None = None  # no call begins later than this after the first one
 
     def wait_s(self, failures: int, rng: random.Random | None) -> float:
@@ -169,7 +169,7 @@ class Retrying:
         until = None if policy.lasts_s is None else clock.monotonic() + policy.lasts_s
 
         def stop(state: tenacity.RetryCallState) -> bool:
-            if policy.attempts is not None and state.attempt_number >= policy.attempts:
+            if policy.max_calls is not None and state.attempt_number >= policy.max_calls:
                 return True
             return until is not None and clock.monotonic() >= until
 

@@ -21,17 +21,11 @@ from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
 from bus.tracing.context import traceparent_of
 from cell_conductor import metrics
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.config import ConductorConfig
 from cell_conductor.pending_lookups import PendingLookups
-from cell_conductor.placement_client import (
-    PendingRequest,
-    PlacementRequests,
-    Transition,
-    due_requests,
-    is_repeatable,
-    observe_steps,
-)
-from cell_conductor.placement_question import awaited_request_of
+from cell_conductor.placement_client import PendingRequest, PlacementRequests, due_requests
+from cell_conductor.recorded_changes import RecordedChanges, is_repeatable, observe_steps
 from cell_conductor.rules.delete_rules import is_other_project
 from cell_conductor.state.commands import next_resend_at
 from cell_conductor.state.database_marks import Stated
@@ -201,7 +195,7 @@ class Engine:
         # The rows are locked only to read them: a change that another task is committing is waited for. If they were
         # read without locks they would still look open, and the breaker would count events that have been handled.
         try:
-            known = await self.recorded({one.uuid for one in incoming})
+            known = await self.read_recorded({one.uuid for one in incoming})
         except UnreadableRecords as unreadable:
             return await self.effective(_events_of_readable(incoming, unreadable))
         context = replace(self._context, database_id=self._store.database_id)
@@ -307,7 +301,7 @@ class Engine:
 
     async def _record(
         self, transaction: Transaction, known: Mapping[str, Instance], incoming: Sequence[InstanceEvent]
-    ) -> Transition:
+    ) -> RecordedChanges:
         """Apply every event and record the changes, with the messages to send."""
         now: dict[str, Instance] = dict(known)
         outgoing: list[OutboxMessage] = []
@@ -330,7 +324,7 @@ class Engine:
         changed = [i for uuid, i in now.items() if uuid in known and i is not known[uuid]]
         created = [i for uuid, i in now.items() if uuid not in known and i.state is not State.ABSENT]
         if ended_by.hosts and not await transaction.rely_on(
-            list(ended_by.hosts), ended_by.abandoned, self._clock.time(), list(ended_by.proofs)
+            list(ended_by.hosts), ended_by.stale, self._clock.time(), list(ended_by.proofs)
         ):
             self._fences.invalidate()
             raise Transient("the fence that this relies on was ended meanwhile", code="fence.ended")
@@ -339,7 +333,7 @@ class Engine:
         await transaction.send_later(outgoing)
         stepped_on = {uuid: one for uuid, one in now.items() if uuid not in failed}
         asked = {uuid: request for uuid, one in stepped_on.items() if (request := awaited_request_of(one)) is not None}
-        return Transition(stepped_on, asked, outgoing, steps, ended, bool(ended_by.abandoned))
+        return RecordedChanges(stepped_on, asked, outgoing, steps, ended, bool(ended_by.stale))
 
     def _stepped(
         self,
@@ -388,14 +382,14 @@ class Engine:
         quarantined = {one.uuid for one in unknown if one.kind is UnknownMachineKind.QUARANTINED}
         return replace(context, quarantined=quarantined, protected=kept)
 
-    def _committed(self, transaction: Transaction, recorded: Transition) -> None:
+    def _committed(self, transaction: Transaction, recorded: RecordedChanges) -> None:
         """Send, log and count the committed changes."""
         self._relay.send(transaction.rows, recorded.outgoing)
-        if recorded.abandons:
+        if recorded.leaves_stale:
             self._fences.reload_soon()
         observe_steps(recorded.steps, recorded.ended, recorded.outgoing)
 
-    async def recorded(self, instances: Collection[str]) -> Mapping[str, Instance]:
+    async def read_recorded(self, instances: Collection[str]) -> Mapping[str, Instance]:
         """The records of these instances, once a change of them that is being committed is on record."""
         if not instances:
             return {}
@@ -413,7 +407,8 @@ class Engine:
             if not answers:
                 return
             requests = await self._apply(answers)
-        log.error("instance.unresolved", instances=[request.instance.uuid for request in requests][:10])
+        if left := self._of_placement(requests):
+            log.error("instance.unresolved", instances=[request.instance.uuid for request in left][:10])
 
     def _of_placement(self, requests: Sequence[PendingRequest]) -> list[PendingRequest]:
         """The requests to placement; the queries of compute services wait for the next search."""

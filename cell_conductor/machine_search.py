@@ -14,10 +14,10 @@ from bus.contracts.cell import MAX_LOOKUP_AT_ONCE, LookUpMachines, MachineLookup
 from bus.faults import Fault, Forbidden, Transient
 from bus.transport import BusError
 from cell_conductor import metrics
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import Engine
 from cell_conductor.pending_lookups import PendingLookups
-from cell_conductor.placement_question import awaited_request_of
 from cell_conductor.reports.listings import HostListings
 from cell_conductor.rules.rollback_rules import answer_about
 from cell_conductor.state.events import InstanceEvent, MachineDecided, SourceAnswered, SourceQuery
@@ -78,7 +78,7 @@ class SourceLookup:
             log.exception("instance.lookup_failed", instance=waiting[0], code=code, cause=waiting[0])
 
     async def _look_up_sources(self, instances: Sequence[str]) -> None:
-        known = await self._engine.recorded(instances)
+        known = await self._engine.read_recorded(instances)
         asked = {
             uuid: one
             for uuid, instance in known.items()

@@ -16,7 +16,7 @@ from bus.transport import BusError
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import Engine
 from cell_conductor.machine_search import SourceLookup
-from cell_conductor.state.desired_state import PURGED, PURGED_FAILED
+from cell_conductor.state.desired_state import PURGEABLE, PURGEABLE_FAILED
 from cell_conductor.store.port import InstanceStore
 
 FENCE_PROVES_S = 30 * 86_400.0  # a host that is fenced for longer keeps no record of what ended in its cell
@@ -70,9 +70,9 @@ async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorCon
                 one.since for one in fences if (one.at > failed_before if one.unfencing else one.since > repaired)
             )
             oldest = min(awaited, default=math.inf) - CLOCKS_APART_S
-            deleted = await store.purge(PURGED, min(before, oldest), config.purge_batch)
+            deleted = await store.purge(PURGEABLE, min(before, oldest), config.purge_batch)
             await store.fences.purge_ended(before, config.purge_batch)
-            failed = await store.purge(PURGED_FAILED, min(failed_before, oldest), config.purge_batch)
+            failed = await store.purge(PURGEABLE_FAILED, min(failed_before, oldest), config.purge_batch)
         except Transient as fault:
             log.warning("purge.waiting", code=fault.code, reason=str(fault))
         if max(deleted, failed) < config.purge_batch:

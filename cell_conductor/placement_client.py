@@ -1,10 +1,7 @@
-"""Requests to placement that instances wait for: which are due, and the effects of the answers and of one transaction
-on their instances.
-"""
+"""Requests to placement that instances wait for: which are due, and the events of their answers."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
@@ -12,18 +9,15 @@ from msgspec import Struct
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.contracts.actions import ActionEvent
 from bus.contracts.base import ORDER_OUTDATED, Message
-from bus.contracts.build import BuildEvent
-from bus.contracts.cell import Spawn
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, Revert, RevertResult
 from bus.faults import Fault, RequestRefused
-from bus.persistence.outbox import OutboxMessage
 from bus.transport import BusError
 from cell_conductor import metrics
-from cell_conductor.placement_question import AwaitedRequest, awaited_request_of
+from cell_conductor.awaited_request import AwaitedRequest, awaited_request_of
+from cell_conductor.recorded_changes import RecordedChanges
 from cell_conductor.state.events import Claimed, ClaimRefused, Event, InstanceEvent, Released, Reverted, RevertRefused
-from cell_conductor.state.instance import Instance, State
+from cell_conductor.state.instance import Instance
 
 log = structlog.get_logger(__name__)
 
@@ -44,7 +38,7 @@ class PendingRequest(Struct, frozen=True):
 
 
 def due_requests(
-    before: Mapping[str, Instance], recorded: Transition, *, again: Collection[str]
+    before: Mapping[str, Instance], recorded: RecordedChanges, *, again: Collection[str]
 ) -> list[PendingRequest]:
     """The requests that are due: new ones, and those of `again` once more."""
     # An instance that was waiting before is another task's: two requests at the same time would be answered twice.
@@ -174,7 +168,7 @@ class PlacementRequests:
 
     def _unanswered(self, instance: Instance, kind: str, fault: Fault | BusError) -> None:
         metrics.ANSWERS.labels(kind, fault.code).inc()
-        about = {"instance": instance.uuid, "ask": kind, "code": fault.code, "reason": str(fault)}
+        about = {"instance": instance.uuid, "request": kind, "code": fault.code, "reason": str(fault)}
         log.warning("instance.unanswered", cause=instance.cause, **about)
 
 
@@ -192,57 +186,3 @@ def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> C
         outcomes=answer.outcomes,
         reason=answer.reason,
     )
-
-
-class Transition(Struct, frozen=True):
-    """The changes that one transaction makes to its instances, the messages that it sends, and the lines to log after
-    it.
-    """
-
-    instances: Mapping[str, Instance]
-    requests: Mapping[str, AwaitedRequest]  # the requests that its instances wait for
-    outgoing: list[OutboxMessage]
-    steps: Counter[tuple[State, str]]
-    ended: list[Instance]
-    abandons: bool = False  # whether it abandons machines on a fenced host
-
-
-def is_repeatable(recorded: Transition, known: Mapping[str, Instance]) -> bool:
-    """Whether a message may be published before the commit is on disk: the message that caused it is acknowledged after
-    that. known: the instances as they were before.
-    """
-    # A database that loses the commit in a crash receives the message again, and publishes the same again (decision
-    # 0011). On disk first are: commands to hosts and requests to placement; the end of a request (if it were lost, a
-    # refused request could be carried out after all, and a finished one could fail); a transfer (another cell has the
-    # instance from then on); and what a host has answered when its attempt's deadline had passed (lost, the attempt
-    # would be abandoned before the message comes again, and a machine be destroyed that its client was informed of).
-    if any(one.queried and recorded.instances.get(uuid) is not one for uuid, one in known.items()):
-        return False
-    if recorded.requests:
-        return False
-    outgoing = [addressed.message for addressed in recorded.outgoing]
-    if any(isinstance(one, ActionEvent) and (one.terminal or one.transfer is not None) for one in outgoing):
-        return False
-    return all(isinstance(message, BuildEvent | ActionEvent) for message in outgoing)
-
-
-def observe_steps(
-    steps: Counter[tuple[State, str]], ended: Sequence[Instance], outgoing: Sequence[OutboxMessage]
-) -> None:
-    """Count a batch, and log each instance that came to an end."""
-    for (state, event), times in steps.items():
-        metrics.STEPS.labels(state, event).inc(times)
-    for instance in ended:
-        metrics.ENDED.labels(instance.state).inc()
-        write = log.info if instance.state is State.FAILED else log.debug
-        write(
-            "instance.ended",
-            instance=instance.uuid,
-            state=instance.state,
-            attempt=instance.attempt,
-            code=instance.code,
-            reason=instance.reason,
-            cause=instance.cause,
-        )
-    metrics.ALTERNATES.inc(sum(isinstance(a.message, Spawn) and a.message.attempt > 1 for a in outgoing))
-    metrics.stages([a.message for a in outgoing])

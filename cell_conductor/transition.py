@@ -11,7 +11,7 @@ from bus.contracts.actions import ChangeKind, ChangeMachine
 from bus.contracts.base import Message
 from bus.contracts.cell import Destroy, Spawn
 from bus.faults import BrokenInvariant
-from cell_conductor.placement_question import is_answered_by
+from cell_conductor.awaited_request import is_answered_by
 from cell_conductor.rules import delete_rules
 from cell_conductor.state.commands import change_command, change_of, commands_of, with_change_number, with_commands
 from cell_conductor.state.desired_state import DESIRED_STATES
@@ -26,7 +26,7 @@ from cell_conductor.state.events import (
     SourceAnswered,
     SpawnFailed,
 )
-from cell_conductor.state.fence import abandoned_services, fenced_hosts
+from cell_conductor.state.fence import fenced_hosts, services_of_stale
 from cell_conductor.state.instance import PROTECTED, Instance
 from cell_conductor.state.ownership_proof import is_provably_ended
 from cell_conductor.state.step import Step, StepContext
@@ -109,13 +109,13 @@ STARTING = frozenset({ChangeKind.START, ChangeKind.REBUILD, ChangeKind.RESCUE, C
 
 
 class FenceSteps:
-    """The effects of fences in one transaction: the hosts, and by host the services of what was abandoned there.
+    """The effects of fences in one transaction: the hosts, and by host the services of stale machines there.
     proofs: those of the hosts from which an evacuation commands a destination.
     """
 
     def __init__(self) -> None:
         self.hosts: dict[str, None] = {}
-        self.abandoned: dict[str, list[str]] = {}
+        self.stale: dict[str, list[str]] = {}
         self.proofs: dict[str, None] = {}
 
     def apply(self, before: Instance, stepped: Step, event: Event, context: StepContext) -> Step:
@@ -134,8 +134,8 @@ class FenceSteps:
             self.proofs.update(dict.fromkeys(fences_relied_on(before, after, context)))
             self.hosts.update(self.proofs)
             for host in fenced_hosts(before, context.fences):
-                if services := abandoned_services(before, after, host):
-                    self.abandoned[host] = [*self.abandoned.get(host, ()), *services]
+                if services := services_of_stale(before, after, host):
+                    self.stale[host] = [*self.stale.get(host, ()), *services]
                     self.hosts[host] = None
         return Step(after, _without_starts(commands, context))
 

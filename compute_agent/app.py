@@ -62,7 +62,7 @@ def build(
 
 
 def _add_tasks(result: WorkerRuntime, env: Environment, parts: ComputeServiceParts) -> None:
-    result.add_task("results", parts.announcer.run)
+    result.add_task("results", parts.results_sender.run)
     add_heartbeat(result, env, parts.bus, "compute")
     result.add_task("name", parts.name.watch)
     result.add_task("heartbeats", parts.reporter.send_heartbeats)

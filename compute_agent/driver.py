@@ -125,7 +125,7 @@ class ChangeOrder(Struct, frozen=True, kw_only=True):
     host_uuid: str
     spec: InstanceSpec
     attempt: int
-    order: int  # rises with each change
+    change_number: int  # rises with each change
     allocations: dict[str, Resources]
     database_id: str | None = None
     to_host: str | None = None  # the destination of a hand-over

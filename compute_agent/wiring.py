@@ -78,7 +78,7 @@ class ComputeServiceParts:
         self.ring = self._driver_parts.ring
         self.tasks = self._driver_parts.tasks
         self.name = self._name()
-        self.announcer = self._announcer()
+        self.results_sender = self._new_results_sender()
         self.changes = PendingHostReports(env.clock)
         self.host_conflicts = HostConflicts(service=service, changes=self.changes, clock=env.clock)
         self.startup_gate = self._startup_gate()
@@ -88,7 +88,7 @@ class ComputeServiceParts:
         self.scanner = MachineScanner(self.driver, self.records, on_listed=self.quarantine.drop_absent)
         self.lookup = MachineLookup(service=service, driver=self.driver, records=self.records, scanner=self.scanner)
         self.jobs = Jobs()
-        self._send = self._driver_parts.wrap_sender(self.announcer.send)
+        self._send = self._driver_parts.wrap_sender(self.results_sender.send)
         self._results = Results(service, self._send, self.clock, self.records)
         self.destroys = self._destroys()
         self.agent = self._agent()
@@ -130,7 +130,7 @@ class ComputeServiceParts:
             wait_s=self._config.name_wait_s,
         )
 
-    def _announcer(self) -> ResultSender:
+    def _new_results_sender(self) -> ResultSender:
         return ResultSender(
             self.bus,
             clock=self.clock,
@@ -158,7 +158,7 @@ class ComputeServiceParts:
             jobs=self.jobs,
             clock=self.clock,
             rng=self._env.rng,
-            attempts=self._config.destroy_tries,
+            max_calls=self._config.destroy_tries,
             on_done=self.startup_gate.on_destroys_done,
         )
 
@@ -231,7 +231,7 @@ class ComputeServiceParts:
         return ComputeHandlers(
             self.agent,
             service=self._service,
-            wait_for_capacity=self.announcer.wait_for_capacity,
+            wait_for_capacity=self.results_sender.wait_for_capacity,
             on_report_requested=self.changes.on_request,
             on_heartbeat=self.name.on_heartbeat,
             superseded=self.reporter.on_superseded,
@@ -305,7 +305,7 @@ class ComputeServiceParts:
         on record.
         """
         await self.jobs.stop(min(STOP_GRACE_S, grace_s / 2))
-        await self.announcer.flush(min(FLUSH_S, grace_s / 2))
+        await self.results_sender.flush(min(FLUSH_S, grace_s / 2))
         await self.reporter.leave()
 
     async def close(self) -> None:

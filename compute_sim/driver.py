@@ -142,7 +142,7 @@ class SimulatedDriver:
         machine = self._machine(change)
         host = self._fleet.host(change.host_uuid)
         assert host is not None
-        plan = plan_change(self._faults, self._seed, host.plan.name, machine.instance_uuid, change.order)
+        plan = plan_change(self._faults, self._seed, host.plan.name, machine.instance_uuid, change.change_number)
         delay_s = plan.delay_s
         if change.kind is ChangeKind.HAND_OVER_LIVE and self._faults.copy_mb_s:
             memory_mb = sum(amounts.get("MEMORY_MB", 0) for amounts in machine.allocations.values())
@@ -156,7 +156,7 @@ class SimulatedDriver:
             self._fleet.put(change.host_uuid, changed)
         if plan.breaks:
             raise ChangeFault("sim.change_broken", "planned: it was done, and failed at its end", runs=changed.runs)
-        image = f"snapshot-{machine.instance_uuid}-{change.order}" if change.kind is ChangeKind.SNAPSHOT else ""
+        image = f"snapshot-{machine.instance_uuid}-{change.change_number}" if change.kind is ChangeKind.SNAPSHOT else ""
         return ChangeResult(changed.runs, image)
 
     def _machine(self, change: ChangeOrder) -> SimulatedMachine:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import structlog
+from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import API, Bus
@@ -27,9 +28,10 @@ from nova_scheduler.config import NOT_OWNED, NotificationSettings, NovaConfig, a
 from nova_scheduler.decide.decision_log import CallRecorder, PublishedCalls
 from nova_scheduler.decide.notifications import NovaNotifier
 from nova_scheduler.decide.placer_requests import PlacerRequests
-from nova_scheduler.decide.select_destinations import Destinations
+from nova_scheduler.decide.select_destinations import Destinations, Notifier
 from nova_scheduler.rpc.dispatcher import CallDispatcher
 from nova_scheduler.rpc.server import RpcServer
+from nova_scheduler.stock.comparison import AnswerComparison
 from nova_scheduler.stock.forwarder import Fallback, StockForwarder
 from nova_scheduler.stock.shadow import GrantedClaims, ShadowingForwarder, UpstreamDecides
 from nova_scheduler.wire.queues import RabbitOptions
@@ -37,7 +39,7 @@ from placement_worker.replica.follower import Follower
 from placement_worker.replica.replica import Replica
 from scheduler_worker import plugins
 from scheduler_worker.build.claim_ownership import ClaimOwnership
-from scheduler_worker.build.placer import Placer
+from scheduler_worker.build.placer import Placer, ReplicaFollower
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.fleet.metrics_listener import add_host_metrics
 from scheduler_worker.hosts.host_table import HostTable
@@ -50,70 +52,121 @@ log = structlog.get_logger("nova")
 NAME = "nova-scheduler"
 
 
+class PlacementAccess(Struct, frozen=True):
+    """A replica of placement, what keeps it up to date, and what claims."""
+
+    replica: Replica
+    follower: ReplicaFollower
+    claims: ClaimPort
+
+
+class Deciding(Struct, frozen=True):
+    """What decides the calls of a Nova, and what it is kept up to date by."""
+
+    destinations: Destinations
+    selector: Selector
+    nova_state: NovaState
+    rest: NovaRest
+    poller: NovaStatePoller
+
+    def add_to(self, service: WorkerRuntime) -> None:
+        """Have a service read Nova before calls are decided."""
+        service.add_resource(None, self.rest.close)
+        service.add_task("nova state", self.poller.run)
+        service.add_preparation(self.poller.first.wait)
+        service.add_check("nova state", self.poller.first.is_set)
+
+
+def deciding(
+    env: Environment,
+    config: NovaConfig,
+    scheduler: SchedulerConfig,
+    placed: PlacementAccess,
+    *,
+    notifier: Notifier,
+    recorder: CallRecorder,
+) -> Deciding:
+    """What decides the calls. Raises SettingsError."""
+    table, claims = host_table(), placed.claims
+    scheduler, lacking = _scheduler_settings(scheduler, config)
+    selector = _selector(placed.replica, table, scheduler)
+    nova_state = NovaState(table)
+    rest, cells = NovaRest(config.api, clock=env.clock, setting="nova.api"), cells_of(config.api, env.clock)
+    poller = NovaStatePoller(rest, nova_state, table, cells=cells, config=config.api, clock=env.clock)
+    placer = Placer(
+        claims,
+        ClaimOwnership(claims, table.last_cell_of, _no_records),
+        selector,
+        placed.follower,
+        clock=env.clock,
+        rng=random.Random(env.rng.getrandbits(64)),
+        config=scheduler,
+    )
+    destinations = Destinations(
+        placer,
+        selector,
+        nova_state,
+        poller,
+        placed.follower,
+        requests=PlacerRequests(selector, nova_state, config, lacking=lacking),
+        configure=partial(configure, selector, nova_state, scheduler),
+        notifier=notifier,
+        clock=env.clock,
+        in_shadow=config.shadow,
+        recorder=recorder,
+    )
+    return Deciding(destinations, selector, nova_state, rest, poller)
+
+
 def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> WorkerRuntime:
     """One server of the topic. Any number may run side by side, and beside stock nova-schedulers.
 
     scheduler: how hosts are weighed and claimed. Raises SettingsError.
     """
     service = WorkerRuntime(NAME, clock=env.clock)
-    api, table = env.bus(API), host_table()
+    api = env.bus(API)
     api.publishes_as(FRONTEND)
-    scheduler, lacking = _scheduler_settings(scheduler, config)
-    selector = _selector(table, scheduler)
-    nova_state = NovaState(table)
-    rest, cells = NovaRest(config.api, clock=env.clock, setting="nova.api"), cells_of(config.api, env.clock)
-    poller = NovaStatePoller(rest, nova_state, table, cells=cells, config=config.api, clock=env.clock)
-    follower = Follower(api, selector.replica, process=env.process, clock=env.clock)
+    replica = Replica()
+    follower = Follower(api, replica, process=env.process, clock=env.clock)
     claims: ClaimPort = BusClaims(api, timeout_s=scheduler.claim_timeout_s)
-    claims = GrantedClaims(claims) if config.shadow else claims
-    placer = Placer(
-        claims,
-        ClaimOwnership(claims, table.last_cell_of, _no_records),
-        selector,
-        follower,
-        clock=env.clock,
-        rng=random.Random(env.rng.getrandbits(64)),
-        config=scheduler,
-    )
-    transport = _transport(env.process, "transport_url", config.transport_url, config.rabbit)
-    notifier, calls = _notifier(env, config, transport), PublishedCalls(api)
-    destinations = Destinations(
-        placer,
-        selector,
-        nova_state,
-        poller,
-        follower,
-        requests=PlacerRequests(selector, nova_state, config, lacking=lacking),
-        configure=partial(configure, selector, nova_state, scheduler),
+    transport = transport_of(env.process, "transport_url", config.transport_url, config.rabbit)
+    notifier, calls = notifier_of(env, config, transport), PublishedCalls(api)
+    decides = deciding(
+        env,
+        config,
+        scheduler,
+        PlacementAccess(replica, follower, GrantedClaims(claims) if config.shadow else claims),
         notifier=notifier,
-        clock=env.clock,
-        in_shadow=config.shadow,
         recorder=calls,
     )
-    fallback = _fallback(env, config)
+    destinations, fallback = decides.destinations, _fallback(env, config)
     if fallback is not None and config.shadow:
-        shadow = ShadowingForwarder(destinations, fallback, selector.replica, env.clock, calls)
-        service.add_counts(shadow.counts)
+        comparison = AnswerComparison(destinations, replica, env.clock, calls)
+        service.add_counts(comparison.counts)
+        shadow = ShadowingForwarder(comparison, fallback, env.clock)
         server = _server(env, config, transport, UpstreamDecides(destinations), shadow)
     else:
         server = _server(env, config, transport, destinations, fallback, recorder=calls)
     service.add_resource(api.open, api.close)
-    service.add_resource(follower.start, follower.close)
-    service.add_resource(None, rest.close)
     service.add_task("nova notifications", notifier.run)
     service.add_task("nova calls told", calls.run)
-    for name, ready, run in (("replica", follower.ready, follower.run), ("nova state", poller.first, poller.run)):
-        service.add_task(name, run)
-        service.add_preparation(ready.wait)
-        service.add_check(name, ready.is_set)
+    _add_follower(service, follower)
+    decides.add_to(service)
     _add_server(service, server, fallback)
-    _add_bus(service, env, api, selector)
+    _add_bus(service, env, api, decides.selector)
     return service
 
 
-def _selector(table: HostTable, scheduler: SchedulerConfig) -> Selector:
+def _add_follower(service: WorkerRuntime, follower: Follower) -> None:
+    service.add_resource(follower.start, follower.close)
+    service.add_task("replica", follower.run)
+    service.add_preparation(follower.ready.wait)
+    service.add_check("replica", follower.ready.is_set)
+
+
+def _selector(replica: Replica, table: HostTable, scheduler: SchedulerConfig) -> Selector:
     filters, weighings = plugins.filters(scheduler), plugins.weighings(scheduler)
-    return Selector(Replica(), table, SelectorConfig(scheduler, flavors={}, filters=filters, weighings=weighings))
+    return Selector(replica, table, SelectorConfig(scheduler, flavors={}, filters=filters, weighings=weighings))
 
 
 def _add_bus(service: WorkerRuntime, env: Environment, api: Bus, selector: Selector) -> None:
@@ -152,7 +205,7 @@ def configure(selector: Selector, nova_state: NovaState, config: SchedulerConfig
 
 def _scheduler_settings(scheduler: SchedulerConfig, config: NovaConfig) -> tuple[SchedulerConfig, tuple[str, ...]]:
     """The scheduler's settings with what is Nova's: flavors and aggregates come with its calls and its facts. And the
-    filters that berth does not have, if there is a fallback, which decides every call then: they are not run here.
+    filters that berth does not have, if another scheduler decides every call then: they are not run here.
     """
     known = replace(
         scheduler,
@@ -162,7 +215,7 @@ def _scheduler_settings(scheduler: SchedulerConfig, config: NovaConfig) -> tuple
         enabled_filters=config.own_filters,
         default_availability_zone=config.default_availability_zone,
     )
-    lacking = plugins.lacking(known) if config.fallback_url else ()
+    lacking = plugins.lacking(known) if config.is_one_of_two else ()
     return replace(known, enabled_filters=tuple(one for one in known.enabled_filters if one not in lacking)), lacking
 
 
@@ -194,15 +247,15 @@ def _fallback(env: Environment, config: NovaConfig) -> StockForwarder | None:
         reason = "nova.fallback_url is where nova.transport_url is: calls would come back from there"
         raise SettingsError("nova.fallback_url", reason)
     return StockForwarder(
-        _transport(env.process, "fallback_url", config.fallback_url, config.rabbit),
+        transport_of(env.process, "fallback_url", config.fallback_url, config.rabbit),
         control_exchange=config.control_exchange,
         unique=f"{env.rng.getrandbits(128):032x}",
         clock=env.clock,
     )
 
 
-def _notifier(env: Environment, config: NovaConfig, transport: RabbitTransport) -> NovaNotifier:
-    """Silent in the shadow: the stock nova-scheduler notifies."""
+def notifier_of(env: Environment, config: NovaConfig, transport: RabbitTransport) -> NovaNotifier:
+    """What notifies of calls. Silent in the shadow: the stock nova-scheduler notifies."""
     return NovaNotifier(
         transport,
         NotificationSettings() if config.shadow else config.notifications,
@@ -251,7 +304,8 @@ def _is_one_place(one: str, other: str) -> bool:
     return first.vhost == second.vhost and not set(first.hosts).isdisjoint(second.hosts)
 
 
-def _transport(process: str, setting: str, url: str, options: RabbitOptions) -> RabbitTransport:
+def transport_of(process: str, setting: str, url: str, options: RabbitOptions) -> RabbitTransport:
+    """The connection to a broker of Nova's. Raises SettingsError."""
     if reason := options.refused():
         raise SettingsError("nova.rabbit_option", f"of nova.rabbit, {reason}")
     if not url:

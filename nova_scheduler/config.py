@@ -11,9 +11,10 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 
 from bus.contracts.base import Zone, matching
+from bus.openstack.login import KeystoneLogin
 from bus.rabbitmq.address import BadBusUrl
 from bus.service.settings import Secret
-from nova_scheduler.cloud.api_config import NovaApiConfig
+from nova_scheduler.cloud.api_config import NovaApiConfig, Seconds
 from nova_scheduler.wire.queues import RabbitOptions
 
 # Those that Nova enables of itself.
@@ -86,6 +87,35 @@ class NotificationSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return tuple(f"{topic}.info" for topic in topics)
 
 
+class TrialSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of `berth nova trial`, which reads the OpenStack Placement of a Nova and changes nothing."""
+
+    placement_url: Annotated[str, matching(r"^https?://", "an address that begins with http:// or https://")] = (
+        "http://127.0.0.1:8778"
+    )
+    """Placement's API, as its endpoint in Keystone has it."""
+    keystone: KeystoneLogin = KeystoneLogin()
+    """Credentials for Keystone, of a user that may read resource providers and their allocations. The token is renewed
+    when it expires.
+    """
+    token: Secret = ""
+    """An X-Auth-Token that another program renews."""
+    verify_tls: bool = True
+    """Whether Placement's and Keystone's certificates are verified."""
+    ca_file: str = ""
+    """Certificates (PEM) of the authorities that sign them. Empty: those that the system trusts."""
+    request_timeout_s: Seconds = 30.0
+    """Seconds that one request may take."""
+    interval_s: Seconds = 1.0
+    """Seconds between two reads of the providers' generations, and of what has moved."""
+    whole_s: Seconds = 60.0
+    """Seconds within which the allocations of every provider are read: what a server held that was deleted counts for
+    as long, as `DELETE /allocations` moves no generation.
+    """
+    answer_s: Seconds = 60.0
+    """Seconds that the allocations of a call's servers are waited for: the stock scheduler's choice is read there."""
+
+
 class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of each process that answers the topic `scheduler` of a Nova. How hosts are weighed is in `[scheduler]`."""
 
@@ -121,6 +151,13 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is published about each call."""
     api: NovaApiConfig = NovaApiConfig()
     """Where hosts, services and aggregates are read."""
+    trial: TrialSettings = TrialSettings()
+    """The trial beside a Nova that has an OpenStack Placement."""
+
+    @property
+    def is_one_of_two(self) -> bool:
+        """Whether another scheduler decides what berth does not."""
+        return bool(self.fallback_url) or self.shadow
 
     @property
     def own_filters(self) -> tuple[str, ...]:

@@ -21,8 +21,9 @@ from bus.service.health import Health
 from bus.service.service import WorkerRuntime
 from bus.service.worker_heartbeat import add_heartbeat
 from bus.transport import BusError
+from placement_worker.cell_follower import CellFollower
 from placement_worker.config import PlacementConfig
-from placement_worker.handlers import CellFollower, PlacementHandlers
+from placement_worker.handlers import PlacementHandlers
 from placement_worker.publisher import FeedPublisher
 from placement_worker.rest.api import Api
 from placement_worker.rest.application import Application

@@ -21,7 +21,6 @@ from scheduler_worker.action.action_engine import ActionEngine
 from scheduler_worker.action.destination import DestinationChooser
 from scheduler_worker.build.build_engine import SchedulingEngine
 from scheduler_worker.cell_events.cell_event_recorder import CellEventRecorder
-from scheduler_worker.cell_link import SchedulerParts, add_cells, add_requests, cell_links, new_relay
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.drain.drain_controller import DrainController
 from scheduler_worker.drain.drain_inventory import DrainInventory
@@ -49,6 +48,7 @@ from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 from scheduler_worker.upkeep.purge import purge_forever
 from scheduler_worker.upkeep.silent_requests import SilentRequests
+from scheduler_worker.wiring import SchedulerParts, add_cells, add_requests, cell_links, new_relay
 
 
 def build(
@@ -198,13 +198,13 @@ def _add_drains(
 ) -> DrainController:
     """The tasks that empty hosts: drains, and evacuations of fenced hosts."""
     clock = parts.env.clock
-    holders = DrainInventory(parts.store, parts.selector, follower, parts.api, warmup=parts.warmup, clock=clock)
-    planner = DrainPlanner(parts.selector, destinations, holders, clock=clock)
-    emptier = HostEmptier(parts.store, actions, holders, planner.order, warmup=parts.warmup, clock=clock)
+    inventory = DrainInventory(parts.store, parts.selector, follower, parts.api, warmup=parts.warmup, clock=clock)
+    planner = DrainPlanner(parts.selector, destinations, inventory, clock=clock)
+    emptier = HostEmptier(parts.store, actions, inventory, planner.order, warmup=parts.warmup, clock=clock)
     drains = DrainController(
         parts.store,
         registry,
-        holders,
+        inventory,
         planner,
         emptier,
         clock=clock,

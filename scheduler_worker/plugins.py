@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from bus.service.settings import SettingsError
-from scheduler_worker.config import DEFAULT_FILTERS, MORE_FILTERS, SchedulerConfig
+from scheduler_worker.config import DEFAULT_FILTERS, DEFAULT_WEIGHERS, MORE_FILTERS, SchedulerConfig
 from scheduler_worker.filters.host_state import MetricsFilter
 from scheduler_worker.selection.plugin import Filter, Weigher, Weighing
 
@@ -38,14 +39,18 @@ def lacking(config: SchedulerConfig) -> tuple[str, ...]:
 
 
 def _available(config: SchedulerConfig) -> dict[str, str]:
-    """The class path of each filter, by class path and by class name."""
-    paths = (*DEFAULT_FILTERS, *MORE_FILTERS, *config.available_filters)
+    return _by_name((*DEFAULT_FILTERS, *MORE_FILTERS, *config.available_filters))
+
+
+def _by_name(paths: Sequence[str]) -> dict[str, str]:
+    """Each class path, by itself and by the name of its class."""
     return {path.rpartition(".")[2]: path for path in paths} | {path: path for path in paths}
 
 
 def weighings(config: SchedulerConfig) -> list[Weighing]:
     """The enabled weighers with their multipliers, without those whose multiplier is 0. Raises PluginInvalid."""
-    made: list[Weigher] = [_instance(path, "weigh", config) for path in config.enabled_weighers]
+    own = _by_name(DEFAULT_WEIGHERS)
+    made: list[Weigher] = [_instance(own.get(one, one), "weigh", config) for one in config.enabled_weighers]
     unknown = config.multipliers.keys() - {weigher.name for weigher in made}
     if unknown:
         raise PluginInvalid(f"multipliers for weighers that are not enabled: {', '.join(sorted(unknown))}")

@@ -12,7 +12,6 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from tests.kit import recorded_replaces  # noqa: F401  # isort: skip  # before all that imports `replace`
 from tests.kit import forks, lent, sources
 from tests.kit.distribution import READERS, ByFile, in_order, unit_of
 from tests.kit.fixtures import (

@@ -225,25 +225,6 @@ def test_the_states_of_an_instance_are_listed_in_one_place() -> None:
     assert wrong == []
 
 
-# The next state: the record has it, the step passes it on, and the transition takes it up.
-NEXT_STATE_READ = {
-    "cell_conductor/state/instance.py",
-    "cell_conductor/state/step.py",
-    "cell_conductor/transition.py",
-}
-
-
-def test_what_follows_an_answer_is_read_only_where_it_is_taken_up() -> None:
-    """Elsewhere it would be a second name of the state: a rule reads the desired state (`desired_state`)."""
-    reading = {
-        str(path.relative_to(ROOT))
-        for path in sources("cell_conductor")
-        for node in nodes(path)
-        if isinstance(node, ast.Attribute) and node.attr == "next_state"
-    }
-    assert reading == NEXT_STATE_READ
-
-
 @pytest.mark.parametrize(
     "listing",
     [

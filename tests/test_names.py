@@ -18,7 +18,7 @@ from tests.kit import sources as kit
 from tests.kit.sources import OURS, ROOT, TESTING, nodes, sources, where
 from tests.kit.struct_types import every_field, may_have, module_of, replaces
 
-# The share of the keywords whose struct an annotation has to tell; `tests.kit.replace_sites` looks at the others.
+# The share of the keywords whose struct an annotation has to tell.
 LEAST_TOLD = 0.75
 
 

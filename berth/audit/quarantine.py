@@ -23,7 +23,7 @@ from bus.service.environment import Environment
 from bus.service.settings import SettingsError
 from cell_conductor.rules.blocked_rules import adoption_blocker
 from cell_conductor.state.breaker import Breaker
-from cell_conductor.state.desired_state import PURGED, PURGED_FAILED
+from cell_conductor.state.desired_state import PURGEABLE, PURGEABLE_FAILED
 from cell_conductor.state.instance import Instance
 from cell_conductor.state.unknown_machine import UnknownMachineKind
 from cell_conductor.store.keyed_tables import ADOPT, DecidedMachine, MachineKey, UnknownMachineRecord
@@ -32,7 +32,7 @@ from cell_conductor.store.tables import decode
 from cell_conductor.store.unknown_machines import Safety
 
 TIMEOUT_S = 10.0
-OVER = PURGED | PURGED_FAILED  # in another cell: it has an instance of this uuid no more
+OVER = PURGEABLE | PURGEABLE_FAILED  # in another cell: it has an instance of this uuid no more
 _INSTANCES = "SELECT uuid::text, record::text FROM instances WHERE uuid = ANY($1::uuid[])"
 
 T = TypeVar("T")

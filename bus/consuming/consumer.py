@@ -64,9 +64,9 @@ FLUSHED_TIMEOUT_S = 2.0
 class Consumer:
     """Consumes a queue of the catalogue, which it declares. start(), then run() as a side task, then drain()."""
 
-    # After a transient fault the handler is called again with the same batch, after Wait with the messages that have
-    # it: an outage uses up no retries. After a crash it is called with each message alone, so that only the one that
-    # crashes it is a dead letter; also after a broken invariant, and then the consumer ends
+    # After a transient fault the handler is called again with the same batch, after RetryWhenAvailable with the
+    # messages that have it: an outage uses up no retries. After a crash it is called with each message alone, so that
+    # only the one that crashes it is a dead letter; also after a broken invariant, and then the consumer ends
     # (docs/decisions/0010-broken-invariants.md).
 
     def __init__(
@@ -481,8 +481,8 @@ class Consumer:
         counter.inc(times)
 
     async def _call_handler(self, items: Sequence[InFlightMessage]) -> Sequence[Outcome]:
-        """Call the handler and return its outcomes: Wait for all after a transient fault. After a crash each item is
-        tried alone, to find those that cause it.
+        """Call the handler and return its outcomes: RetryWhenAvailable for all after a transient fault. After a crash
+        each item is tried alone, to find those that cause it.
         """
         received = [item.received for item in items if isinstance(item.received, Received)]
         try:

@@ -77,8 +77,8 @@ class ActionOrder(RequestOfInstance, frozen=True, kw_only=True, omit_defaults=Tr
     # of a rescue: what its rescue system lets a person in with. A secret, and in the cell's record until the rescue has
     # ended.
     rescue_password: RescuePassword = ""
-    # of an evacuation: the client states that the host is off, and stays off until it has been notified of its losses.
-    # Without it the evacuation is refused unless the cell has the operator's fence on record.
+    # of an evacuation: the client states that the host is off, and stays off until it has been notified of its stale
+    # machines. Without it the evacuation is refused unless the cell has the operator's fence on record.
     fenced: bool = False
     force: bool = False  # of an evacuation: also of a machine that its fenced host has reported to run since the fence
 
@@ -291,7 +291,7 @@ class ChangeMachine(Message, MachineCommand, frozen=True, kw_only=True, tag="com
 
     change: ChangeKind
     # rises with every change that is requested of one instance. A host carries out none at or below the last it took
-    # for that attempt, and repeats its answer to the last.
+    # for that attempt, and does not answer it again.
     change_number: int
     to_host: Uuid | None = None  # of a hand-over
     rescue_password: RescuePassword = ""

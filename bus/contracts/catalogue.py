@@ -359,7 +359,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     of_compute(cell.HostStates, "compute.hosts.{service}", "service, epoch and sequence"),
     of_compute(cell.Heartbeat, "compute.heartbeat.{service}", "service, epoch and sequence"),
     of_compute(waiting_builds.BuildsWaiting, "compute.waiting.{service}", "replaces the one before"),
-    of_conductor(cell.ServiceStates, "services.states", "cell, term, number and page"),
+    of_conductor(cell.ServiceStates, "service_states", "cell, term, number and page"),
     of_conductor(cell.RingMembers, "services.ring.{ring}", "ring, term and number"),
     of_conductor(cell.ServiceSuperseded, "compute.superseded.{service}", "service and epoch"),
     of_placement(placement.InventoryConflict, "inventory.conflict.{reporter}", "reporter, root_uuid and owner"),

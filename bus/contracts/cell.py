@@ -371,9 +371,9 @@ class ServiceDown(Struct, frozen=True, kw_only=True, omit_defaults=True):
     since: float = 0.0  # seconds since the epoch
 
 
-class ServiceStates(Message, frozen=True, kw_only=True, tag="conductor.services.v1"):
+class ServiceStates(Message, frozen=True, kw_only=True, tag="conductor.service_states.v1"):
     """All compute services of a cell that are down: published when that changes, and about every second. (term, number)
-    rises; each digest replaces the one before, and an older one is ignored.
+    rises; each replaces the one before, and an older one is ignored.
     """
 
     cell: Word
@@ -412,8 +412,8 @@ class AboutService(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ServiceRemoved(Message, AboutService, frozen=True, kw_only=True, tag="conductor.service_removed.v1"):
-    """A service of this cell is forgotten: each conductor and scheduler drops it, until it sends something again, or a
-    digest states something else of it than before.
+    """A service of this cell is forgotten: each conductor and scheduler drops it, until it sends something again, or
+    service states (`ServiceStates`) have something else of it than before.
     """
 
 

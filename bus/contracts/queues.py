@@ -298,7 +298,7 @@ QUEUES: tuple[QueueRow, ...] = (
         "conductor.leases.{process}",
         CONDUCTOR,
         CELL,
-        events=("compute.heartbeat.#", "services.states", "services.removed", "host.fence"),
+        events=("compute.heartbeat.#", "service_states", "services.removed", "host.fence"),
         max_length=100_000,
     ),
     # Not behind the cell's requests, of which none is taken meanwhile. One page at a time is asked for.
@@ -347,7 +347,7 @@ QUEUES: tuple[QueueRow, ...] = (
         "scheduler.hosts.{process}",
         SCHEDULER,
         CELL,
-        events=("compute.hosts.#", "compute.waiting.#", "services.states", "services.removed", "worker.heartbeat.#"),
+        events=("compute.hosts.#", "compute.waiting.#", "service_states", "services.removed", "worker.heartbeat.#"),
         max_length=100_000,
     ),
     # One scheduler answers each; of one that dies before it has, another gets it.

@@ -32,6 +32,7 @@ from bus.transport import (
     NotSent,
     Outgoing,
     QueueLocked,
+    QueueMissing,
     call_back,
 )
 
@@ -292,6 +293,13 @@ class RabbitTransport:
         """Declare a queue of another system as that system does, and its exchange. What exists is used as it is."""
         await self._retry_until_done(lambda session: session.declare_external(planned))
         self._declared[planned.name] = partial(Session.declare_external, planned=planned)
+
+    async def declare_listening(self, planned: QueuePlan) -> None:
+        """Declare a private queue that gets copies of what is published to exchanges of another system, which are
+        waited for and not declared.
+        """
+        await self._retry_until_done(lambda session: session.declare(planned), besides=(QueueMissing,))
+        self._declared[planned.name] = partial(Session.declare, planned=planned)
 
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the broker's confirm."""

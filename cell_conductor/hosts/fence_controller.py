@@ -3,9 +3,9 @@ fences.
 """
 
 # Every conductor has all fences of its cell; they are few. The effects of a fence are recorded in one transaction that
-# holds the fence, and counts the machines that are abandoned. The command to destroy one waits in the service's queue;
+# holds the fence, and counts the machines that are stale. The command to destroy one waits in the service's queue;
 # a host that comes back and lists a machine which its record proves over is sent the command again. A fence is ended
-# when a scan of its host from after the last one that was abandoned lists no such machine.
+# when a scan of its host from after the last one that became stale lists no such machine.
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class FenceController:
             await self._announce(known)
 
     async def _unfence(self, fence: Fence) -> bool:
-        if fence.abandoned:
+        if fence.stale:
             return False
         if not await self._store.fences.unfence(fence.host_uuid, fence.version, self._clock.time()):
             self._fences.reload_soon()

@@ -50,15 +50,15 @@ class StaleMachines:
                 await self._record_running(fence, report.service, left, has_passed)
             elif left or any(name == report.service or has_passed(host.uuid, name) for name in fence.running):
                 rescans.append((host.uuid, fence.rescan))
-            mine = [name for name in fence.abandoned if name == report.service or has_passed(host.uuid, name)]
+            mine = [name for name in fence.stale if name == report.service or has_passed(host.uuid, name)]
             shown = [name for name in mine if fence.rescan_for(name) in report.rescans]
             rescans += [
                 (host.uuid, fence.rescan_for(name))
                 for name in mine
-                if name not in shown and not self._changed_recently(fence.abandoned[name].at)
+                if name not in shown and not self._changed_recently(fence.stale[name].at)
             ]
             if shown and not any(prevents_unfencing(record, one, host.uuid) for one, record in own):
-                await self._store.fences.record_empty(host.uuid, {name: fence.abandoned[name] for name in shown})
+                await self._store.fences.record_empty(host.uuid, {name: fence.stale[name] for name in shown})
                 self._fences.reload_soon()
         return rescans
 

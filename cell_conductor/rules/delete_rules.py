@@ -34,8 +34,8 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
     )
     if instance.uuid in context.quarantined:
         return blocked_rules.delete(blocked_rules.block(gone, event.at), event, context)
-    queried = step.enter_releasing(gone, State.DELETED, event.at, context)
-    return step.emit_event(queried, BuildState.DELETING, event.at, context)
+    releasing = step.enter_releasing(gone, State.DELETED, event.at, context)
+    return step.emit_event(releasing, BuildState.DELETING, event.at, context)
 
 
 def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
@@ -109,8 +109,8 @@ def delete_moving(
         waiting = replace(named, action=replace(action_of(named), delete=True))
         return after(earlier, step.emit_event(waiting, BuildState.DELETING, event.at, context))
     deleting = delete_during_action(named, event.at, context)
-    action_event = step.emit_event(deleting.instance, BuildState.DELETING, event.at, context, first=deleting.commands)
-    return after(earlier, action_event)
+    stepped = step.emit_event(deleting.instance, BuildState.DELETING, event.at, context, first=deleting.commands)
+    return after(earlier, stepped)
 
 
 def delete_transferred(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
@@ -125,8 +125,8 @@ def delete_transferred(instance: Instance, event: DeleteRequested, context: Step
 def delete_offloaded(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """No host has it: release its allocation, which refuses claims that may be under way, and end as deleted."""
     leaving = replace(instance, cause=event.cause or instance.cause)
-    queried = step.enter_releasing(leaving, State.DELETED, event.at, context)
-    return step.emit_event(queried, BuildState.DELETING, event.at, context)
+    releasing = step.enter_releasing(leaving, State.DELETED, event.at, context)
+    return step.emit_event(releasing, BuildState.DELETING, event.at, context)
 
 
 def release_destroyed(instance: Instance, event: Destroyed | MachineMissing, context: StepContext) -> Step:

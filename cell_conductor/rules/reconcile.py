@@ -158,7 +158,7 @@ def keep(facts: InstanceFacts) -> Reconciled | None:
         if facts.may_be_absent:
             return None
         if known is None and row.condition is Condition.OFFLOADED:  # another cell may have it
-            return facts.blocked(BlockedReason.TOP_SILENT)
+            return facts.blocked(BlockedReason.SCHEDULERS_SILENT)
         return Reconciled(base, facts.commands(), again)
     found = [one for one in facts.complete if (one.host_uuid, one.attempt) == (base.host_uuid, base.attempt)]
     if (found[0].runs != should_run(base.power)) if found else not facts.is_off_as_recorded:
@@ -216,7 +216,7 @@ def end_without_machine(facts: InstanceFacts) -> Reconciled | None:
         offloaded = replace(base, state=State.OFFLOADED, next_state=None, power=Power.SHELVED, image=image, action=None)
         return _ended(Reconciled(offloaded, commands, ended))
     if not is_build and any(kind in LEAVES_AN_IMAGE for _, kind in _requests(facts)):
-        return facts.blocked(BlockedReason.TOP_SILENT if known is None else BlockedReason.CONFLICT, commands)
+        return facts.blocked(BlockedReason.SCHEDULERS_SILENT if known is None else BlockedReason.CONFLICT, commands)
     if any(one.complete for one in facts.protected):  # it may have been given to it since, and that decision is lost
         return facts.blocked(BlockedReason.CONFLICT, commands)
     has_failed = facts.desired_state.condition is Condition.FAILED
@@ -262,7 +262,7 @@ def reconcile(
     facts = InstanceFacts(record, machines, known, absent, decision, protected=protected, off=off)
     result = next(found for rule in RULES if (found := rule(facts)) is not None)
     if facts.known is None and _ends(facts, result):  # rule 0
-        result = facts.blocked(BlockedReason.TOP_SILENT)
+        result = facts.blocked(BlockedReason.SCHEDULERS_SILENT)
     decided = tuple(RecoveryCommand(RecoveryCommandKind.DESTROY, one) for one in facts.decided)
     numbered = result.record if result.blocked_reason else _numbered(facts, result.record, incarnation)
     return replace(result, record=numbered, commands=(*decided, *result.commands))

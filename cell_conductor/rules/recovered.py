@@ -20,7 +20,14 @@ from cell_conductor.rules.action_events import after, notify_condition, notify_e
 from cell_conductor.rules.instance_facts import InstanceFacts
 from cell_conductor.rules.reconcile import ATTEMPTS_PER_INCARNATION
 from cell_conductor.rules.recovery_facts import KnownInstance, Reconciled, RecoveryCommand, RecoveryCommandKind
-from cell_conductor.state.desired_state import DESIRED, PURGED, PURGED_FAILED, MachineTarget, Work, desired_state_of
+from cell_conductor.state.desired_state import (
+    DESIRED,
+    PURGEABLE,
+    PURGEABLE_FAILED,
+    MachineTarget,
+    Work,
+    desired_state_of,
+)
 from cell_conductor.state.instance import FIRST_SEQUENCE, Instance
 from cell_conductor.state.step import Step, StepContext, emit_event
 
@@ -160,7 +167,7 @@ def _deadline(record: Instance, at: float, context: StepContext) -> float | None
     if row.condition is Condition.RESIZED:
         confirm_s = None if record.action is None else record.action.auto_confirm_s
         return None if confirm_s is None else at + confirm_s
-    if row.ends or record.phase in PURGED | PURGED_FAILED:
+    if row.ends or record.phase in PURGEABLE | PURGEABLE_FAILED:
         return None
     return at  # what it waits for is commanded, or asked of placement, once more
 

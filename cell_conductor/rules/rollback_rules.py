@@ -306,10 +306,8 @@ def on_restarted(instance: Instance, event: ChangeEnded, context: StepContext) -
         return Step(resend_sooner(instance, event.at, context))
     action = action_of(instance)
     power = Power.RUNNING if event.runs else Power.STOPPED
-    action_event = f"{action.rollback_reason}; and it could not be started again: {event.code} {event.reason}".strip(
-        "; "
-    )
-    left = replace(instance, power=power, action=replace(action, rollback_reason=step.truncate(action_event)))
+    reason = f"{action.rollback_reason}; and it could not be started again: {event.code} {event.reason}".strip("; ")
+    left = replace(instance, power=power, action=replace(action, rollback_reason=step.truncate(reason)))
     return end_rolled_back(left, event.at, context)
 
 

@@ -209,15 +209,15 @@ def phases_matching(matches: Callable[[DesiredState], bool]) -> frozenset[Phase]
 # A client has requested the delete, and nothing revokes that: no attempt is wanted, whatever its number.
 DELETE_REQUESTED = phases_matching(lambda row: row.condition is Condition.DELETED)
 # The build has failed, or its client has deleted it since.
-REFUSED = phases_matching(lambda row: row.condition in (Condition.DELETED, Condition.FAILED))
+ENDED_BY_FAILURE_OR_DELETE = phases_matching(lambda row: row.condition in (Condition.DELETED, Condition.FAILED))
 # Nothing is awaited, and by the record there is no machine and no allocation.
 AT_REST = phases_matching(lambda row: row.current is MachineTarget.ABSENT and row.placement_call is None)
 # These may be deleted after a time; one that has failed, after a longer one, and one that has left and is built
 # elsewhere by now: schedulers that are restored to before that command this cell.
-PURGED = AT_REST & phases_matching(lambda row: row.condition is Condition.DELETED)
-PURGED_FAILED = AT_REST & phases_matching(lambda row: row.condition in (Condition.FAILED, Condition.UNKNOWN))
+PURGEABLE = AT_REST & phases_matching(lambda row: row.condition is Condition.DELETED)
+PURGEABLE_FAILED = AT_REST & phases_matching(lambda row: row.condition in (Condition.FAILED, Condition.UNKNOWN))
 IN_OTHER_CELL = phases_matching(lambda row: row.in_other_cell)
-(BUILT_IN_OTHER_CELL,) = IN_OTHER_CELL & PURGED_FAILED
+(BUILT_IN_OTHER_CELL,) = IN_OTHER_CELL & PURGEABLE_FAILED
 # In these an evacuation from the host of its source may have a machine at its destination.
 EVACUATED = phases_matching(lambda row: row.source is MachineTarget.PRESENT and row.current in MAY_HAVE_MACHINE)
 

@@ -26,11 +26,11 @@ class RunningAfterFence(Struct, frozen=True):
     attempts: dict[str, int]  # attempt by instance
 
 
-class AbandonedMachines(Struct, frozen=True):
-    """The machines of a service that records have abandoned on a fenced host, without its answer."""
+class StaleCount(Struct, frozen=True):
+    """The stale machines of a service on a fenced host: records have ended them without its answer."""
 
-    count: int  # machines abandoned since the service last showed that it has none of them
-    at: float  # when one was last abandoned; seconds since the epoch
+    count: int  # machines since the service last showed that it has none of them
+    at: float  # when one was last counted; seconds since the epoch
 
 
 class Fence(Struct, frozen=True, kw_only=True):
@@ -49,12 +49,12 @@ class Fence(Struct, frozen=True, kw_only=True):
     # What the last scan of each service from after the fence has found to run there.
     running: dict[str, RunningAfterFence] = {}
     since: float = 0.0  # when this cell had the first of its decisions without an end in between
-    abandoned: dict[str, AbandonedMachines] = {}  # by the service that managed the host by the records
+    stale: dict[str, StaleCount] = {}  # by the service that managed the host by the records
 
     @property
     def stale_machines(self) -> int:
         """The machines that it may still have, at most."""
-        return sum(one.count for one in self.abandoned.values())
+        return sum(one.count for one in self.stale.values())
 
     @property
     def unfencing(self) -> bool:
@@ -75,15 +75,15 @@ class Fence(Struct, frozen=True, kw_only=True):
         return rescan_of("fence", self.host_uuid, self.version)
 
     def rescan_for(self, service: str) -> str:
-        """Of the rescan that shows whether the host still has what was abandoned there as this service's."""
-        one = self.abandoned[service]
-        return rescan_of("loss", self.host_uuid, service, one.count, one.at)
+        """Of the rescan that shows whether the host still has this service's stale machines."""
+        one = self.stale[service]
+        return rescan_of("stale", self.host_uuid, service, one.count, one.at)
 
-    def with_abandoned(self, services: Iterable[str], at: float) -> Fence:
+    def with_stale(self, services: Iterable[str], at: float) -> Fence:
         """A machine more of each of these."""
-        counts = {name: one.count for name, one in self.abandoned.items()}
-        more = {name: AbandonedMachines(counts.get(name, 0) + n, at) for name, n in Counter(services).items()}
-        return replace(self, abandoned={**self.abandoned, **more})
+        counts = {name: one.count for name, one in self.stale.items()}
+        more = {name: StaleCount(counts.get(name, 0) + n, at) for name, n in Counter(services).items()}
+        return replace(self, stale={**self.stale, **more})
 
 
 def fence_of(decision: CellFence, now: float) -> Fence:
@@ -94,9 +94,9 @@ def fence_of(decision: CellFence, now: float) -> Fence:
     return replace(fence, state=state, at=at, since=now)
 
 
-def abandoned_services(before: Instance, after: Instance, host_uuid: str) -> tuple[str, ...]:
-    """The services of an instance's machines that this host may have, and that the new record abandoned."""
-    # Whatever their numbers: the fence answers for its host. Nothing is abandoned twice: of what was over before, its
+def services_of_stale(before: Instance, after: Instance, host_uuid: str) -> tuple[str, ...]:
+    """The services of an instance's machines that this host may have, and that the new record makes stale."""
+    # Whatever their numbers: the fence answers for its host. Nothing becomes stale twice: of what was over before, its
     # host has answered by now.
     proof = replace(after, proves_from=0)
     machines, desired, is_answered = [], desired_state_of(before), before.phase in DESTROY_ANSWERED
@@ -108,7 +108,7 @@ def abandoned_services(before: Instance, after: Instance, host_uuid: str) -> tup
 
 
 def prevents_unfencing(record: InstanceSummary | None, one: Running, host_uuid: str) -> bool:
-    """Whether the fence stays for it: it may be one that was abandoned there, also where an operator decides about it,
+    """Whether the fence stays for it: it may be a stale one, also where an operator decides about it,
     because its number may have been given out twice, or is not known, or its record cannot be read.
     """
     if record is None or host_uuid in record.protected_hosts:

@@ -49,8 +49,8 @@ class StepContext(Struct, frozen=True, kw_only=True):
         return where.service in self.up and where.host_uuid not in self.fences
 
     def is_off(self, host_uuid: str | None) -> bool:
-        """Whether an operator has stated that the host is off. One whose fence is being ended is on, to destroy its
-        losses.
+        """Whether an operator has stated that the host is off. One whose fence is being ended is on, to destroy
+        its stale machines.
         """
         fence = self.fences.get(host_uuid or "")
         return fence is not None and not fence.unfencing

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from msgspec.structs import replace
 
 from bus.contracts.operations import FenceState
-from cell_conductor.state.fence import AbandonedMachines, Fence
+from cell_conductor.state.fence import Fence, StaleCount
 from cell_conductor.state.lease import Lease, next_leader
 from cell_conductor.store.keyed import KeyedRows, KeyedStore, Lock, in_transaction
 from cell_conductor.store.keyed_tables import FENCES, LEASES
@@ -45,7 +45,7 @@ class FenceStore(KeyedStore):
             known_runs = {service: runs for service, runs in before.running.items() if service in leases}
             kept = replace(fence, running=known_runs, since=before.since)
         if before is not None and fence.state is not FenceState.UNFENCED:
-            kept = replace(kept, abandoned=before.abandoned)
+            kept = replace(kept, stale=before.stale)
         await rows.put(FENCES, [kept], over=known)
         return fence
 
@@ -60,21 +60,21 @@ class FenceStore(KeyedStore):
         await rows.put(FENCES, [one for one in noted if one not in fences], over=known)
 
     @in_transaction
-    async def record_empty(self, rows: KeyedRows, host_uuid: str, shown: Mapping[str, AbandonedMachines]) -> None:
-        """A scan from after these were abandoned, by service, shows that the host has none of them."""
+    async def record_empty(self, rows: KeyedRows, host_uuid: str, shown: Mapping[str, StaleCount]) -> None:
+        """A scan from after these became stale, by service, shows that the host has none of them."""
         known = await rows.find(FENCES, [host_uuid], Lock.UPDATE)
         for one in known.values():
-            left = {service: given for service, given in one.abandoned.items() if shown.get(service) != given}
-            if left != one.abandoned:
-                await rows.put(FENCES, [replace(one, abandoned=left)], over=known)
+            left = {service: given for service, given in one.stale.items() if shown.get(service) != given}
+            if left != one.stale:
+                await rows.put(FENCES, [replace(one, stale=left)], over=known)
 
     @in_transaction
     async def unfence(self, rows: KeyedRows, host_uuid: str, version: int, now: float) -> bool:
         """End a fence that is to be ended by this decision, once its host has shown that it has nothing of what was
-        abandoned there, and no evacuation from it has commanded a destination. False: it stays.
+        stale there, and no evacuation from it has commanded a destination. False: it stays.
         """
         known = await rows.find(FENCES, [host_uuid], Lock.UPDATE)  # before the evacuations are read: see `rely_on`
-        to_end = [one for one in known.values() if one.unfencing and one.version == version and not one.abandoned]
+        to_end = [one for one in known.values() if one.unfencing and one.version == version and not one.stale]
         if not to_end or await rows.is_needed(host_uuid):
             return False
         await rows.put(FENCES, [replace(one, state=FenceState.UNFENCED, at=now) for one in to_end], over=known)
@@ -87,7 +87,7 @@ class FenceStore(KeyedStore):
         # restored, and means it. One that cannot be read stays until its host is decided on again.
 
         def is_over(fence: Fence) -> bool:
-            return fence.state is FenceState.UNFENCED and fence.at < before and not fence.abandoned
+            return fence.state is FenceState.UNFENCED and fence.at < before and not fence.stale
 
         hosts = [one.host_uuid for one in await rows.read(FENCES) if is_over(one)][:limit]
         known = await rows.find(FENCES, hosts, Lock.UPDATE)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from bus.contracts.cell import UNKNOWN_ATTEMPT
 from bus.contracts.operations import FenceState
 from cell_conductor.state.breaker import Breaker
-from cell_conductor.state.fence import AbandonedMachines, Fence
+from cell_conductor.state.fence import Fence, StaleCount
 from cell_conductor.state.lease import Lease
 from cell_conductor.state.ownership_proof import rescan_of
 from cell_conductor.state.unknown_machine import UNREADABLE, UnknownMachine, UnknownMachineKind
@@ -83,9 +83,7 @@ FENCES: KeyedTable[str, Fence] = KeyedTable(
     ("host_uuid",),
     Fence,
     attrgetter("host_uuid"),
-    lambda host: Fence(
-        host_uuid=host, host="", version=0, state=FenceState.UNFENCED, abandoned={"": AbandonedMachines(1, 0.0)}
-    ),
+    lambda host: Fence(host_uuid=host, host="", version=0, state=FenceState.UNFENCED, stale={"": StaleCount(1, 0.0)}),
 )
 # A service whose lease cannot be read may be up, and falls silent as any.
 LEASES: KeyedTable[str, Lease] = KeyedTable(

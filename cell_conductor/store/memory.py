@@ -17,7 +17,7 @@ from bus.persistence.memory_database import MemoryDatabaseTransaction, MemoryRow
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed, VersionCache
 from cell_conductor.state.database_marks import NOTHING, RecordedMarks, Stated
-from cell_conductor.state.desired_state import ABANDONED_WITH_SERVICE, EXPECTED_ON_CURRENT, REFUSED
+from cell_conductor.state.desired_state import ABANDONED_WITH_SERVICE, ENDED_BY_FAILURE_OR_DELETE, EXPECTED_ON_CURRENT
 from cell_conductor.state.fence import Fence
 from cell_conductor.state.instance import Instance, InstanceSummary, Phase
 from cell_conductor.state.ownership_proof import has_machine_at
@@ -226,10 +226,10 @@ class MemoryTransaction:
             await self._write(instances)
 
     async def rely_on(
-        self, hosts: Sequence[str], abandoned: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
+        self, hosts: Sequence[str], stale: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
     ) -> bool:
-        """Hold the fences of these hosts until the end, and count what is abandoned there."""
-        return await rely_on(MemoryKeyedRows(self._table, self._transaction, self._seen), hosts, abandoned, at, proofs)
+        """Hold the fences of these hosts until the end, and count what is stale there."""
+        return await rely_on(MemoryKeyedRows(self._table, self._transaction, self._seen), hosts, stale, at, proofs)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
         """Put messages into the outbox; the rows for the relay."""
@@ -443,4 +443,4 @@ def _summary(instance: Instance, table: MemoryInstanceTable) -> InstanceSummary:
         if uuid == instance.uuid and one.decision == PROTECT
     ]
     summary = replace(convert(instance, InstanceSummary, from_attributes=True), protected_hosts=protected)
-    return summary if instance.phase in REFUSED else replace(summary, code="")
+    return summary if instance.phase in ENDED_BY_FAILURE_OR_DELETE else replace(summary, code="")

@@ -80,12 +80,12 @@ class Transaction(Protocol):
         """Write the new state of locked instances."""
 
     async def rely_on(
-        self, hosts: Sequence[str], abandoned: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
+        self, hosts: Sequence[str], stale: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
     ) -> bool:
-        """Hold the fences of these hosts until the end, and count what is abandoned there: by host, its services.
+        """Hold the fences of these hosts until the end, and count what is stale there: by host, its services.
         False: one is not fenced, or a fence of `proofs` is to be ended. Raises Conflict: the transaction is optimistic.
         """
-        # A service is named once for each abandoned machine. `proofs` are among the hosts.
+        # A service is named once for each stale machine. `proofs` are among the hosts.
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
         """Put messages into the outbox; the rows for the relay (none while they are not known: see `rows`)."""
@@ -224,7 +224,7 @@ class InstanceStore(Flushed, Protocol):
 
     async def purge(self, phases: frozenset[Phase], before: float, limit: int) -> int:
         """Delete instances that are in one of these phases since before this time, up to a bound; returns how many.
-        phases: `desired_state.PURGED` or `desired_state.PURGED_FAILED`, which have indexes.
+        phases: `desired_state.PURGEABLE` or `desired_state.PURGEABLE_FAILED`, which have indexes.
         """
 
 
@@ -280,7 +280,7 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         self._after.update((one.uuid, one) for one in instances)
 
     async def rely_on(
-        self, hosts: Sequence[str], abandoned: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
+        self, hosts: Sequence[str], stale: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
     ) -> bool:
         """Not possible without a lock on the fence. Raises Conflict."""
         raise Conflict

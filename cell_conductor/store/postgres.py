@@ -27,8 +27,8 @@ from cell_conductor.state.desired_state import (
     ABANDONED_WITH_SERVICE,
     ABSENT_ON_CURRENT,
     AT_REST,
+    ENDED_BY_FAILURE_OR_DELETE,
     EXPECTED_ON_CURRENT,
-    REFUSED,
     phase_from_text,
     phases_as_sql,
 )
@@ -121,7 +121,8 @@ SELECT uuid, state, host_uuid,
     attempt, since, highest_attempt, source_host_uuid,
     coalesce(record #>> ARRAY['action', 'source', 'service'], '') AS source_service,
     source_attempt,
-    CASE WHEN state IN ({phases_as_sql(REFUSED)}) THEN coalesce(record ->> 'code', '') ELSE '' END AS code,
+    CASE WHEN state IN ({phases_as_sql(ENDED_BY_FAILURE_OR_DELETE)}) THEN coalesce(record ->> 'code', '') ELSE '' END
+        AS code,
     coalesce(k.hosts, '{{}}') AS kept, coalesce(record ->> 'blocked_reason', '') AS blocked_reason,
     coalesce(record ->> 'proves_from', '0') AS proves_from
 FROM instances LEFT JOIN (
@@ -403,10 +404,10 @@ class PostgresTransaction:
         return int(count)
 
     async def rely_on(
-        self, hosts: Sequence[str], abandoned: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
+        self, hosts: Sequence[str], stale: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
     ) -> bool:
-        """Hold the fences of these hosts until the end, and count what is abandoned there."""
-        return await rely_on(PostgresKeyedRows(self._connection, self._seen), hosts, abandoned, at, proofs)
+        """Hold the fences of these hosts until the end, and count what is stale there."""
+        return await rely_on(PostgresKeyedRows(self._connection, self._seen), hosts, stale, at, proofs)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
         """Put messages into the outbox; the rows for the relay."""

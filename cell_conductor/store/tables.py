@@ -16,7 +16,7 @@ from sqlalchemy.dialects.postgresql import JSON
 
 from bus.contracts.base import SENT_SLOTS, DatabaseMark
 from bus.persistence.tables import FIRST_ROW, UUID, ZERO, identity_table, needed, only_row, outbox_tables
-from cell_conductor.state.desired_state import AT_REST, PURGED, PURGED_FAILED, phase_to_text, phases_as_sql
+from cell_conductor.state.desired_state import AT_REST, PURGEABLE, PURGEABLE_FAILED, phase_to_text, phases_as_sql
 from cell_conductor.state.instance import Instance
 from cell_conductor.store.keyed_tables import KEYED, UNKNOWN_MACHINES
 
@@ -43,8 +43,8 @@ instances = Table(
     Index("instances_deadline", "deadline", postgresql_where=text("deadline IS NOT NULL")),
     Index("instances_host", "host_uuid", postgresql_where=text(f"state NOT IN ({phases_as_sql(AT_REST)})")),
     Index("instances_source", "source_host_uuid", postgresql_where=text("source_host_uuid IS NOT NULL")),
-    Index("instances_over", "since", postgresql_where=text(f"state IN ({phases_as_sql(PURGED)})")),
-    Index("instances_failed", "since", postgresql_where=text(f"state IN ({phases_as_sql(PURGED_FAILED)})")),
+    Index("instances_over", "since", postgresql_where=text(f"state IN ({phases_as_sql(PURGEABLE)})")),
+    Index("instances_failed", "since", postgresql_where=text(f"state IN ({phases_as_sql(PURGEABLE_FAILED)})")),
     postgresql_with={"fillfactor": 80},
 )
 

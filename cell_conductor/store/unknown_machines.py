@@ -116,14 +116,14 @@ class Safety(KeyedStore):
 
 
 async def rely_on(
-    rows: KeyedRows, hosts: Sequence[str], abandoned: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str]
+    rows: KeyedRows, hosts: Sequence[str], stale: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str]
 ) -> bool:
     """As `Transaction.rely_on`."""
-    known = await rows.find(FENCES, hosts, Lock.UPDATE if abandoned else Lock.SHARE)
+    known = await rows.find(FENCES, hosts, Lock.UPDATE if stale else Lock.SHARE)
     fences = {host: one for host, one in known.items() if one.state is not FenceState.UNFENCED}
     if any(host not in fences or (fences[host].unfencing and host in proofs) for host in hosts):
         return False
-    if abandoned:
-        counted = [fences[host].with_abandoned(services, at) for host, services in abandoned.items()]
+    if stale:
+        counted = [fences[host].with_stale(services, at) for host, services in stale.items()]
         await rows.put(FENCES, counted, over=known)
     return True

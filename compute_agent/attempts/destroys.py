@@ -39,7 +39,7 @@ MAX_DESTROY_RETRIES = (
 
 
 class Destroys:
-    """The destructions of one service. attempts: how often the driver is called before one has failed. on_done: called
+    """The destructions of one service. max_calls: how often the driver is called before one has failed. on_done: called
     when nothing of an instance is left to be destroyed on a host.
     """
 
@@ -53,7 +53,7 @@ class Destroys:
         jobs: Jobs,
         clock: Clock,
         rng: random.Random,
-        attempts: int,
+        max_calls: int,
         on_done: Callable[[Key], None] = lambda _: None,
     ) -> None:
         self._driver = driver
@@ -61,7 +61,7 @@ class Destroys:
         self._results = results
         self._jobs = jobs
         self._clock = clock
-        self._destroying = Retrying(replace(DESTROY, attempts=attempts), clock, rng)
+        self._destroying = Retrying(replace(DESTROY, max_calls=max_calls), clock, rng)
         self._on_done = on_done
         self._failed: dict[Key, None] = {}  # oldest first
         self._actions = {action: metrics.COMMANDS.labels(service, action.value) for action in DestroyAction}

@@ -1,10 +1,11 @@
 """Changes machines in place: start, stop, hand over, resize, rebuild, snapshot."""
 
-# One at a time for one instance on one host, in the chain that its builds and destructions go through. A change with a
-# higher number takes the place of the one before, wherever that stands; one with a lower number is late, one with the
-# same is a copy, and both are dropped. The number is on record before the message is acknowledged. A change that was in
-# progress when its service died is not resumed: that it is unknown whether it has taken place is its answer, and the
-# conductor repeats its command, under a higher number.
+# One at a time for one instance on one host, in the chain that its builds and destructions go through. Of the changes
+# of one attempt, one with a higher number takes the place of the one before, wherever that stands; one with a lower
+# number is late, one with the same is a copy, and both are dropped. One for another attempt than that on record is
+# refused. The number is on record before the message is acknowledged. A change that was in progress when its service
+# died is not resumed: that it is unknown whether it has taken place is its answer, and the conductor repeats its
+# command, under a higher number.
 
 from __future__ import annotations
 
@@ -68,15 +69,17 @@ class MachineChanges:
             self._jobs.start(key, Chain(), self._check(command))
             return None
         entry = self._records.get(key)
-        if entry is not None and entry.attempt == command.attempt and command.change_number <= entry.order:
+        if entry is not None and entry.attempt == command.attempt and command.change_number <= entry.change_number:
             metrics.COMMANDS.labels(self._service, "stale").inc()
             return None
         row = None
-        if entry is not None and _is_its_machine(entry, command):
-            row = self._records.note(key, replace(entry, order=command.change_number, changing=command.change), None)
-        elif entry is not None and entry.phase is not AttemptPhase.RUNNING:
-            self._answer(command, done=False, code=MACHINE_ABSENT, reason="no such machine runs here", runs=False)
-            return None
+        if entry is not None:
+            if not _is_its_machine(entry, command):  # a late copy: what goes on here is for another attempt
+                self._refuse(command, entry)
+                return None
+            row = self._records.note(
+                key, replace(entry, change_number=command.change_number, changing=command.change), None
+            )
         chain = self._jobs.without_build(key)
         chain.build = self._jobs.start(key, chain, self._change(key, chain, command))
         return row
@@ -88,7 +91,7 @@ class MachineChanges:
             MachineChanged(
                 instance_uuid=key[1],
                 attempt=entry.attempt,
-                change_number=entry.order,
+                change_number=entry.change_number,
                 host_uuid=key[0],
                 service=self._service,
                 change=entry.changing,
@@ -126,7 +129,7 @@ class MachineChanges:
                 host_uuid=command.host_uuid,
                 spec=command.spec,
                 attempt=command.attempt,
-                order=command.change_number,
+                change_number=command.change_number,
                 allocations=dict(command.allocations),
                 database_id=command.database_id,
                 to_host=command.to_host,
@@ -170,13 +173,21 @@ class MachineChanges:
                 self._answer(command, done=False, code=MACHINE_ABSENT, reason="no such machine is here", runs=False)
                 return False
             entry = HostAttempt(command.attempt, AttemptPhase.RUNNING, database_id=command.database_id, reported=True)
-            self._records.put(key, replace(entry, order=command.change_number, changing=command.change))
+            self._records.put(key, replace(entry, change_number=command.change_number, changing=command.change))
             return True
         if _is_its_machine(entry, command):
-            return entry.order == command.change_number  # otherwise a later change is on record, whose answer counts
-        reason = "another attempt's machine is here"
-        self._answer(command, done=False, code="machine.other", reason=reason, runs=False)
+            return (
+                entry.change_number == command.change_number
+            )  # otherwise a later change is on record, whose answer counts
+        self._refuse(command, entry)
         return False
+
+    def _refuse(self, command: ChangeMachine, entry: HostAttempt) -> None:
+        """Answer a command about another machine than the one on record."""
+        code, reason = "machine.other", "another attempt's machine is here"
+        if entry.phase is not AttemptPhase.RUNNING:
+            code, reason = MACHINE_ABSENT, "no such machine runs here"
+        self._answer(command, code=code, reason=reason, runs=False)
 
     async def _listed(self, key: Key) -> tuple[int | None, str | None] | None:
         """Return the tag of the machine; None when its host was not listed."""

@@ -37,7 +37,7 @@ class HostAttempt(Struct, frozen=True, array_like=True, omit_defaults=True):
     reason: str = ""  # the same as a sentence; of an attempt that runs, the driver's warning
     final: bool = False  # no other host would do better
     database_id: str | None = None  # whose machine it is (None: unknown)
-    order: int = 0  # number of the last change of this machine that was taken
+    change_number: int = 0  # number of the last change of this machine that was taken
     project: str = ""  # the project of the instance ("": unknown)
     changing: ChangeKind | None = None  # kind of that change, until its answer has reached the broker
 

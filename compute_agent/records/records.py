@@ -240,7 +240,7 @@ class Records:
             key = (result.host_uuid, result.instance_uuid)
             entry = self._entries.get(key)
             if isinstance(result, MachineChanged):
-                if entry is not None and entry.changing is not None and entry.order == result.change_number:
+                if entry is not None and entry.changing is not None and entry.change_number == result.change_number:
                     rows.append(self.note(key, replace(entry, changing=None)))
             elif entry is not None and not entry.reported and answer(entry) == (result.attempt, result.outcome):
                 rows.append(self.note(key, replace(entry, reported=True)))

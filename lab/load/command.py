@@ -75,7 +75,7 @@ class LoadOptions(Struct, frozen=True, kw_only=True):
             min=0, help="Seconds to offer refused requests again (full queue); default: open loop 0, else all."
         ),
     ] = None
-    project: Annotated[str, typer.Option(help="Whose they are.")] = "load"
+    project: Annotated[str, typer.Option(help="The project that the instances are for.")] = "load"
     seed: Annotated[
         int | None, typer.Option(help="Draw flavors, and which are deleted, from this seed; uuids are new.")
     ] = None

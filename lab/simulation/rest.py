@@ -99,9 +99,9 @@ def _requests_have_ends(world: World, burnt: Collection[str]) -> Iterator[str]:
         if not move[0].terminal and move[0].instance_uuid not in burnt:
             yield f"one_terminal_event: {move[0].kind} {move[0].request_id} is {move[0].state} at the top"
     for uuid, build in world.builds.recorded.items():
-        if build.now.under_way is not None and uuid not in burnt:
-            yield f"one_terminal_event: {build.now.under_way} of {uuid} is still under way"
-        elif build.state is BuildState.ACTIVE and build.now.condition is Condition.MOVING and uuid not in burnt:
+        if build.current.under_way is not None and uuid not in burnt:
+            yield f"one_terminal_event: {build.current.under_way} of {uuid} is still under way"
+        elif build.state is BuildState.ACTIVE and build.current.condition is Condition.MOVING and uuid not in burnt:
             yield f"one_terminal_event: {uuid} is moving at the top, and nothing is under way"
 
 

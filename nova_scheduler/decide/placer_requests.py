@@ -76,7 +76,7 @@ class PlacerRequests:
         self._enabled = frozenset(one.rpartition(".")[2] for one in config.enabled_filters)
         self._lacking = lacking
         self._default_architecture = config.image_properties_default_architecture
-        self._has_fallback = bool(config.fallback_url)
+        self._is_one_of_two = config.is_one_of_two
 
     def undecided(self, request: NovaRequest) -> NotDecided | None:
         """Why a request is left to the fallback; None: it is decided here."""
@@ -87,7 +87,7 @@ class PlacerRequests:
         Nova's API does not tell.
         """
         wanted = self._image_properties(request).get(ARCHITECTURE)
-        if not self._has_fallback or not wanted or ImagePropertiesFilter.name not in self._enabled:
+        if not self._is_one_of_two or not wanted or ImagePropertiesFilter.name not in self._enabled:
             return
         if not any(supports(one, [wanted.lower(), "", ""]) for one in self._nova_state.supported()):
             raise NotDecided("architecture", wanted)
@@ -163,10 +163,10 @@ class PlacerRequests:
             if asked.return_alternates and asked.return_objects
             else 1,
         )
-        external, run = ExternalClaim(group_members=members), claim_owner_of(call)
+        external, owner = ExternalClaim(group_members=members), claim_owner_of(call)
         return [
             HostSearchRequest(
-                request=replace(one, instance_uuid=uuid), spec=spec, claim_owner=run, gang=gang, external=external
+                request=replace(one, instance_uuid=uuid), spec=spec, claim_owner=owner, gang=gang, external=external
             )
             for uuid in uuids
         ]

@@ -113,6 +113,7 @@ class Destinations:
         self._clock = clock
         self._recorder = recorder or CallRecorder()
         self._events = SHADOWED if in_shadow else ANSWERED
+        self._claims = not in_shadow
         self._roots: object = None  # of placement, as they were looked at last
         self._unnamed: frozenset[str] = frozenset()  # those of them that Nova has named no compute node for
 
@@ -159,10 +160,12 @@ class Destinations:
         return self._answer(asked, found)
 
     def _may_be_outlived(self, call: Call) -> bool:
-        """Whether its client may have got an answer, or given up while the call waited in the topic."""
+        """Whether its client may have got an answer, or given up while the call waited in the topic; and what were
+        claimed now nobody would release.
+        """
         asked_at, limit_s = call.requested_at, call.answer_timeout_s
         is_late = asked_at is not None and limit_s is not None and self._clock.time() - asked_at > limit_s
-        return call.redelivered or is_late
+        return self._claims and (call.redelivered or is_late)
 
     async def _hosts(self, call: Call, asked: SelectArguments, request: NovaRequest) -> list[CellHosts]:
         """The hosts of each instance. Raises NoValidHost of Nova's."""

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, structs
 
-from bus.topology import ExternalQueue
+from bus.topology import ExternalQueue, QueuePlan
 
 POLL_S = 0.5  # from one look at a broker's alarm to the next
 
@@ -22,6 +22,10 @@ FRONTENDS = "scheduler_frontends"
 # tell is in Nova's API, too.
 UNUSED_TTL_S = 1800
 MAX_UNREAD_CASTS = 1_000
+# Of the copies that wait in a trial's queue.
+MAX_TRIAL_CALLS = 1_000
+MAX_TRIAL_BYTES = 64 * 2**20
+TRIAL_TTL_S = 30.0
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 MAX_TTL_S = (2**32 - 1) // 1000  # RabbitMQ takes 32 bits of milliseconds
 Unused = bool | int | float | str | None
@@ -188,6 +192,22 @@ def fanout_queue(options: RabbitOptions, topic: str, unique: str) -> ExternalQue
         exchange_durable=options.rabbit_transient_quorum_queue,
         exchange_auto_delete=True,
         routing_key=topic,
+    )
+
+
+def trial_queue(control_exchange: str, unique: str) -> QueuePlan:
+    """The queue of a trial, which gets a copy of each call. It goes with its connection, and holds no more than a trial
+    may still decide: the oldest calls are dropped.
+    """
+    return QueuePlan(
+        name=f"scheduler_trial_{unique}",
+        durable=False,
+        exclusive=True,
+        max_length=MAX_TRIAL_CALLS,
+        max_bytes=MAX_TRIAL_BYTES,
+        drop_head=True,
+        ttl_s=TRIAL_TTL_S,
+        bindings=((control_exchange, TOPIC),),
     )
 
 

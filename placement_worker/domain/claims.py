@@ -491,7 +491,7 @@ def _restate(ledger: ClaimLedger, item: Restate) -> RestateResult:
         return RestateResult(outcome="restated", consumer_generation=generation)
     outcome = fits(ledger, wanted, total_of((allocations, *over.values())), wanted)
     is_above = outcome is _FULL and all(
-        ledger.fit(uuid, name, amount, 0) in (Fit.FITS, Fit.NO_CAPACITY)
+        ledger.fit(uuid, name, amount, amount) is not Fit.NO_INVENTORY
         for uuid, resources in wanted.items()
         for name, amount in resources.items()
     )

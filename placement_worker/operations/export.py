@@ -11,19 +11,22 @@ consumer that was removed and created again), so only a whole pass, which reads 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import ssl
 from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import httpx
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from bus.clock import Clock, SystemClock
-from bus.contracts.base import MAX_AMOUNT, reason_of
+from bus.contracts.base import MAX_AMOUNT, Uuid, reason_of
 from bus.faults import Transient
 from bus.openstack.answers import request
+from bus.openstack.keystone import KeystoneAuth, SignInRefused
 from bus.retrying import Retrying, RetryPolicy
 from bus.service.settings import hide_password
 from placement_worker.domain.server_groups import GroupMember
@@ -169,20 +172,25 @@ def _counted(provider: Provider) -> Provider:
     return provider if inventories == provider.inventories else replace(provider, inventories=inventories)
 
 
-def _check_together(exported: PlacementExport) -> None:
+def check_trees(providers: Mapping[str, Provider]) -> None:
+    """Raises InvalidExport: two providers have one name, or one is not under its root."""
     named: dict[str, str] = {}
-    for provider in exported.providers.values():
+    for provider in providers.values():
         if named.setdefault(provider.name, provider.uuid) != provider.uuid:
             raise InvalidExport(f"{provider.uuid} and {named[provider.name]} are both named {provider.name!r}")
         top = provider
-        for _ in range(len(exported.providers)):
+        for _ in range(len(providers)):
             if top.parent is None:
                 break
-            if top.parent not in exported.providers:
+            if top.parent not in providers:
                 raise InvalidExport(f"the parent of {provider.uuid} is missing")
-            top = exported.providers[top.parent]
+            top = providers[top.parent]
         if top.parent is not None or provider.root != top.uuid:
             raise InvalidExport(f"{provider.uuid} is not under its root {provider.root}")
+
+
+def _check_together(exported: PlacementExport) -> None:
+    check_trees(exported.providers)
     for uuid, consumer in exported.consumers.items():
         for name, resources in consumer.allocations.items():
             if name not in exported.providers or not exported.providers[name].inventories.keys() >= resources.keys():
@@ -257,47 +265,137 @@ def _decoded(decoder: msgspec.json.Decoder[T], row: bytes, number: int) -> T:
 SINCE_CONSUMER_GENERATIONS = 28  # the oldest version that returns everything that a copy needs
 AT_ONCE = 8
 TIMEOUT_S = 60.0
-BOUNDS: Any = {"timeout_s": 600.0, "max_bytes": 2**28}  # of one answer: a list of half a million providers
-ASK = RetryPolicy(first_s=0.4, longest_s=3.2, least=1.0, attempts=5)  # for one page of the other service
+ANSWER_S = 600.0  # for one answer, and its bytes: a list of half a million providers
+MAX_BYTES = 2**28
+ASK = RetryPolicy(first_s=0.4, longest_s=3.2, least=1.0, max_calls=5)  # for one page of the other service
 
 Allocations = dict[str, dict[str, Any]]  # {provider: {class: amount}}
 
 
-class CopyReader:
-    """A running Placement service of a release that supports 1.28 (Rocky) or newer."""
+class ListedProvider(Struct, frozen=True):
+    """A provider as the list of all has it."""
 
-    def __init__(self, url: str, token: str, *, clock: Clock | None = None) -> None:
-        headers = {"x-auth-token": token, "accept": "application/json"}
+    uuid: Uuid
+    name: str
+    generation: int
+    parent_provider_uuid: Uuid | None
+    root_provider_uuid: Uuid
+
+    def is_of(self, known: Provider) -> bool:
+        """Whether this provider has not changed since it was read."""
+        there = (known.name, known.parent, known.root, known.generation)
+        return there == (self.name, self.parent_provider_uuid, self.root_provider_uuid, self.generation)
+
+
+class HeldOfProvider(Struct, frozen=True):
+    """What a consumer holds of one provider."""
+
+    resources: dict[str, Annotated[int, Meta(ge=1, le=MAX_NUMBER)]]
+    consumer_generation: int
+
+
+class PlacementReader:
+    """A running Placement service of a release that supports 1.28 (Rocky) or newer. Each read raises InvalidExport when
+    the service cannot be read, or does not answer as Placement does.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str = "",
+        auth: httpx.Auth | None = None,
+        verify: ssl.SSLContext | bool = True,
+        clock: Clock | None = None,
+        at_once: int = AT_ONCE,
+        timeout_s: float = ANSWER_S,  # for one answer
+    ) -> None:
+        """Raises InvalidExport."""
+        headers = {"accept": "application/json", **({"x-auth-token": token} if token else {})}
         try:
-            self._client = httpx.AsyncClient(base_url=url.rstrip("/") + "/", headers=headers, timeout=TIMEOUT_S)
+            self._client = httpx.AsyncClient(
+                base_url=url.rstrip("/") + "/", headers=headers, auth=auth, verify=verify, timeout=TIMEOUT_S
+            )
         except httpx.InvalidURL as error:
             raise InvalidExport(f"not a URL: {hide_password(url)!r}") from error
+        self._auth = auth
+        self._timeout_s = timeout_s
         self._clock = clock if clock is not None else SystemClock()
-        self._free_slots = asyncio.Semaphore(AT_ONCE)
+        self._free_slots = asyncio.Semaphore(at_once)
         self._version = 0
-        self._providers: dict[str, Provider] = {}
-        self._consumers: dict[str, ConsumerState] = {}
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
+        if isinstance(self._auth, KeystoneAuth):
+            await self._auth.aclose()
 
-    async def read(self, *, whole: bool = True) -> PlacementExport:
-        """Read one pass, quick or whole. Raises InvalidExport when the source cannot be read."""
-        if not self._version:
-            self._version = await self._newest()
-        if whole:
-            self._providers, self._consumers = {}, {}
-        try:
-            return await self._pass()
-        except (KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
-            raise InvalidExport(
-                f"that does not answer as Placement does: {type(error).__name__} {reason_of(error)}"
-            ) from error
+    async def names(self) -> tuple[list[str], list[str]]:
+        """All resource classes, and all traits."""
+        with _as_placement():
+            traits = (await self._get("traits"))["traits"]
+            return [row["name"] for row in (await self._get("resource_classes"))["resource_classes"]], traits
+
+    async def rows(self) -> list[ListedProvider]:
+        """All providers without their parts."""
+        with _as_placement():
+            listed = (await self._get("resource_providers"))["resource_providers"]
+            return msgspec.convert(listed, list[ListedProvider])
+
+    async def provider(self, row: ListedProvider) -> Provider | None:
+        """A provider with its parts; None: it is gone."""
+        path = f"resource_providers/{row.uuid}"
+        with _as_placement():
+            inventories = await self._get(f"{path}/inventories", may_be_absent=True)
+            traits = await self._get(f"{path}/traits", may_be_absent=True)
+            aggregates = await self._get(f"{path}/aggregates", may_be_absent=True)
+            if inventories is None or traits is None or aggregates is None:
+                return None
+            listed = inventories["inventories"]
+            found = {name: msgspec.convert(fields, InventoryBody).inventory() for name, fields in listed.items()}
+            # If the parts were read at different generations, the oldest is recorded, so that the next pass reads them
+            # again.
+            parts = (inventories, traits, aggregates)
+            generation = min(part.get("resource_provider_generation", row.generation) for part in parts)
+            return Provider(
+                row.uuid,
+                row.name,
+                row.parent_provider_uuid,
+                row.root_provider_uuid,
+                min(generation, row.generation),
+                0,
+                found,
+                {},
+                tuple(sorted(msgspec.convert(traits["traits"], list[str]))),
+                tuple(sorted(msgspec.convert(aggregates["aggregates"], list[str]))),
+            )
+
+    async def allocations(self, provider: str) -> dict[str, HeldOfProvider]:
+        """What each consumer holds of a provider."""
+        with _as_placement():
+            found = await self._get(f"resource_providers/{provider}/allocations", may_be_absent=True)
+            return msgspec.convert(found["allocations"] if found else {}, dict[str, HeldOfProvider])
+
+    async def consumer(self, uuid: str) -> ConsumerState | None:
+        """A consumer; None: it holds nothing."""
+        with _as_placement():
+            found = await self._get(f"allocations/{uuid}")
+            if not found["allocations"]:
+                return None
+            kind = found.get("consumer_type", UNKNOWN)  # answers before 1.38 have none
+            holding = {provider: fields["resources"] for provider, fields in found["allocations"].items()}
+            return ConsumerState(
+                found["consumer_generation"],
+                0,
+                found["project_id"],
+                found["user_id"],
+                "" if kind == UNKNOWN else kind,
+                holding,
+            )
 
     async def _newest(self) -> int:
         """Return the newest version that both sides support."""
-        home = await self._get("")
+        home = await self._asked("", {}, may_be_absent=False)
         try:
             major, _, minor = home["versions"][0]["max_version"].partition(".")
             newest = int(minor) if major == "1" else 0
@@ -307,89 +405,27 @@ class CopyReader:
             raise InvalidExport(f"it supports 1.{newest}; 1.{SINCE_CONSUMER_GENERATIONS} is needed")
         return min(newest, NEWEST)
 
-    async def _pass(self) -> PlacementExport:
-        traits = (await self._get("traits"))["traits"]
-        classes = [row["name"] for row in (await self._get("resource_classes"))["resource_classes"]]
-        rows = (await self._get("resource_providers"))["resource_providers"]
-        found = await asyncio.gather(*(self._provider(row) for row in rows))
-        self._providers = {provider.uuid: provider for provider in found if provider is not None}
-        held = await asyncio.gather(*(self._allocations(uuid) for uuid in self._providers))
-        generations: dict[str, int] = {}
-        holdings: dict[str, Allocations] = {}
-        for provider, part in zip(self._providers, held, strict=True):
-            for consumer, fields in part.items():
-                generations[consumer] = fields["consumer_generation"]
-                holdings.setdefault(consumer, {})[provider] = fields["resources"]
-        consumers = await asyncio.gather(*(self._consumer(c, generations[c], holdings[c]) for c in generations))
-        self._consumers = dict(item for item in consumers if item is not None)
-        return PlacementExport(_custom(classes), _custom(traits), self._providers, self._consumers)
-
-    async def _provider(self, row: Mapping[str, Any]) -> Provider | None:
-        known = self._providers.get(row["uuid"])
-        place = (row["name"], row["parent_provider_uuid"], row["root_provider_uuid"], row["generation"])
-        if known is not None and place == (known.name, known.parent, known.root, known.generation):
-            return known
-        path = f"resource_providers/{row['uuid']}"
-        inventories = await self._get(f"{path}/inventories", may_be_absent=True)
-        traits = await self._get(f"{path}/traits", may_be_absent=True)
-        aggregates = await self._get(f"{path}/aggregates", may_be_absent=True)
-        if inventories is None or traits is None or aggregates is None:
-            return None
-        listed = inventories["inventories"]
-        found = {name: msgspec.convert(fields, InventoryBody).inventory() for name, fields in listed.items()}
-        own_traits, own_aggregates = sorted(traits["traits"]), sorted(aggregates["aggregates"])
-        # If the parts were read at different generations, the oldest is recorded, so that the next pass reads them
-        # again.
-        parts = (row, inventories, traits, aggregates)
-        generation = min(part.get("resource_provider_generation", row["generation"]) for part in parts)
-        return Provider(
-            row["uuid"],
-            row["name"],
-            row["parent_provider_uuid"],
-            row["root_provider_uuid"],
-            generation,
-            0,
-            found,
-            {},
-            tuple(own_traits),
-            tuple(own_aggregates),
-        )
-
-    async def _allocations(self, provider: str) -> dict[str, Any]:
-        found = await self._get(f"resource_providers/{provider}/allocations", may_be_absent=True)
-        held: dict[str, Any] = found["allocations"] if found is not None else {}
-        return held
-
-    async def _consumer(self, uuid: str, generation: int, allocations: Allocations) -> tuple[str, ConsumerState] | None:
-        known = self._consumers.get(uuid)
-        if known is not None and (known.generation, known.allocations) == (generation, allocations):
-            return uuid, known
-        found = await self._get(f"allocations/{uuid}")
-        if not found["allocations"]:
-            return None
-        kind = found.get("consumer_type", UNKNOWN)  # answers before 1.38 have none
-        holding = {provider: fields["resources"] for provider, fields in found["allocations"].items()}
-        return uuid, ConsumerState(
-            found["consumer_generation"],
-            0,
-            found["project_id"],
-            found["user_id"],
-            "" if kind == UNKNOWN else kind,
-            holding,
-        )
-
     async def _get(self, path: str, *, may_be_absent: bool = False) -> Any:
         """Return the answer's data; with `may_be_absent`, None for rows that do not exist."""
-        headers = {"openstack-api-version": f"{SERVICE} 1.{self._version}"} if self._version else {}
+        if not self._version:
+            self._version = await self._newest()
+        headers = {"openstack-api-version": f"{SERVICE} 1.{self._version}"}
+        return await self._asked(path, headers, may_be_absent=may_be_absent)
+
+    async def _asked(self, path: str, headers: Mapping[str, str], *, may_be_absent: bool) -> Any:
+        url = f"{hide_password(str(self._client.base_url))}{path[:200]!r}"
 
         async def ask() -> Any:
+            bounds: Any = {"timeout_s": self._timeout_s, "max_bytes": MAX_BYTES}
             try:
                 async with self._free_slots:
-                    answer = await request(self._client, "GET", path, headers=headers, **BOUNDS)
+                    answer = await request(self._client, "GET", path, headers=headers, **bounds)
             except (httpx.TransportError, TimeoutError) as error:
                 raise Transient(f"{type(error).__name__} {error}") from error
             except (httpx.InvalidURL, httpx.HTTPError) as error:  # the answer's uuid, encoding or size is invalid
                 raise InvalidExport(f"{url}: {type(error).__name__} {error}") from error
+            except SignInRefused as error:
+                raise InvalidExport(f"{url}: {error.code}: {error.reason}") from error
             if answer.status_code >= 500 or answer.status_code == 429:
                 raise Transient(f"{answer.status_code} {answer.reason_phrase}")
             if may_be_absent and answer.status_code == 404:
@@ -401,11 +437,59 @@ class CopyReader:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise InvalidExport(f"{url}: {reason_of(error)}") from error
 
-        url = f"{hide_password(str(self._client.base_url))}{path[:200]!r}"
         try:
             return await Retrying(ASK, self._clock).call(ask)
         except Transient as error:
             raise InvalidExport(f"{url}: {error.reason}") from error
+
+
+@contextlib.contextmanager
+def _as_placement() -> Iterator[None]:
+    """Raises InvalidExport for what Placement does not answer."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
+        raise InvalidExport(
+            f"that does not answer as Placement does: {type(error).__name__} {reason_of(error)}"
+        ) from error
+
+
+class CopyReader(PlacementReader):
+    """Copies a running Placement, pass by pass."""
+
+    def __init__(self, url: str, token: str, *, clock: Clock | None = None) -> None:
+        super().__init__(url, token=token, clock=clock)
+        self._providers: dict[str, Provider] = {}
+        self._consumers: dict[str, ConsumerState] = {}
+
+    async def read(self, *, whole: bool = True) -> PlacementExport:
+        """Read one pass, quick or whole. Raises InvalidExport when the source cannot be read."""
+        if whole:
+            self._providers, self._consumers = {}, {}
+        classes, traits = await self.names()
+        found = await asyncio.gather(*(self._known_or_read(row) for row in await self.rows()))
+        self._providers = {provider.uuid: provider for provider in found if provider is not None}
+        held = await asyncio.gather(*(self.allocations(uuid) for uuid in self._providers))
+        generations: dict[str, int] = {}
+        holdings: dict[str, Allocations] = {}
+        for provider, part in zip(self._providers, held, strict=True):
+            for consumer, one in part.items():
+                generations[consumer] = one.consumer_generation
+                holdings.setdefault(consumer, {})[provider] = one.resources
+        consumers = await asyncio.gather(*(self._consumer(c, generations[c], holdings[c]) for c in generations))
+        self._consumers = dict(item for item in consumers if item is not None)
+        return PlacementExport(_custom(classes), _custom(traits), self._providers, self._consumers)
+
+    async def _known_or_read(self, row: ListedProvider) -> Provider | None:
+        known = self._providers.get(row.uuid)
+        return known if known is not None and row.is_of(known) else await self.provider(row)
+
+    async def _consumer(self, uuid: str, generation: int, allocations: Allocations) -> tuple[str, ConsumerState] | None:
+        known = self._consumers.get(uuid)
+        if known is not None and (known.generation, known.allocations) == (generation, allocations):
+            return uuid, known
+        found = await self.consumer(uuid)
+        return None if found is None else (uuid, found)
 
 
 def _custom(names: Iterable[str]) -> frozenset[str]:

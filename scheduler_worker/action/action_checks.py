@@ -7,9 +7,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.consuming.outcome import Done, Retry
@@ -24,10 +22,7 @@ from bus.contracts.actions import (
     ResizePolicy,
 )
 from bus.contracts.base import Refusal
-from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.placement import INSTANCES, LocatePage
-from bus.contracts.placement_queries import ConsumerRecord
-from bus.faults import Fault
+from bus.contracts.build import BuildState
 from placement_worker.replica.request import total_resources
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.build.admission import conflict_with
@@ -87,13 +82,13 @@ def check_action(pending: PendingAction, known: ActionContext, config: SelectorC
 
 def _misfit(request: ActionRequest, known: ActionContext, config: SelectorConfig) -> Refusal | None:
     """Why this cannot be requested of the instance in its state. The cell checks the rest."""
-    build, now = known.build, known.now
+    build, current = known.build, known.current
     assert build is not None and known.build_request is not None
-    if build.state is not BuildState.ACTIVE or now.condition in _ENDED:
-        reason = f"its build is {build.state.value}, and the instance {now.condition.value}"
+    if build.state is not BuildState.ACTIVE or current.condition in _ENDED:
+        reason = f"its build is {build.state.value}, and the instance {current.condition.value}"
         return Refusal(code=NOT_ACTIVE, reason=reason)
-    if now.under_way is not None and request.kind is not ActionKind.ABORT:
-        return Refusal(code=BUSY, reason=f"request {now.under_way} is under way")
+    if current.under_way is not None and request.kind is not ActionKind.ABORT:
+        return Refusal(code=BUSY, reason=f"request {current.under_way} is under way")
     if request.kind is ActionKind.RESIZE:
         if request.flavor is None:
             return Refusal(code=INCOMPLETE, reason="a resize names a flavor")
@@ -107,7 +102,7 @@ def _misfit(request: ActionRequest, known: ActionContext, config: SelectorConfig
         return Refusal(code=INCOMPLETE, reason="a rebuild names an image")
     if request.kind is ActionKind.RESCUE and not request.rescue_password:
         return Refusal(code=INCOMPLETE, reason="a rescue names a password")
-    if request.kind is ActionKind.UNSHELVE and request.host is not None and now.condition is Condition.SHELVED:
+    if request.kind is ActionKind.UNSHELVE and request.host is not None and current.condition is Condition.SHELVED:
         # As Nova does: it starts where its machine is, and would not be on the host that its client asked for.
         return Refusal(code=NOT_OFFLOADED, reason="it starts where it is: offload it first, or name no host")
     return None
@@ -139,12 +134,12 @@ def changes_image(request: ActionRequest, known: ActionContext) -> bool:
 def in_progress(request: ActionRequest, known: ActionContext) -> SinceBuild:
     """The record of an instance whose request is dispatched."""
     if request.kind is ActionKind.ABORT:
-        return known.now  # it does not replace the request that it ends, which stays under way
-    begun = replace(known.now, under_way=request.request_id)
+        return known.current  # it does not replace the request that it ends, which stays under way
+    begun = replace(known.current, under_way=request.request_id)
     if request.kind is ActionKind.RESIZE:
         assert request.flavor is not None
         # The cell refuses the resize of a resized instance, which then keeps what it may be reverted to.
-        old = known.now.old_flavor if known.now.condition is Condition.RESIZED else flavor_of(known)
+        old = known.current.old_flavor if known.current.condition is Condition.RESIZED else flavor_of(known)
         begun = replace(begun, new_flavor=request.flavor, old_flavor=old)
     if not changes_image(request, known):
         return begun
@@ -156,7 +151,7 @@ def in_progress(request: ActionRequest, known: ActionContext) -> SinceBuild:
 def selects_host(request: ActionRequest, known: ActionContext) -> bool:
     """Whether hosts are chosen for it; a shelved instance that still has its host starts on that host."""
     if request.kind is ActionKind.UNSHELVE:
-        return known.now.condition is Condition.OFFLOADED
+        return known.current.condition is Condition.OFFLOADED
     return request.kind in CHOOSES_HOSTS
 
 
@@ -194,73 +189,6 @@ def may_leave_cell(request: ActionRequest) -> bool:
     return request.kind in _LEAVES_CELL and not (stays or request.user_id == DRAIN_USER)
 
 
-def build_request_for(request: ActionRequest, known: ActionContext) -> BuildRequest:
-    """The request for which hosts are chosen: that of the build, with the instance's present flavor and image and those
-    that this request names. The source of its present image is known to its cell alone.
-    """
-    built = known.build_request
-    assert built is not None
-    is_rebuilt = request.kind is ActionKind.REBUILD
-    return replace(
-        built,
-        flavor=(request.flavor if request.kind is ActionKind.RESIZE else None) or flavor_of(known),
-        image=(request.image if is_rebuilt else None) or image_of(known),
-        image_properties=dict(rebuild_image(request, known) if is_rebuilt else image_properties_of(known)),
-        image_source=request.image_source,
-        host=request.host,
-        forced=request.forced,
-        ignore_hosts=request.ignore_hosts,
-        max_attempts=request.max_attempts,
-    )
-
-
-def limits_of(request: ActionRequest, quota: Mapping[str, int]) -> dict[str, int]:
-    """What its claims are held to: the quota, where the instance may hold more than before, as in Nova. The instances
-    do not become more.
-    """
-    if request.kind not in (ActionKind.RESIZE, ActionKind.UNSHELVE):
-        return {}
-    return {name: most for name, most in quota.items() if name != INSTANCES}
-
-
 def accepted(request: ActionRequest) -> Done:
     """The outcome of a request that is on record."""
     return Done(reply=ActionAccepted(request_id=request.request_id, instance_uuid=request.instance_uuid))
-
-
-HostAllocations: TypeAlias = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
-
-
-def added_by(allocations: HostAllocations, present: HostAllocations) -> dict[str, dict[str, int]]:
-    """What a claim adds to the usage of each provider: what is held there is counted once, the larger of the two."""
-    added = {
-        uuid: {
-            name: more for name, amount in share.items() if (more := amount - present.get(uuid, {}).get(name, 0)) > 0
-        }
-        for uuid, share in allocations.items()
-    }
-    return {uuid: share for uuid, share in added.items() if share}
-
-
-class Located(Struct, frozen=True):
-    """Where an instance and those that it depends on are, and what it holds."""
-
-    instance_uuid: str
-    page: LocatePage
-    allocations: HostAllocations
-
-    @property
-    def source(self) -> str | None:
-        """The instance's host."""
-        return next(iter(self.page.hosts.get(self.instance_uuid, ())), None)
-
-
-def located_of(
-    pending: PendingAction, page: LocatePage | Fault, consumer: ConsumerRecord | Fault | None
-) -> Located | Fault:
-    """Both answers of placement about one instance."""
-    if isinstance(page, Fault):
-        return page
-    if isinstance(consumer, Fault):
-        return consumer
-    return Located(pending.request.instance_uuid, page, {} if consumer is None else consumer.allocations)

@@ -21,17 +21,15 @@ from bus.yielding import yield_to_loop
 from scheduler_worker import metrics as metrics_module
 from scheduler_worker.action.action_checks import (
     CHANGED,
-    Located,
     accepted,
-    build_request_for,
     check_action,
     in_progress,
-    limits_of,
     needs_hosts,
     superseded_refusal,
 )
 from scheduler_worker.action.destination import Chosen, DestinationChooser
-from scheduler_worker.action.pending_action import PendingAction, recorded
+from scheduler_worker.action.destination_request import Located, build_request_for, limits_of
+from scheduler_worker.action.pending_action import PendingAction, record_of
 from scheduler_worker.build.decision import NO_HOST, instance_spec
 from scheduler_worker.build.host_search import HostSearchRefused, result_of_fault
 from scheduler_worker.build.pending_build import Answered
@@ -185,16 +183,18 @@ class ActionEngine:
     ) -> tuple[RecordedAction, CellAction | CellTransferOut | None]:
         """The record of a request, and the command to its cell if there is one."""
         if refusal is not None:
-            return recorded(pending, ActionState.REFUSED, actor, code=refusal.code, reason=refusal.reason), None
+            return record_of(pending, ActionState.REFUSED, actor, code=refusal.code, reason=refusal.reason), None
         assert chosen is not None
         if chosen.failure is not None:
             failure = chosen.failure
             state = ActionState.FAILED if failure.code == NO_HOST else ActionState.REFUSED
-            return recorded(pending, state, actor, code=failure.code, reason=failure.reason, funnel=chosen.funnel), None
+            return record_of(
+                pending, state, actor, code=failure.code, reason=failure.reason, funnel=chosen.funnel
+            ), None
         request = pending.request
         assert known.build is not None and known.build.cell is not None
         command = self._command(request, known, chosen)
-        action = recorded(pending, ActionState.SCHEDULED, actor, cell=known.build.cell)
+        action = record_of(pending, ActionState.SCHEDULED, actor, cell=known.build.cell)
         for first in chosen.selections[:1]:
             action = replace(action, host=first.host, host_uuid=first.host_uuid)
         if chosen.cell is None or chosen.cell == known.build.cell:

@@ -25,15 +25,12 @@ from scheduler_worker.action.action_checks import (
     CELL_DRAIN_USER,
     NO_REPORT,
     SOURCE_UNKNOWN,
-    Located,
-    added_by,
-    build_request_for,
     changes_image,
-    located_of,
     may_leave_cell,
     releases_source,
     stays_in_cell,
 )
+from scheduler_worker.action.destination_request import Located, added_by, build_request_for, located_of
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.build.decision import NO_HOST
 from scheduler_worker.build.host_search import HostSearchRequest, new_host_search
@@ -125,12 +122,12 @@ class DestinationChooser:
         {host: why it may not be chosen} of a plan, for which this call holds nothing and does not wait.
         """
         request, source = pending.request, located.source
-        if source is None and known.now.condition is not Condition.OFFLOADED:
+        if source is None and known.current.condition is not Condition.OFFLOADED:
             return SOURCE_UNKNOWN if pending.delivery.may_be_out_of_order else Chosen(failure=NO_REPORT)
         if request.kind is ActionKind.EVACUATE and not await self._is_fenced(source):
             where = "its host" if source is None else f"host {self._selector.name_of(source)}"
             return Chosen(failure=Refusal(code="host.not_fenced", reason=f"{where} is not fenced by an operator"))
-        if request.kind is ActionKind.EVACUATE and known.now.condition is Condition.SHELVED:
+        if request.kind is ActionKind.EVACUATE and known.current.condition is Condition.SHELVED:
             return Chosen()  # its cell offloads it
         chosen = self._decide(pending, known, located, planned, is_newest=False)
         if chosen is None and planned is None:

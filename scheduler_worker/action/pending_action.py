@@ -31,7 +31,7 @@ class PendingAction(Struct, frozen=True, kw_only=True):
         return digest_of(self.request)
 
 
-def recorded(pending: PendingAction, state: ActionState, actor: Actor, **more: object) -> RecordedAction:
+def record_of(pending: PendingAction, state: ActionState, actor: Actor, **more: object) -> RecordedAction:
     """The record of a request that was dispatched, refused, or failed because no host fits."""
     request = pending.request
     ended = state is not ActionState.SCHEDULED

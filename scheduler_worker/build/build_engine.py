@@ -72,7 +72,7 @@ class SchedulingEngine:
         self._store = store
         self._clock = clock
         self._who = process or "scheduler"
-        self._ownership = ClaimOwnership(claims, selector.table.last_cell_of, self._runs_on_record)
+        self._ownership = ClaimOwnership(claims, selector.table.last_cell_of, self._owners_on_record)
         placer = Placer(claims, self._ownership, selector, follower, clock=clock, rng=rng, config=config)
         self._dispatcher = Dispatcher(store, self._ownership, placer, selector, clock=clock, process=self._who)
 
@@ -202,7 +202,7 @@ class SchedulingEngine:
             members.append(pending_from_record(new, len(members), now=now))
         return list(requests.values())
 
-    async def _runs_on_record(self, instances: Sequence[str]) -> Mapping[str, str]:
+    async def _owners_on_record(self, instances: Sequence[str]) -> Mapping[str, str]:
         async with self._store.unit() as unit:
             return {uuid: one.claim_owner for uuid, one in (await unit.read(instances)).items()}
 

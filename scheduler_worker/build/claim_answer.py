@@ -34,7 +34,7 @@ DELETED = "what was claimed under this instance's uuid has been released"
 MAX_PARTLY_USED_UP_RETRIES = 3
 
 
-def step(state: HostSearch, answer: ClaimResult | Fault, selector: Selector, *, now: float) -> HostSearchStep:
+def apply_answer(state: HostSearch, answer: ClaimResult | Fault, selector: Selector, *, now: float) -> HostSearchStep:
     """Apply the answer to the claim of this search. now: wall clock."""
     state = replace(state, claims=state.claims + 1)
     choice = state.choice

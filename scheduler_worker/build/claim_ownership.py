@@ -43,7 +43,7 @@ class ClaimOwnership:
         return consumers
 
     async def allocations_of_builds(self, builds: Collection[ProjectsBuild]) -> dict[ProjectsBuild, ConsumerRecord]:
-        """The same, of what was claimed for these builds. Raises as `of`."""
+        """The same, of what was claimed for these builds. Raises as `allocations_of`."""
         consumers = await self.allocations_of({uuid: None for uuid, _ in builds})
         return {
             build: one

@@ -141,10 +141,8 @@ def conclude(members: Sequence[PlacedBuild], actor: Actor) -> list[tuple[Pending
             continue
         if is_short and isinstance(result, HostClaimed):
             assert gang is not None
-            unsatisfiable = GangIncomplete(gang, started, result.claims).reason
-            result = ClaimUnlocatable(
-                unsatisfiable, result.cell, result.selections[0].host_uuid, result.attempt, result.lost
-            )
+            reason = GangIncomplete(gang, started, result.claims).reason
+            result = ClaimUnlocatable(reason, result.cell, result.selections[0].host_uuid, result.attempt, result.lost)
         decided = decision(one.pending.request, one.request.spec, result, actor)
         concluded.append((one.pending, _decided_of(one.pending, decided, result)))
     return concluded

@@ -1,4 +1,4 @@
-"""From builds on record to their decisions, in passes of a bounded number."""
+"""Decides about recorded builds, and writes the decisions."""
 
 from __future__ import annotations
 
@@ -174,5 +174,5 @@ class Dispatcher:
             for uuid, one in known.items():
                 for message in releases_of(one, builds[uuid].claim_owner, builds[uuid].new_claim_owner):
                     unit.emit(message)
-        waits = {uuid for uuid, one in given.items() if isinstance(one, Fault)}
-        return (builds.keys() - known.keys()) | waits
+        unknown = {uuid for uuid, one in given.items() if isinstance(one, Fault)}
+        return (builds.keys() - known.keys()) | unknown

@@ -29,7 +29,7 @@ EXCLUDED = "gang.left_out"
 
 
 def by_gang(states: Iterable[HostSearch]) -> list[list[HostSearch]]:
-    """Attempts in their order, those of one gang (which stand side by side) as one list, any other alone."""
+    """Host searches in their order, those of one gang (which stand side by side) as one list, any other alone."""
     grouped: list[list[HostSearch]] = []
     before: str | None = None
     for one in states:
@@ -115,7 +115,7 @@ def needed(gang: Gang, results: Sequence[HostSearchResult | None]) -> int:
 
 
 def claimable(states: Iterable[HostSearch]) -> list[list[HostSearch]]:
-    """The gangs among attempts without a result that are claimed in this round: each member has chosen."""
+    """The gangs among the searches without a result that are claimed in this round: each member has chosen."""
     gangs = [members for members in by_gang(states) if members[0].gang is not None]
     return [members for members in gangs if all(one.choice is not None for one in members)]
 

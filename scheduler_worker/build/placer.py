@@ -18,7 +18,7 @@ from bus.retrying import Retrying, RetryPolicy
 from bus.yielding import YieldingParts, yield_to_loop
 from scheduler_worker import metrics as metrics_module
 from scheduler_worker.build import build_metrics
-from scheduler_worker.build.claim_answer import apply_recovered, step
+from scheduler_worker.build.claim_answer import apply_answer, apply_recovered
 from scheduler_worker.build.claim_ownership import ClaimOwnership
 from scheduler_worker.build.decision_round import DecisionRound
 from scheduler_worker.build.gang import apply_gang_results, claimable, merged, within_bounds
@@ -86,7 +86,7 @@ class Placer:
             first_s=FIRST_JITTER_S,
             longest_s=config.retry_jitter_s,
             least=0.0,
-            attempts=config.claim_rounds,
+            max_calls=config.claim_rounds,
             lasts_s=CLAIM_DEADLINE_S,
         )
         self._spread = Spread()
@@ -140,7 +140,7 @@ class Placer:
                     async for part in YieldingParts(zip(claimed, answers, strict=True), ANSWERS_AT_ONCE):
                         for state, answer in part:
                             lost += isinstance(answer, ClaimResult) and answer.outcome in CONTENDED
-                            stepped = step(state, answer, self._selector, now=now)
+                            stepped = apply_answer(state, answer, self._selector, now=now)
                             stepped.carry_out(self._selector.replica)
                             answered.append(stepped.state)
                     build_metrics.count_claims(answers)

@@ -82,7 +82,7 @@ def apply_action_event(
 
 def is_owner(cell: str, cell_transfer: CellTransfer, build: RecordedBuild | None) -> bool:
     """Whether a cell has the instance that it gives up: no transfer from before it came there counts."""
-    return build is not None and build.cell == cell and cell_transfer.attempt >= build.now.first_attempt
+    return build is not None and build.cell == cell and cell_transfer.attempt >= build.current.first_attempt
 
 
 def transferred(
@@ -114,7 +114,7 @@ def transferred(
             transfer=cell_transfer,
         )
         commands.append(query)
-    instance = replace(build.now, first_attempt=cell_transfer.attempt + 1)
+    instance = replace(build.current, first_attempt=cell_transfer.attempt + 1)
     there = replace(build, cell=cell_transfer.cell, host=None, host_uuid=None, sequence=sequence, instance=instance)
     if build.state is BuildState.DELETING:
         commands.append(delete_of(there, may_have_started=False))

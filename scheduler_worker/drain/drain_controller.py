@@ -40,7 +40,7 @@ from scheduler_worker.drain.drain_inventory import DrainInventory
 from scheduler_worker.drain.drain_planner import DrainPlanner, MadePlan
 from scheduler_worker.drain.drain_steps import (
     DONE,
-    Level,
+    EmptyingLevel,
     NextMoves,
     commanded,
     drained,
@@ -50,7 +50,7 @@ from scheduler_worker.drain.drain_steps import (
     kind_for,
     level_of,
 )
-from scheduler_worker.drain.host_emptier import LOOK_S, READ_ALL_S, Emptied, HostEmptier, keep_passing
+from scheduler_worker.drain.host_emptier import LOOK_S, READ_ALL_S, HostEmptier, HostsToEmpty, keep_passing
 from scheduler_worker.objects.consistency import changed_object
 from scheduler_worker.objects.object_registry import Made, ObjectRegistry
 from scheduler_worker.records.drain_record import BegunMoves
@@ -73,7 +73,7 @@ class DrainController:
         self,
         store: SchedulerStore,
         registry: ObjectRegistry,
-        holders: DrainInventory,
+        inventory: DrainInventory,
         planner: DrainPlanner,
         emptier: HostEmptier,
         *,
@@ -83,7 +83,7 @@ class DrainController:
     ) -> None:
         self._store = store
         self._registry = registry
-        self._inventory = holders
+        self._inventory = inventory
         self._planner = planner
         self._emptier = emptier
         self._clock = clock
@@ -237,12 +237,12 @@ class DrainController:
             await self._end(drain, code)
         return PASS_S if found.moves or code is not None else pause_s
 
-    def _emptied(self, drain: str, record: DrainRecord) -> Emptied:
-        async def lock(unit: OperationUnit) -> Level | None:
+    def _emptied(self, drain: str, record: DrainRecord) -> HostsToEmpty:
+        async def lock(unit: OperationUnit) -> EmptyingLevel | None:
             body = await unit.lock_object(ObjectKind.DRAIN, drain)
             return None if body is None else level_of(drain_of(drain, body), self._clock.time())
 
-        return Emptied(
+        return HostsToEmpty(
             level=level_of(record, self._clock.time()),
             drain=drain,
             hosts=partial(self._inventory.of_drain, drain),

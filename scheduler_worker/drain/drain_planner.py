@@ -18,8 +18,9 @@ from bus.contracts.drains import DrainPlan, DrainQuery, DrainRecord, DrainTarget
 from bus.contracts.placement import LocatePage
 from bus.yielding import yield_to_loop
 from placement_worker.replica.request import total_resources
-from scheduler_worker.action.action_checks import Located, check_action
+from scheduler_worker.action.action_checks import check_action
 from scheduler_worker.action.destination import Chosen, DestinationChooser
+from scheduler_worker.action.destination_request import Located
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.drain.drain_inventory import DrainInventory
 from scheduler_worker.drain.drain_steps import DRAIN_KINDS, UNCONFIRMED, NextMove, level_of, next_moves
@@ -93,11 +94,11 @@ class DrainPlanner:
     """Makes plans for one scheduler."""
 
     def __init__(
-        self, selector: Selector, destinations: DestinationChooser, holders: DrainInventory, *, clock: Clock
+        self, selector: Selector, destinations: DestinationChooser, inventory: DrainInventory, *, clock: Clock
     ) -> None:
         self._selector = selector
         self._destinations = destinations
-        self._inventory = holders
+        self._inventory = inventory
         self._clock = clock
 
     async def plan(self, query: DrainQuery) -> MadePlan | Refusal:

@@ -57,7 +57,7 @@ _NAMESPACE = UUID("0f1f2b0e-7d0c-5c57-8f5e-0b8a1c2f9d63")
 DONE, DEADLINE, STOPPED = "drain.done", "drain.deadline", "drain.stopped"
 
 
-class Level(Struct, frozen=True, kw_only=True):
+class EmptyingLevel(Struct, frozen=True, kw_only=True):
     """How hosts are emptied."""
 
     kind: ActionKind
@@ -95,7 +95,7 @@ class NextMoves(Struct, frozen=True):
 
 
 def next_moves(
-    level: Level,
+    level: EmptyingLevel,
     instances: Iterable[InstanceOnHost],
     ended: Mapping[str, Sequence[EndedRequest]],
     begun: BegunMoves,
@@ -137,7 +137,7 @@ def _each_once(instances: Iterable[InstanceOnHost]) -> Iterable[InstanceOnHost]:
 
 
 def _next_step(
-    level: Level, one: InstanceOnHost, ended: Sequence[EndedRequest], now: float
+    level: EmptyingLevel, one: InstanceOnHost, ended: Sequence[EndedRequest], now: float
 ) -> tuple[NextMove | None, WaitingInstance]:
     """Its move if it may begin now; and why it waits, where it does not."""
     ended = _as_followed(one, ended)
@@ -190,20 +190,20 @@ def _refused(drain: str, ended: Sequence[EndedRequest]) -> list[EndedRequest]:
     return found
 
 
-def _blocked(level: Level, one: InstanceOnHost) -> Refusal | None:
+def _blocked(level: EmptyingLevel, one: InstanceOnHost) -> Refusal | None:
     """Why no move of it is requested, whatever was requested before."""
     host = one.source
     if one.code:
         reason = f"{one.reason}; {host.name}: {host.code}" if host.code else one.reason
         return Refusal(code=one.code, reason=reason[:MAX_REASON])
-    if one.known.now.under_way is not None:
+    if one.known.current.under_way is not None:
         return Refusal(code=BUSY, reason="another request about it is under way")
-    if level.kind is not ActionKind.EVACUATE and one.known.now.condition in UNMOVABLE:
-        return UNMOVABLE[one.known.now.condition]
+    if level.kind is not ActionKind.EVACUATE and one.known.current.condition in UNMOVABLE:
+        return UNMOVABLE[one.known.current.condition]
     return Refusal(code=host.code, reason=host.reason) if host.code else None
 
 
-def free_slots(level: Level, begun: BegunMoves, now: float) -> int:
+def free_slots(level: EmptyingLevel, begun: BegunMoves, now: float) -> int:
     """How many moves may begin now; none: 0 or fewer."""
     if not level.begins:
         return 0
@@ -215,7 +215,7 @@ def free_slots(level: Level, begun: BegunMoves, now: float) -> int:
     return free
 
 
-def _request(level: Level, kind: ActionKind, one: InstanceOnHost, ident: str) -> ActionRequest:
+def _request(level: EmptyingLevel, kind: ActionKind, one: InstanceOnHost, ident: str) -> ActionRequest:
     """The request, the same from every scheduler. A cold move is confirmed at once. An evacuation states no fence: its
     cell's own record of one is the proof; it offloads a shelved instance, which has nothing to be started elsewhere.
     """
@@ -232,10 +232,10 @@ def _request(level: Level, kind: ActionKind, one: InstanceOnHost, ident: str) ->
 # --- drains
 
 
-def level_of(record: DrainRecord, now: float) -> Level:
+def level_of(record: DrainRecord, now: float) -> EmptyingLevel:
     """The level that a drain is now. Those of a cell leave it, which none does while it runs."""
     is_cell = record.target is DrainTarget.CELL
-    return Level(
+    return EmptyingLevel(
         kind=kind_for(record.target, record.kind),
         user=CELL_DRAIN_USER if is_cell else DRAIN_USER,
         at_once=record.at_once,
@@ -276,7 +276,7 @@ def drained(decision: HostDecision | None, drain: str, host: str, reason: str) -
 def is_down(known: ActionContext) -> bool:
     """Whether no host has the instance, though it has not been deleted."""
     is_active = known.build is not None and known.build.state is BuildState.ACTIVE
-    return is_active and known.now.condition is Condition.OFFLOADED
+    return is_active and known.current.condition is Condition.OFFLOADED
 
 
 def _is_late(record: DrainRecord, now: float) -> bool:
@@ -293,9 +293,9 @@ LONGEST_EVACUATION_PAUSE_S = 600.0
 _ON_HOST = frozenset({Condition.ACTIVE, Condition.STOPPED, Condition.SHELVED, Condition.RESCUED})
 
 
-def evacuating(at_once: int) -> Level:
+def evacuating(at_once: int) -> EmptyingLevel:
     """The level of all fences together."""
-    return Level(
+    return EmptyingLevel(
         kind=ActionKind.EVACUATE,
         user=EVACUATION_USER,
         at_once=at_once,
@@ -319,7 +319,7 @@ def is_restarted(known: ActionContext, config: SchedulerConfig) -> bool:
     """Whether this instance is on record on its host, and is to be rebuilt elsewhere when that host is fenced."""
     if known.build is None or known.build_request is None or known.build.state is not BuildState.ACTIVE:
         return False
-    if known.now.condition not in _ON_HOST:
+    if known.current.condition not in _ON_HOST:
         return False
     flavor = config.flavors.get(flavor_of(known))
     return policy_of(known.build_request.on_host_failure, flavor, config.on_host_failure) is EvacuationPolicy.RESTART
@@ -375,10 +375,10 @@ def _hold_reason(
     # It comes, or is being confirmed, or reverted to this host.
     if by is not None and not by.terminal:
         return ARRIVING, f"{by.kind} {by.request_id} is {by.state}"
-    if known.now.under_way is not None:
-        return ARRIVING, f"request {known.now.under_way} about it is under way"
+    if known.current.under_way is not None:
+        return ARRIVING, f"request {known.current.under_way} about it is under way"
     if by is None:
         return MISPLACED, f"placement has it here, the record on {build.host}"
-    if known.now.condition is Condition.RESIZED:
+    if known.current.condition is Condition.RESIZED:
         return UNCONFIRMED, f"{by.kind} {by.request_id} to {build.host} awaits confirm or revert"
     return UNRELEASED, f"the source of {by.kind} {by.request_id} is not released yet"

@@ -23,7 +23,7 @@ from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.drain.drain_inventory import DrainInventory
 from scheduler_worker.drain.drain_steps import (
     READ_ENDS,
-    Level,
+    EmptyingLevel,
     NextMove,
     NextMoves,
     evacuating,
@@ -50,13 +50,13 @@ REST_S = 60.0  # while no instance is to be evacuated: a policy may have been ch
 TAKEN_IDS = 100  # ids that are passed over because other requests have them
 
 # The level as the locked row has it (None: no move begins any more), and the hosts that are still in it.
-LockedLevel: TypeAlias = Callable[[OperationUnit], Awaitable[Level | None]]
+LockedLevel: TypeAlias = Callable[[OperationUnit], Awaitable[EmptyingLevel | None]]
 
 
-class Emptied(Struct, kw_only=True):
+class HostsToEmpty(Struct, kw_only=True):
     """The hosts of one level."""
 
-    level: Level
+    level: EmptyingLevel
     drain: str | None  # None: all fences
     hosts: Callable[[], Mapping[str, DrainedHost]]  # as they are now, by uuid
     lock: LockedLevel  # locks the level's row and returns the level
@@ -70,7 +70,7 @@ class HostEmptier:
         self,
         store: SchedulerStore,
         actions: ActionEngine,
-        holders: DrainInventory,
+        inventory: DrainInventory,
         order: Callable[[InstanceOnHost], Any],
         *,
         warmup: Warmup,
@@ -78,7 +78,7 @@ class HostEmptier:
     ) -> None:
         self._store = store
         self._actions = actions
-        self._inventory = holders
+        self._inventory = inventory
         self._order = order
         self._warmup = warmup
         self._clock = clock
@@ -89,7 +89,7 @@ class HostEmptier:
             return await unit.begun(drain)
 
     async def found(
-        self, of: Emptied, level: Level, instances: Iterable[InstanceOnHost], begun: BegunMoves
+        self, of: HostsToEmpty, level: EmptyingLevel, instances: Iterable[InstanceOnHost], begun: BegunMoves
     ) -> NextMoves:
         """What is next of these instances; nothing is requested. Raises Transient."""
         instances = sorted(filter(of.includes, instances), key=self._order)
@@ -97,7 +97,7 @@ class HostEmptier:
             ended = await unit.ended({one.instance_uuid for one in instances}, READ_ENDS)
         return next_moves(level, instances, ended, begun, self._clock.time())
 
-    async def step(self, of: Emptied, begun: BegunMoves, *, everything: bool = False) -> NextMoves:
+    async def step(self, of: HostsToEmpty, begun: BegunMoves, *, everything: bool = False) -> NextMoves:
         """Request the next moves of a part of the hosts, page after page, until the moves that were not refused before
         fill the free slots. everything: look at all that the hosts hold. Raises Transient, or RequestRefused.
         """
@@ -113,7 +113,7 @@ class HostEmptier:
             await self._request(of, found.moves)
         return found
 
-    async def _request(self, of: Emptied, moves: Sequence[NextMove]) -> None:
+    async def _request(self, of: HostsToEmpty, moves: Sequence[NextMove]) -> None:
         """Put them on record, unless an instance has changed since it was looked at."""
         now, delivery = self._clock.time(), replace(LAST, awaits_hosts=self._warmup.is_on())
         moves = await self._free_ids(moves)
@@ -199,10 +199,10 @@ class EvacuationController:
         if not hosts:
             return LOOK_S
 
-        async def lock(unit: OperationUnit) -> Level | None:
+        async def lock(unit: OperationUnit) -> EmptyingLevel | None:
             return None if await unit.lock_object(ObjectKind.FENCE, min(hosts)) is None else level
 
-        of = Emptied(
+        of = HostsToEmpty(
             level=level,
             drain=None,
             hosts=lambda: {uuid: one for uuid, one in fenced_hosts(self._registry.fences).items() if uuid in hosts},

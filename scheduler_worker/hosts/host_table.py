@@ -91,7 +91,7 @@ class HostTable:
     def apply(self, message: HostStates | ServiceStates, now_s: float) -> bool:
         """Apply one report. False: it is outdated, and ignored."""
         if isinstance(message, ServiceStates):
-            down_long = self.services.apply_digest(message, now_s)
+            down_long = self.services.apply_states(message, now_s)
             for index in down_long or ():
                 self._revision += self._leave_without_service(self.service, index)
             return down_long is not None
@@ -270,7 +270,7 @@ class HostTable:
         if self.names[index] != host.name:
             self._rename(index, host)
         self.attributes[index] = host.attributes
-        self.project[index] = self._place_of(host.attributes.get(PROJECT))
+        self.project[index] = self._project_index(host.attributes.get(PROJECT))
         self.warning[index] = host.attributes.get(HEALTH) == "warning"
         self.service[index] = self.last_service[index] = service
         self.cell[index] = cell
@@ -278,7 +278,7 @@ class HostTable:
         self.enabled[index] = host.enabled
         self.failed_builds[index] = host.failed_builds
 
-    def _place_of(self, project: str | None) -> int:
+    def _project_index(self, project: str | None) -> int:
         """Hosts of projects beyond the bound take no builds, which is safe."""
         if not project:
             return OPEN

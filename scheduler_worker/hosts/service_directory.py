@@ -1,5 +1,5 @@
-"""The compute services that report hosts, and which of them are down: so says the digest of their cell's conductor, and
-else their silence. Reports may come late or twice; epoch and sequence reveal that.
+"""The compute services that report hosts, and which of them are down: by the service states of their cell's
+conductor, else by their silence. Reports may come late or twice; epoch and sequence reveal that.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ class ServiceState(Struct):
 
 
 class CellServiceStates(Struct):
-    """The newest digest of one cell."""
+    """The newest service states of one cell."""
 
     version: tuple[int, int] = (-1, 0)
-    last_seen_s: float = -math.inf  # when it, or an equal one, came (monotonic)
-    page: int = 0  # the last page of it that came
+    last_seen_s: float = -math.inf  # when they, or equal ones, came (monotonic)
+    page: int = 0  # the last page of them that came
     gathered: dict[str, ServiceDown] = {}
     down: dict[str, ServiceDown] = {}
-    up: int = -1  # how many services it counts; -1: no digest has come yet
+    up: int = -1  # how many services they count; -1: none have come yet
 
 
 class ServiceDirectory:
-    """All compute services that have reported hosts, and the digests of their cells. A service keeps its index."""
+    """All compute services that have reported hosts, and their cells' service states. A service keeps its index."""
 
     def __init__(self, *, down_hold_s: float = DOWN_HOLD_S) -> None:
         self._down_hold_s = down_hold_s  # so long (seconds) a service that is down has its hosts
         self.states: list[ServiceState] = []
         self._index: dict[tuple[str, str], int] = {}  # by cell and name
-        self._digests: dict[str, CellServiceStates] = {}  # by cell
+        self._by_cell: dict[str, CellServiceStates] = {}  # by cell
         self.revision = 0  # incremented when a service comes to be up, down or deleted
 
     def apply_report(self, report: HostStates, now_s: float) -> int | None:
@@ -82,30 +82,30 @@ class ServiceDirectory:
             service.epoch, service.sequence, service.last_seen_s = report.epoch, report.sequence, now_s
             service.unanswered = 0
             service.deleted = False
-        self._assess(self.states[known], self._digests.get(report.cell, CellServiceStates()), now_s)
+        self._assess(self.states[known], self._by_cell.get(report.cell, CellServiceStates()), now_s)
         return known
 
-    def apply_digest(self, digest: ServiceStates, now_s: float) -> list[int] | None:
-        """The services of the cell that have been down for too long to have hosts. None: the digest is outdated.
+    def apply_states(self, message: ServiceStates, now_s: float) -> list[int] | None:
+        """The services of the cell that have been down for too long to have hosts. None: they are outdated.
 
-        It counts when all its pages have come; until then, and for ever if a page is lost, the previous one counts.
+        They count when all their pages have come; until then, and for ever if a page is lost, the previous ones count.
         """
-        known = self._digests.setdefault(digest.cell, CellServiceStates())
-        version = (digest.term, digest.number)
-        if digest.page == 1:
+        known = self._by_cell.setdefault(message.cell, CellServiceStates())
+        version = (message.term, message.number)
+        if message.page == 1:
             if version <= known.version:
                 return None
             known.version, known.page, known.gathered = version, 0, {}
-        if version != known.version or digest.page != known.page + 1:
+        if version != known.version or message.page != known.page + 1:
             return None
-        known.page = digest.page
-        known.gathered.update((down.service, down) for down in digest.down)
-        if digest.page < digest.pages:
+        known.page = message.page
+        known.gathered.update((down.service, down) for down in message.down)
+        if message.page < message.pages:
             return []
-        known.down, known.gathered, known.last_seen_s, known.up = known.gathered, {}, now_s, digest.up
+        known.down, known.gathered, known.last_seen_s, known.up = known.gathered, {}, now_s, message.up
         down_long = []
         for index, service in enumerate(self.states):
-            if service.cell == digest.cell:
+            if service.cell == message.cell:
                 self._assess(service, known, now_s)
                 if service.down is not None and now_s - service.down_s > self._down_hold_s:
                     down_long.append(index)
@@ -113,11 +113,11 @@ class ServiceDirectory:
 
     def count_request(self, cell: str, now_s: float) -> None:
         """Every service of this cell was requested to report its hosts; one that never does so counts as down."""
-        digest = self._digests.get(cell, CellServiceStates())
+        stated = self._by_cell.get(cell, CellServiceStates())
         for service in self.states:
             if service.cell == cell:
                 service.unanswered += 1
-                self._assess(service, digest, now_s)
+                self._assess(service, stated, now_s)
 
     def delete(self, removed: ServiceRemoved, now_s: float) -> int | None:
         """A service is gone for good, and is back once it reports its hosts: its index. None: it is not known."""
@@ -135,13 +135,13 @@ class ServiceDirectory:
         )
         return index
 
-    def _assess(self, service: ServiceState, digest: CellServiceStates, now_s: float) -> None:
+    def _assess(self, service: ServiceState, stated: CellServiceStates, now_s: float) -> None:
         """The state that its cell lists for this service's present epoch or a later one; otherwise
         its silence decides.
         """
         if service.deleted:
             return
-        down = digest.down.get(service.name)
+        down = stated.down.get(service.name)
         if down is not None and down.epoch < service.epoch:
             down = None
         if down is None and service.unanswered > MAX_UNANSWERED:
@@ -163,23 +163,23 @@ class ServiceDirectory:
 
     def is_seen(self, service: ServiceState, now_s: float) -> bool:
         """Whether this service or its cell's conductor has published something recently."""
-        digest = self._digests.get(service.cell)
-        return now_s - max(service.last_seen_s, digest.last_seen_s if digest else -math.inf) <= CELL_HOLD_S
+        stated = self._by_cell.get(service.cell)
+        return now_s - max(service.last_seen_s, stated.last_seen_s if stated else -math.inf) <= CELL_HOLD_S
 
     def knows_more(self, cell: str) -> bool:
-        """Whether more services of this cell count as up here than in its digest: a conductor whose database was
-        emptied or restored while a service died has no record of it, and cannot list it as down.
+        """Whether more services of this cell count as up here than in its service states: a conductor whose database
+        was emptied or restored while a service died has no record of it, and cannot list it as down.
         """
-        digest = self._digests.get(cell)
-        return digest is not None and 0 <= digest.up < self._up_in(cell)
+        stated = self._by_cell.get(cell)
+        return stated is not None and 0 <= stated.up < self._up_in(cell)
 
     def is_complete(self, cell: str, now_s: float) -> bool:
-        """Whether every service that this cell's newest digest counts as up has reported its hosts here.
+        """Whether every service that this cell's newest service states count as up has reported its hosts here.
 
-        Not so of a cell without a digest, or with one that is older than CELL_HOLD_S.
+        Not so of a cell without service states, or with ones that are older than CELL_HOLD_S.
         """
-        digest = self._digests.get(cell)
-        return digest is not None and 0 <= digest.up <= self._up_in(cell) and now_s - digest.last_seen_s <= CELL_HOLD_S
+        stated = self._by_cell.get(cell)
+        return stated is not None and 0 <= stated.up <= self._up_in(cell) and now_s - stated.last_seen_s <= CELL_HOLD_S
 
     def _up_in(self, cell: str) -> int:
         return sum(service.cell == cell and service.down is None for service in self.states)
@@ -187,18 +187,18 @@ class ServiceDirectory:
     def cells_of(self, name: str) -> list[str]:
         """The cells that have a compute service of this name: one that is reported, or that its cell lists as down."""
         reported = {one.cell for one in self.states if one.name == name and not one.deleted}
-        return sorted(reported | {cell for cell, digest in self._digests.items() if name in digest.down})
+        return sorted(reported | {cell for cell, stated in self._by_cell.items() if name in stated.down})
 
     def names_in(self, cell: str) -> list[str]:
         """The compute services of a cell: those that are reported, and those that it lists as down."""
         reported = {one.name for one in self.states if one.cell == cell and not one.deleted}
-        return sorted(reported.union(self._digests[cell].down if cell in self._digests else ()))
+        return sorted(reported.union(self._by_cell[cell].down if cell in self._by_cell else ()))
 
     def dead_not_reported(self) -> list[tuple[str, str]]:
         """(cell, service) of those that a cell lists as down and that have reported nothing here, in order."""
-        down = {(cell, name) for cell, digest in self._digests.items() for name in digest.down}
+        down = {(cell, name) for cell, stated in self._by_cell.items() for name in stated.down}
         return sorted(down - self._index.keys())
 
     def down_of(self, cell: str, service: str) -> ServiceDown:
         """Why a service is down that its cell lists."""
-        return self._digests[cell].down[service]
+        return self._by_cell[cell].down[service]

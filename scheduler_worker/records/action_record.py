@@ -60,10 +60,10 @@ class ActionContext(Struct, frozen=True, kw_only=True):
     names_instance: bool = False  # the request_id is the uuid of an instance
 
     @property
-    def now(self) -> SinceBuild:
+    def current(self) -> SinceBuild:
         """The instance's present state."""
         assert self.build is not None
-        return self.build.now
+        return self.build.current
 
     def action_of(self, instance_uuid: str) -> RecordedAction | None:
         """The request, if it is about this instance."""
@@ -78,19 +78,19 @@ def about(action: RecordedAction | None, instance_uuid: str) -> RecordedAction |
 def flavor_of(known: ActionContext) -> str:
     """The flavor that the instance has now."""
     assert known.build_request is not None
-    return present_flavor(known.build_request.flavor, known.now)
+    return present_flavor(known.build_request.flavor, known.current)
 
 
 def image_of(known: ActionContext) -> str:
     """The image that the instance has now."""
     assert known.build_request is not None
-    return known.now.image or known.build_request.image
+    return known.current.image or known.build_request.image
 
 
 def image_properties_of(known: ActionContext) -> Mapping[str, str]:
     """The properties of the image that the instance has now."""
     assert known.build_request is not None
-    return known.now.image_properties.get(image_of(known), known.build_request.image_properties)
+    return known.current.image_properties.get(image_of(known), known.build_request.image_properties)
 
 
 class WrittenActions(Struct):
@@ -118,7 +118,7 @@ def event_of(action: RecordedAction, known: ActionContext, at: float) -> ActionE
         state=action.state,
         sequence=action.sequence,
         terminal=action.terminal,
-        condition=(known.now.condition if action.terminal else Condition.MOVING)
+        condition=(known.current.condition if action.terminal else Condition.MOVING)
         if is_of_project
         else Condition.UNKNOWN,
         cell=action.cell,
@@ -143,7 +143,7 @@ def apply_instance_event(
     """The instance as a cell reports it with a request, on record or not: what it is, its own cell alone says.
     has_ended: the end of the request is known.
     """
-    instance, host, host_uuid = build.now, event.host, event.host_uuid
+    instance, host, host_uuid = build.current, event.host, event.host_uuid
     is_newest = build.cell == cell and is_newer(event, build.sequence)
     is_awaited = instance.under_way == event.request_id
     if is_newest or (event.terminal and is_awaited and instance.condition is Condition.MOVING):
@@ -221,9 +221,9 @@ def given_up(event: BuildEvent | ActionEvent, cell: str, build: RecordedBuild) -
     lost, or as these schedulers' had. None: it has not, by this record; or it goes on as long as the request does
     that is under way.
     """
-    if build.cell in (None, cell) or not (event.terminal or build.now.under_way is None):
+    if build.cell in (None, cell) or not (event.terminal or build.current.under_way is None):
         return None
-    request_id, kind, last = build.instance_uuid, None, build.now.first_attempt - 1
+    request_id, kind, last = build.instance_uuid, None, build.current.first_attempt - 1
     if isinstance(event, ActionEvent):
         request_id, kind = event.request_id, event.kind
         last = last if event.transfer is None else event.transfer.attempt

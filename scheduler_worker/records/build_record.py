@@ -81,17 +81,17 @@ class SinceBuild(Struct, frozen=True, kw_only=True):
 AS_BUILT = SinceBuild()
 
 
-def present_flavor(built: str, now: SinceBuild | None) -> str:
+def present_flavor(built: str, current: SinceBuild | None) -> str:
     """The flavor that an instance has now (`tables.FLAVOR`). built: that of its build."""
-    return (now or AS_BUILT).flavor or built
+    return (current or AS_BUILT).flavor or built
 
 
-def flavors_in_use(built: str, now: SinceBuild | None) -> tuple[str, ...]:
+def flavors_in_use(built: str, current: SinceBuild | None) -> tuple[str, ...]:
     """The flavors by which an instance may claim: its present one, and those that it may have next
     (`tables.FLAVORS`).
     """
-    now = now or AS_BUILT
-    return present_flavor(built, now), now.new_flavor, now.old_flavor
+    current = current or AS_BUILT
+    return present_flavor(built, current), current.new_flavor, current.old_flavor
 
 
 # Of an instance that has been built. Between two hosts it has none until the next has claimed it.
@@ -120,7 +120,7 @@ class RecordedBuild(RecordedRequest, frozen=True, kw_only=True):
     instance: SinceBuild | None = None  # None: as it was built
 
     @property
-    def now(self) -> SinceBuild:
+    def current(self) -> SinceBuild:
         """The instance's present state."""
         return self.instance or AS_BUILT
 
@@ -259,7 +259,7 @@ def delete_of(build: RecordedBuild, *, may_have_started: bool) -> CellDelete:
         instance_uuid=build.instance_uuid,
         project_id=build.project_id,
         may_have_started=may_have_started,
-        attempt=build.now.first_attempt,
+        attempt=build.current.first_attempt,
     )
 
 
@@ -273,15 +273,15 @@ def releases_of(build: RecordedBuild, *readers: str) -> list[OutboxMessage]:
     uuid = build.instance_uuid
     return [
         OutboxMessage(
-            API, ReleaseByOwner(consumer=uuid, attempt=FIRST_ATTEMPT, project_id=build.project_id, owner=run), uuid
+            API, ReleaseByOwner(consumer=uuid, attempt=FIRST_ATTEMPT, project_id=build.project_id, owner=owner), uuid
         )
-        for run in dict.fromkeys((build.claim_owner, *readers))
-        if run
+        for owner in dict.fromkeys((build.claim_owner, *readers))
+        if owner
     ]
 
 
 def _is_over(state: BuildState | None, build: RecordedBuild) -> bool:
-    """Whether in this state of it the instance held nothing, and no cell has it. What a unlocatable one holds stays
+    """Whether in this state of it the instance held nothing, and no cell has it. What an unlocatable one holds stays
     until its delete finds nothing any more.
     """
     has_failed = state in (BuildState.FAILED, BuildState.REFUSED) and build.code != UNLOCATABLE

@@ -76,7 +76,7 @@ GROUPS = {
     "not in the requested tree": "are not in the tree that {} requests",
 }
 
-# ... and for traits and aggregates: the step, how the reason begins, and its meaning.
+# ... and for what names a trait, an aggregate or a key: the step, how the reason begins, and its meaning.
 CONDITIONS = (
     ("traits", "root lacks ", "lack {} on the host itself"),
     ("traits", "root has ", "have {} on the host itself, which is forbidden"),
@@ -84,6 +84,9 @@ CONDITIONS = (
     ("traits", "has ", "have {}, which is forbidden"),
     ("aggregates", "not in ", "are not in aggregate {}"),
     ("aggregates", "in ", "are in aggregate {}, which is forbidden"),
+    ("ComputeCapabilitiesFilter", "capability.", "do not have the requested {}"),
+    ("AggregateInstanceExtraSpecsFilter", "aggregate.", "are in no aggregate with the requested {}"),
+    ("AggregateImagePropertiesIsolation", "image.", "are reserved for images with another {}"),
 )
 
 
@@ -124,12 +127,6 @@ def reason_text(step: str, reason: str) -> str:
             return meaning.format(reason.removeprefix(beginning))
     if reason in AMOUNTS:
         return AMOUNTS[reason].format(step)
-    if reason.startswith("capability."):
-        return f"do not have the requested {reason.removeprefix('capability.')}"
-    if reason.startswith("aggregate."):
-        return f"are in no aggregate with the requested {reason.removeprefix('aggregate.')}"
-    if reason.startswith("image."):
-        return f"are reserved for images with another {reason.removeprefix('image.')}"
     return f"were rejected by {step}" if reason == step else f"were rejected by {step} ({reason})"
 
 

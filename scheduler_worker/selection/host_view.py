@@ -31,6 +31,11 @@ class Membership:
         """The aggregates with a metadata key that begins like this, in configured order."""
         return [a for a in self.aggregates if any(key.startswith(prefix) for key in a.metadata)]
 
+    def has(self, aggregate: Aggregate, host: str, in_replica: Collection[str]) -> bool:
+        """Whether a host is a member. in_replica: the aggregates that the replica has it in."""
+        uuid = aggregate.uuid
+        return host in self.named[uuid] if uuid in self.named else uuid in in_replica
+
     def has_key(self, key: str) -> bool:
         """Whether any aggregate has this metadata key: most keys are unused, and then nothing is computed."""
         return key in self._keys
@@ -93,13 +98,13 @@ class HostsView(Struct, eq=False):
 
     def in_cells(self, names: Collection[str]) -> Mask:
         """Whether each host is in one of these cells; unknown names match no host."""
-        places = [at for at, name in enumerate(self.table.cells) if name in names]
-        return np.asarray(np.isin(self.cell, places), dtype=np.bool_)
+        cells = [index for index, name in enumerate(self.table.cells) if name in names]
+        return np.asarray(np.isin(self.cell, cells), dtype=np.bool_)
 
     def is_in(self, *states: AdminState) -> Mask:
         """Whether an operator has put each host into one of these states."""
-        places = [ADMIN_STATES.index(state) for state in states]
-        return np.asarray(np.isin(self.table.admin[self.index], places), dtype=np.bool_)
+        chosen = [ADMIN_STATES.index(state) for state in states]
+        return np.asarray(np.isin(self.table.admin[self.index], chosen), dtype=np.bool_)
 
     @property
     def up(self) -> Mask:
@@ -138,7 +143,7 @@ class HostsView(Struct, eq=False):
     def attribute(self, key: str) -> list[str | None]:
         """The value of one reported attribute per host."""
         attributes = self.table.attributes
-        return [attributes[at].get(key) for at in self.index.tolist()]
+        return [attributes[index].get(key) for index in self.index.tolist()]
 
     def member_of(self, uuid: str) -> Mask:
         """Whether each host is in an aggregate."""
@@ -168,18 +173,18 @@ class HostsView(Struct, eq=False):
 
     def host(self, position: int) -> HostView:
         """One host of a view of reported hosts."""
-        at = int(self.index[position])
+        index = int(self.index[position])
         row = int(self.rows[position])
-        mine = set(self.replica.aggregates_of(row))
+        uuid, in_replica = self.replica.uuid_of(row), self.replica.aggregates_of(row)
         return HostView(
-            uuid=self.replica.uuid_of(row),
-            name=self.table.names[at],
-            cell=self.table.cells[int(self.table.cell[at])],
-            enabled=bool(self.table.enabled[at] and not self.table.admin[at]),
-            up=not bool(self.down[self.table.service[at]]),
-            failed_builds=int(self.table.failed_builds[at]),
-            attributes=self.table.attributes[at],
-            aggregates=tuple(a for a in self.membership.aggregates if a.uuid in mine),
+            uuid=uuid,
+            name=self.table.names[index],
+            cell=self.table.cells[int(self.table.cell[index])],
+            enabled=bool(self.table.enabled[index] and not self.table.admin[index]),
+            up=not bool(self.down[self.table.service[index]]),
+            failed_builds=int(self.table.failed_builds[index]),
+            attributes=self.table.attributes[index],
+            aggregates=tuple(a for a in self.membership.aggregates if self.membership.has(a, uuid, in_replica)),
             view=self,
             position=position,
         )

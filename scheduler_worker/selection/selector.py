@@ -157,12 +157,12 @@ class Selector:
         service: str = "",
     ) -> Selection:
         """A selection on a host that is in the host table. service: that had it, if none has it any more."""
-        at = self.table.index_of(host_uuid)
-        assert at is not None, host_uuid
-        manager = int(self.table.service[at])
+        index = self.table.index_of(host_uuid)
+        assert index is not None, host_uuid
+        manager = int(self.table.service[index])
         return Selection(
             host_uuid=host_uuid,
-            host=self.table.names[at],
+            host=self.table.names[index],
             service=service if manager == NO_SERVICE else self.table.services.states[manager].name,
             allocations={provider: dict(amounts) for provider, amounts in allocations.items()},
             spec_generations=dict(spec_generations),
@@ -173,20 +173,19 @@ class Selector:
         """The zone of a host: that of its first aggregate that names one, else the default. "": no aggregate does."""
         if not self.config.zoned:
             return ""
-        row, named = self.replica.row_of(host_uuid), self.config.membership.named
-        mine = () if row is None else self.replica.aggregates_of(row)
+        row = self.replica.row_of(host_uuid)
+        in_replica = () if row is None else self.replica.aggregates_of(row)
         for aggregate in self.config.zoned:
-            is_member = host_uuid in named[aggregate.uuid] if aggregate.uuid in named else aggregate.uuid in mine
-            if is_member:
+            if self.config.membership.has(aggregate, host_uuid, in_replica):
                 return aggregate.metadata[ZONE_KEY]
         return self.config.settings.default_availability_zone
 
     def cell_of(self, host_uuid: str) -> str | None:
         """The cell of a host; None when no service manages it."""
-        at = self.table.index_of(host_uuid)
-        if at is None or self.table.service[at] == NO_SERVICE:
+        index = self.table.index_of(host_uuid)
+        if index is None or self.table.service[index] == NO_SERVICE:
             return None
-        return self.table.cells[int(self.table.cell[at])]
+        return self.table.cells[int(self.table.cell[index])]
 
     def name_of(self, host_uuid: str) -> str:
         """The name that its compute service reports, else that of placement, else that of the decision about it; its

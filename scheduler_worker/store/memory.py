@@ -108,13 +108,13 @@ class MemoryBuilds(UnitStore):
             found = Counter(
                 (
                     build.project_id,
-                    build.now.condition,
+                    build.current.condition,
                     present_flavor(self._table.records[uuid].flavor, build.instance),
                 )
                 for uuid, build in self._table.recorded.items()
                 if build.project_id in projects
                 and build.state is BuildState.ACTIVE
-                and build.now.condition in MAY_HAVE_NO_HOST
+                and build.current.condition in MAY_HAVE_NO_HOST
                 and build.host is None
             )
             return [WithoutHost(*key, count) for key, count in found.items()]
@@ -133,7 +133,7 @@ class MemoryBuilds(UnitStore):
             ]
             gone = [one for one in over if transaction.is_free(key_of(one.instance_uuid))][:limit]
             await transaction.lock([key_of(uuid) for uuid in sorted(one.instance_uuid for one in gone)])
-            resized = {uuid for uuid, build in table.recorded.items() if build.now.condition is Condition.RESIZED}
+            resized = {uuid for uuid, build in table.recorded.items() if build.current.condition is Condition.RESIZED}
             actions = [
                 one.request_id
                 for one, at in sorted(table.actions.values(), key=lambda kept: kept[0].created_at)

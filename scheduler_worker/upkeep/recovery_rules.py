@@ -79,19 +79,19 @@ def known_record(
     if image != request.image:
         request = replace(request, image=image, image_source=None)  # of another image its cell alone knows the source
     request = replace(request, flavor=flavor_of(facts.known))
-    actions = (one for one in facts.actions if one.request_id == build.now.under_way)
+    actions = (one for one in facts.actions if one.request_id == build.current.under_way)
     under_way = next(actions, None)
     return replace(
         record,
         project_id=record.project_id or build.project_id,
         state=build.state,
-        condition=build.now.condition,
+        condition=build.current.condition,
         cell=build.cell,
-        attempt=max(record.attempt, build.attempt, build.now.first_attempt),
+        attempt=max(record.attempt, build.attempt, build.current.first_attempt),
         sequence=build.sequence,
         spec=instance_spec(request, config),
-        snapshot=build.now.snapshot,
-        request_id=build.now.under_way or "",
+        snapshot=build.current.snapshot,
+        request_id=build.current.under_way or "",
         kind=None if under_way is None else under_way.kind,
         transferred_in=under_way is not None and is_transferred_in(under_way),
     )

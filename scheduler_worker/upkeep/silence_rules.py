@@ -29,7 +29,7 @@ CELL_UNKNOWN = "cell.unknown"
 BUILD, DELETE = "build", "delete"
 
 
-class AwaitedRequest(Struct, frozen=True):
+class OpenRequest(Struct, frozen=True):
     """A request without an end: a build, the delete of one, or an action."""
 
     request_id: str
@@ -50,27 +50,25 @@ class AwaitedRequest(Struct, frozen=True):
         return self.request_id, self.instance_uuid
 
 
-def open_build(build: RecordedBuild) -> AwaitedRequest | None:
+def open_build(build: RecordedBuild) -> OpenRequest | None:
     """The build, or its delete, if it has no end. Its id is its instance's. A delete waits while an action of its
     instance is under way: a cell that has not received the instance yet would take it for deleted.
     """
     is_delete = build.state is BuildState.DELETING
-    if build.state not in OPEN or (is_delete and build.now.under_way is not None):
+    if build.state not in OPEN or (is_delete and build.current.under_way is not None):
         return None
     kind = DELETE if is_delete else BUILD
-    return AwaitedRequest(build.instance_uuid, build.instance_uuid, kind, build.cell or "", build.sequence, build.code)
+    return OpenRequest(build.instance_uuid, build.instance_uuid, kind, build.cell or "", build.sequence, build.code)
 
 
-def open_action(action: RecordedAction) -> AwaitedRequest | None:
+def open_action(action: RecordedAction) -> OpenRequest | None:
     """The action, if a cell has to end it."""
     if action.terminal or action.cell is None:
         return None
-    return AwaitedRequest(
-        action.request_id, action.instance_uuid, action.kind, action.cell, action.sequence, action.code
-    )
+    return OpenRequest(action.request_id, action.instance_uuid, action.kind, action.cell, action.sequence, action.code)
 
 
-def open_now(request: AwaitedRequest, known: ActionContext) -> AwaitedRequest | None:
+def open_now(request: OpenRequest, known: ActionContext) -> OpenRequest | None:
     """The request by its records as they are now; None: it has ended, or waits for another one."""
     if request.is_action:
         action = known.action_of(request.instance_uuid)
@@ -81,7 +79,7 @@ def open_now(request: AwaitedRequest, known: ActionContext) -> AwaitedRequest | 
 class Watched(Struct, frozen=True):
     """One request that has not ended."""
 
-    seen: AwaitedRequest  # as it was at its newest event
+    seen: OpenRequest  # as it was at its newest event
     since_s: float  # when that event came, monotonic
     due_s: float  # when it is queried about next
     queried: int = 0  # how often in all: the pause grows with it until the request ends, whatever is answered
@@ -92,17 +90,17 @@ class Watching(Struct, frozen=True):
     """The findings of one pass."""
 
     watched: dict[RequestKey, Watched]
-    query: tuple[AwaitedRequest, ...] = ()  # about these
-    silent: tuple[AwaitedRequest, ...] = ()  # those among them whose records are to state it
+    query: tuple[OpenRequest, ...] = ()  # about these
+    silent: tuple[OpenRequest, ...] = ()  # those among them whose records are to state it
     waiting: int = 0  # how many have been queried without an answer
 
 
-def shared_out(requests: Iterable[AwaitedRequest], limit: int) -> list[AwaitedRequest]:
+def shared_out(requests: Iterable[OpenRequest], limit: int) -> list[OpenRequest]:
     """At most so many of these: the first of each cell, then the second of each, and so on. So a cell that is silent
     about thousands takes no other cell's turn, nor that of the builds that no cell has.
     """
     turns = Counter[str]()
-    ranked: list[tuple[int, AwaitedRequest]] = []
+    ranked: list[tuple[int, OpenRequest]] = []
     for one in requests:
         turns[one.cell] += 1
         ranked.append((turns[one.cell], one))
@@ -110,19 +108,19 @@ def shared_out(requests: Iterable[AwaitedRequest], limit: int) -> list[AwaitedRe
 
 
 def look(
-    watched: dict[RequestKey, Watched], requests: Iterable[AwaitedRequest], *, now_s: float, pause_s: float
+    watched: dict[RequestKey, Watched], requests: Iterable[OpenRequest], *, now_s: float, pause_s: float
 ) -> Watching:
     """The requests that are open now, with the counts of those that were open at the last pass. Where there are too
     many, one that has been queried in vain for long gives its place to one that has not been watched yet.
     """
 
-    def place(one: AwaitedRequest) -> tuple[bool, bool]:
+    def place(one: OpenRequest) -> tuple[bool, bool]:
         known = watched.get(one.key)
         return known is not None and known.unanswered > SILENT_AFTER, known is None
 
     after: dict[RequestKey, Watched] = {}
-    due: list[AwaitedRequest] = []
-    silent: list[AwaitedRequest] = []
+    due: list[OpenRequest] = []
+    silent: list[OpenRequest] = []
     for one in shared_out(sorted(requests, key=place), MAX_WATCHED):
         before = watched.get(one.key) or Watched(one, now_s, now_s + pause_s)
         if _has_changed(one, before.seen):
@@ -143,7 +141,7 @@ def look(
     return Watching(after, tuple(query), tuple(silent), waiting)
 
 
-def _has_changed(now: AwaitedRequest, seen: AwaitedRequest) -> bool:
+def _has_changed(now: OpenRequest, seen: OpenRequest) -> bool:
     return (now.sequence, now.cell, now.kind) != (seen.sequence, seen.cell, seen.kind)
 
 
@@ -152,7 +150,7 @@ def _pause(queried: int, pause_s: float) -> float:
 
 
 def messages_to_cell(
-    request: AwaitedRequest, known: ActionContext, config: SchedulerConfig, at: float
+    request: OpenRequest, known: ActionContext, config: SchedulerConfig, at: float
 ) -> tuple[Message, ...]:
     """The messages about a request that has had no event: the command again if a query would end what it has begun,
     otherwise a query, which begins nothing. A delete is its own query: nothing revokes it. at: seconds since the epoch.

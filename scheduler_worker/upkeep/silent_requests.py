@@ -21,7 +21,7 @@ from scheduler_worker.records.build_record import Actor, BuildUpdate
 from scheduler_worker.store.port import FIRST_UUID, OperationUnit, SchedulerStore
 from scheduler_worker.upkeep.silence_rules import (
     MAX_WATCHED,
-    AwaitedRequest,
+    OpenRequest,
     Watched,
     Watching,
     look,
@@ -113,11 +113,11 @@ class SilentRequests:
             found.watched[key] = replace(watched, queried=watched.queried - 1)
         return found
 
-    async def _open_actions(self) -> tuple[list[AwaitedRequest], str]:
+    async def _open_actions(self) -> tuple[list[OpenRequest], str]:
         """The actions that are open, on from the last one of the pass before; those that are watched and were not come
         to now; and the last one that was (FIRST_UUID: there are no more).
         """
-        found: list[AwaitedRequest] = []
+        found: list[OpenRequest] = []
         after = self._read
         for _ in range(0, MAX_READ, PAGE):
             page = await self._store.open_actions(after, PAGE)
@@ -129,14 +129,14 @@ class SilentRequests:
         found += [one for one in watched if one.request_id <= self._read or FIRST_UUID < after < one.request_id]
         return found, after
 
-    async def _open_builds(self) -> list[AwaitedRequest]:
+    async def _open_builds(self) -> list[OpenRequest]:
         unchanged_since = self._clock.time() - self._after_s  # what is younger is found by a later page
         watched = [one.seen.request_id for one in self._watched.values() if not one.seen.is_action]
         page = await self._store.open_builds(watched, self._examined, unchanged_since, MAX_EXAMINED)
         self._examined = page.last or FROM_THE_FIRST
         return [one for build in page.builds if (one := open_build(build)) is not None]
 
-    async def _send(self, queries: Sequence[AwaitedRequest], found: Watching) -> None:
+    async def _send(self, queries: Sequence[OpenRequest], found: Watching) -> None:
         """Query the cells about those requests that are still open, and state the silence of some in their records."""
         actor = Actor(self._who, self._clock.time())
         async with self._store.operation() as unit:
@@ -149,7 +149,7 @@ class SilentRequests:
                 if one in found.silent and known[one.key].build is not None:
                     await self._mark(unit, now, known[one.key], actor)
 
-    def _query(self, unit: OperationUnit, request: AwaitedRequest, known: ActionContext, at: float) -> None:
+    def _query(self, unit: OperationUnit, request: OpenRequest, known: ActionContext, at: float) -> None:
         bus = self._cells.get(request.cell)
         log.info(
             "request.queried",
@@ -164,7 +164,7 @@ class SilentRequests:
         for message in messages_to_cell(request, known, self._config(), at):
             unit.emit(OutboxMessage(bus.name, message, request.request_id))
 
-    async def _mark(self, unit: OperationUnit, request: AwaitedRequest, known: ActionContext, actor: Actor) -> None:
+    async def _mark(self, unit: OperationUnit, request: OpenRequest, known: ActionContext, actor: Actor) -> None:
         """State the silence in the record. It is no event: the request is of the same number after it."""
         watched, is_known = self._watched[request.key], request.cell in self._cells
         code, reason = silence(watched, self._clock.monotonic(), known=is_known)

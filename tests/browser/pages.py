@@ -29,13 +29,11 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-START_TIMEOUT_S = 180.0
 WAIT_S = 60.0
 SCRIPT_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
 HOSTILE = "<script>document.title='owned'</script>\n\u202eevil"
 # The names of elements for users who do not see them.
-NAMED = "input:not([type=hidden]), select, textarea, meter, progress, #map"
 # The processor's time of the browser's main thread, which a busy machine does not change: for one movement of the
 # pointer or one colouring (half a frame; a map that is drawn whole each time takes 13 ms), and for reading and drawing
 # all hosts once.

@@ -242,7 +242,7 @@ async def test_a_machine_is_stopped_started_rescued_and_rebuilt_by_its_client(me
     finally:
         await moves.close()
     rebuilt = await metal.nodes.get(node)
-    assert rebuilt["provision_state"] == "active" and rebuilt["instance_info"]["berth"]["order"] > 0
+    assert rebuilt["provision_state"] == "active" and rebuilt["instance_info"]["berth"]["change_number"] > 0
     assert rebuilt["instance_info"]["image_source"].endswith("?again")
     steps = [one.params["step"] for one in metal.lab.agents.orders if one.name == "deploy.execute_deploy_step"]
     assert steps[0]["args"]["image_info"]["urls"] == [rebuilt["instance_info"]["image_source"]], "written anew"

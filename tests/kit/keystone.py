@@ -17,7 +17,6 @@ from starlette.routing import Route
 
 from tests.kit.waiting import until
 
-PATIENCE_S = 60.0
 KEEP_ALIVE_S = 75  # a client that stood still finds its connection open
 
 

@@ -17,6 +17,8 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "scheduler_worker": ("bus", "placement_worker.replica"),
     "nova_scheduler": (
         "bus",
+        "placement_worker.operations.export",
+        "placement_worker.operations.mirror",
         "placement_worker.replica",
         "scheduler_worker.build.claim_ownership",
         "scheduler_worker.build.decision",
@@ -43,7 +45,8 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         *(f"scheduler_worker.{name}" for name in ("app", "config", "objects", "records", "selection")),
         "scheduler_worker.store.object_rows",
         "scheduler_worker.upkeep.purge",
-        *(f"nova_scheduler.{name}" for name in ("app", "cloud", "config", "decide", "request", "wire")),
+        *(f"nova_scheduler.{name}" for name in ("app", "cloud", "config", "decide", "nova_conf", "request", "stock")),
+        *(f"nova_scheduler.{name}" for name in ("trial", "wire")),
         *(f"cell_conductor.{name}" for name in ("app", "config", "rules.blocked_rules", "state", "store")),
         *(
             f"compute_agent.{name}"
@@ -59,12 +62,12 @@ LAYERS: Mapping[str, str] = {
     "scheduler_worker": """
         config hosts metrics placement_client | selection | filters weighers records | plugins requests store
         | build objects | action cell_events fleet upkeep | drain request_handler | operator_handler queries
-        | cell_link | app
+        | wiring | app
     """,
-    "nova_scheduler": "metrics wire | cloud | config | request | decide | stock | rpc | app",
+    "nova_scheduler": "metrics wire | cloud | config | nova_conf request | decide | stock | rpc | app | trial",
     "cell_conductor": """
-        config metrics state | rules store | table placement_question reports
-        | transition placement_client pending_lookups | engine | hosts machine_search periodic
+        config metrics state | rules store | table awaited_request reports
+        | transition recorded_changes | placement_client pending_lookups | engine | hosts machine_search periodic
         | recovery request_handlers
         | host_handlers | app
     """,

@@ -16,7 +16,7 @@ import pytest
 
 from tests.kit.sources import ROOT
 
-PEER = ROOT / "tests" / "integration" / "nova" / "peer.py"
+PEER = ROOT / "tests" / "integration" / "nova_scheduler" / "peer.py"
 PATIENCE_S = 120.0
 PYTHONS = (os.environ.get("BERTH_NOVA_PYTHON", ""), str(ROOT / ".berth" / "nova" / "bin" / "python"))
 PYTHON = next((path for path in PYTHONS if path and Path(path).exists()), "")

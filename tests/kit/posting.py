@@ -9,8 +9,6 @@ from bus.contracts.base import Message
 from bus.publishing import Waiter
 from tests.kit.waiting import until
 
-PATIENCE_S = 60.0
-
 
 class PostedBus:
     """Confirms what is posted in the next turn of the event loop, while `confirms` is set. Stands for its transport,

@@ -19,7 +19,7 @@ from bus.contracts.placement import Claim, ClaimOutcome, Release
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows
 from bus.persistence.outbox import Sweep, by_bus
 from bus.persistence.relay import Relay
-from cell_conductor import placement_question, table, transition
+from cell_conductor import awaited_request, table, transition
 from cell_conductor.engine import Engine
 from cell_conductor.placement_client import PlacementRequests
 from cell_conductor.rules import build_end_rules
@@ -126,7 +126,7 @@ def stale_inventory_applied() -> AbstractContextManager[Any]:
 
 def alternates_claimed_twice() -> AbstractContextManager[Any]:
     """The claim of an alternate is not the same when it is repeated: each asking takes another attempt."""
-    requested = placement_question.awaited_request_of
+    requested = awaited_request.awaited_request_of
 
     def wanted(instance: Any) -> Any:
         message = requested(instance)

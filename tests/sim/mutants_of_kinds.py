@@ -22,8 +22,8 @@ from cell_conductor.state.events import ChangeEnded
 from cell_conductor.state.instance import State
 from cell_conductor.state.step import Step
 from cell_conductor.table import TABLE, Rule
+from placement_worker.cell_follower import CellFollower
 from placement_worker.domain import claims
-from placement_worker.handlers import CellFollower
 from scheduler_worker.build import build_engine as scheduler_engine
 from scheduler_worker.build import decision as decisions
 from scheduler_worker.build import gang as gangs

@@ -137,9 +137,9 @@ def whatever_is_held_is_what_was_claimed() -> AbstractContextManager[Any]:
     def taken(state: Any, answer: Any, selector: Any, *, now: float) -> Any:
         if isinstance(answer, ClaimResult) and answer.outcome is ClaimOutcome.CLAIMED and answer.option is None:
             answer = replace(answer, option=0)
-        return claim_answer.step(state, answer, selector, now=now)
+        return claim_answer.apply_answer(state, answer, selector, now=now)
 
-    return patch.object(placing, "step", taken)
+    return patch.object(placing, "apply_answer", taken)
 
 
 def alternate_that_left() -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from bus.contracts.base import DatabaseMark
 from bus.contracts.cell import Spawn
 from bus.contracts.placement import Claim, Release
 from bus.persistence.unit_of_work import Committed
-from cell_conductor import engine, placement_question, table
+from cell_conductor import awaited_request, engine, table
 from cell_conductor import placement_client as placement_requests
 from cell_conductor.rules import action_events as move_events
 from cell_conductor.rules import build_end_rules, delete_rules, move_rules, move_steps, resize_rules
@@ -59,8 +59,8 @@ def _shared(name: str, apply: Callable[..., Any]) -> AbstractContextManager[Any]
 
 def _requested(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]:
     """Another question to placement."""
-    wanted, stack = placement_question.awaited_request_of, ExitStack()
-    for module in (placement_question, placement_requests, engine):
+    wanted, stack = awaited_request.awaited_request_of, ExitStack()
+    for module in (awaited_request, placement_requests, engine):
         stack.enter_context(
             patch.object(module, "awaited_request_of", lambda instance: change(instance, wanted(instance)))
         )

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bus.contracts.placement import Claim, ClaimOutcome, LocatePage
 from bus.persistence.memory_database import MemoryDatabaseTransaction
-from cell_conductor import placement_question
+from cell_conductor import awaited_request
 from placement_worker.domain import claims
 from placement_worker.store.memory_table import MemoryPlacementTable
 from scheduler_worker.build import claim_answer
@@ -42,7 +42,7 @@ def group_not_locked() -> AbstractContextManager[Any]:
 
 def alternates_without_their_group() -> AbstractContextManager[Any]:
     """A conductor's claims of alternates do not name the server group."""
-    requested = placement_question.awaited_request_of
+    requested = awaited_request.awaited_request_of
 
     def wanted(instance: Any) -> Any:
         message = requested(instance)
@@ -53,7 +53,7 @@ def alternates_without_their_group() -> AbstractContextManager[Any]:
 
 def alternates_without_limits() -> AbstractContextManager[Any]:
     """A conductor's claims of alternates do not name their project's limits."""
-    requested = placement_question.awaited_request_of
+    requested = awaited_request.awaited_request_of
 
     def wanted(instance: Any) -> Any:
         message = requested(instance)

@@ -30,7 +30,7 @@ AT_REST = {
     "compute.heartbeat.v1",
     "compute.hosts.v1",
     "compute.report.v1",
-    "conductor.services.v1",
+    "conductor.service_states.v1",
     "placement.event.head.v1",
 }
 

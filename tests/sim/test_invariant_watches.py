@@ -13,15 +13,12 @@ from bus.clock import CLOCKS_APART_S
 from bus.codec import pack, single
 from bus.contracts.actions import ActionKind
 from bus.contracts.base import MAX_AMOUNT, Message, Meta
-from bus.contracts.build import HostRecord, HostsPage
 from bus.contracts.cell import CellBuild
-from bus.contracts.operations import AdminState, AdminStateSet, FenceState, HostAdminState, SetAdminState
+from bus.contracts.operations import FenceState
 from bus.contracts.placement import Claim, ClaimOption, Inventory
-from bus.contracts.queues import BY_QUEUE
 from cell_conductor.periodic import FENCE_PROVES_S, purge_forever
 from cell_conductor.state.fence import Fence
 from cell_conductor.state.instance import ActionInProgress, Instance, State
-from cell_conductor.state.lease import Lease, LeaseState
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from compute_agent.drivers.ironic.node import OwnerTag
 from compute_agent.drivers.ironic.request import take_patch
@@ -29,17 +26,10 @@ from compute_sim.fleet import Fleet, SimulatedMachine
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
 from lab.simulation.harm_watch import RACE_S, HarmWatch
-from lab.simulation.load import Client
-from lab.simulation.loop import Process, SimClock
+from lab.simulation.loop import SimClock
 from lab.simulation.message_watch import MessageWatch
-from lab.simulation.moves import Mover
-from lab.simulation.network import SimTransport
-from lab.simulation.operator import Operator
-from lab.simulation.other_tenants import OtherTenants
 from lab.simulation.plan import Action, Order
 from lab.simulation.rest import _inventories, _leftovers, _stuck, _unfenced
-from lab.simulation.run import run
-from lab.simulation.shrink import _without_metal
 from lab.simulation.watch import Breach, MachineWatch
 from lab.simulation.wiring import conductor
 from lab.simulation.world import World
@@ -98,14 +88,6 @@ async def test_no_build_goes_to_a_host_that_has_left_for_good(
     world.probing = True
     watch.published(API, single(pack(message, Meta(id="1")), "berth", "key"))
     assert world.breach.done() is breaks
-
-
-async def test_a_build_that_schedulers_have_forgotten_claims_what_was_chosen_before_a_host_left() -> None:
-    """Rest does not wait for it (seed 4300607)."""
-    world = World(replace(plan_of(1), metal=None), EventLog())
-    world.left[LEFT], world.taken_back[INSTANCE], world.probing = "dead", None, True
-    MessageWatch(world).published(API, single(pack(claim(1), Meta(id="1")), "berth", "key"))
-    assert not world.breach.done()
 
 
 @pytest.mark.parametrize(
@@ -213,29 +195,6 @@ async def test_a_move_waits_for_the_fence_of_a_burnt_host(*, is_fenced: bool, is
     assert _unfenced(stage.world) == ({INSTANCE} if waits else set())
 
 
-@pytest.mark.parametrize(("state", "may"), [(LeaseState.UP, True), (LeaseState.SILENT, False), (None, False)])
-@on_virtual_time
-async def test_no_operator_states_falsely_that_a_silent_host_is_off(state: LeaseState | None, *, may: bool) -> None:
-    """The statement is all the proof that the cell can have; it evacuated a machine that ran (seed 1795400627)."""
-    stage = Stage()
-    if state is not None:
-        stage.table.leases[stage.service] = Lease(service=stage.service, epoch=1, interval_s=1.0, state=state)
-    assert Mover(stage.world)._is_up(stage.cell, instance(on=stage.selection(HERE))) is may
-
-
-@on_virtual_time
-async def test_a_host_is_not_taken_out_while_its_fence_is_on_record() -> None:
-    """Its service could not destroy what it had lost on a host that it does not have any more (seed 1795400646)."""
-    stage = Stage()
-    stage.table.fences[stage.host] = Fence(host_uuid=stage.host, host="h", version=1, state=FenceState.UNFENCING)
-    operator = Operator(stage.world, Client(stage.world))
-    emptied = asyncio.create_task(operator._emptied(stage.service, stage.host))
-    await asyncio.sleep(30.0)
-    assert not emptied.done()
-    del stage.table.fences[stage.host]
-    assert await emptied
-
-
 @on_virtual_time
 async def test_rows_of_an_outbox_that_come_and_go_are_not_stuck() -> None:
     """A move that waits for a fence is queried for ever (seed 1795400820)."""
@@ -245,81 +204,6 @@ async def test_rows_of_an_outbox_that_come_and_go_are_not_stuck() -> None:
         stuck.append(_stuck(world, "cell", {row}))
         await asyncio.sleep(1.0)
     assert stuck == [0, 0, 0, 0, 0, 1]
-
-
-@on_virtual_time
-async def test_a_host_that_a_move_has_left_is_not_empty_until_the_move_has_ended() -> None:
-    """Its machine was lost, and the move went back to a host that its service did not have any more (seed
-    1795337330129).
-    """
-    stage = Stage()
-    source, here = stage.selection(LEFT), stage.selection(HERE)
-    move = ActionInProgress(request_id="m", kind=ActionKind.MIGRATE, source=source, source_attempt=1, spec=SPEC)
-    arrived = instance(on=here, attempt=2, spec=SPEC)
-    moving = replace(arrived, state=State.PREPARING, selections=(source, here), selection_index=1, action=move)
-    operator = Operator(stage.world, Client(stage.world))
-    found = []
-    for record in (moving, arrived):
-        stage.table.instances[INSTANCE] = record
-        found += [operator._tenants(stage.service, host) for host in (LEFT, HERE)]
-    assert found == [[INSTANCE], [INSTANCE], [], [INSTANCE]]
-
-
-@pytest.mark.parametrize("state", [AdminState.FENCED, AdminState.ENABLED])
-@on_virtual_time
-async def test_an_operator_ends_a_fence_without_force(state: AdminState, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By force its cell is notified every five minutes only, longer than the bound on rest (seed 1795337330435)."""
-    sent: list[Message] = []
-
-    async def answered(_mover: Mover, command: Message, _reply: type[Message], _tries: int | None) -> Message:
-        sent.append(command)
-        return AdminStateSet(host=HostAdminState(host_uuid=HERE, host="h", state=state))
-
-    monkeypatch.setattr(Mover, "_answered", answered)
-    assert await Mover(World(plan_of(1), EventLog()))._decide(HERE, "c1", state, None)
-    (command,) = sent
-    assert isinstance(command, SetAdminState)
-    assert command.force is (state is AdminState.FENCED)
-
-
-@on_virtual_time
-async def test_an_operator_leaves_a_host_off_until_its_cell_has_acknowledged_the_fence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Seed 1795360866: the host built what waited for it, and the fence that came later took that for dead."""
-    states = [None, (3, 3), (7, 3), (7, 7)]  # the last but one is this fence, not acknowledged; before it another's
-
-    async def answered(_mover: Mover, _query: Message, _reply: type[Message], _tries: int | None) -> Message:
-        shown = states.pop(0)
-        if shown is None:
-            return HostsPage(more=False)
-        admin = HostAdminState(host_uuid=HERE, host="h", state=AdminState.FENCED, fence=shown[0], acknowledged=shown[1])
-        return HostsPage(hosts=(HostRecord(uuid=HERE, name="h", admin=admin),), more=False)
-
-    monkeypatch.setattr(Mover, "_answered", answered)
-    await Mover(World(plan_of(1), EventLog()))._acknowledged(HERE, 7, "s")
-    assert not states
-
-
-def test_a_service_that_dies_while_it_stops_has_stopped() -> None:
-    """Seed 2050: it was waited for until the bound on rest, and taken for something that does not come to an end."""
-    plan = plan_of(1).without_faults()
-    service = plan.services[0][1]
-    acts = [Order(at=10.0, action=Action.LEAVE, service=service), Order(at=10.0004, action=Action.DIE, service=service)]
-    builds = [order for order in plan.orders if order.action is Action.BUILD and order.at < acts[0].at]
-    result = run(replace(plan, orders=(*builds, *acts)))
-    assert result.breach == "", result.detail
-
-
-def test_what_a_host_lost_just_before_it_burnt_down_cannot_be_known() -> None:
-    """Seeds 2384 and 2436: a host is reinstalled and its service dies before it could report that machines are gone."""
-    plan = plan_of(1).without_faults()
-    service, hosts = plan.cells[0].services[0]
-    builds = [order for order in plan.orders if order.action is Action.BUILD]
-    acts = [Order(at=58.0, action=Action.LOSE, service=service, host=host) for host in range(hosts)]
-    acts.append(Order(at=58.001, action=Action.DIE, service=service))
-    result = run(replace(plan, orders=(*builds, *acts)))
-    assert result.breach == "", result.detail
 
 
 async def test_what_another_client_claims_without_limits_is_no_breach_of_a_quota() -> None:
@@ -332,44 +216,6 @@ async def test_what_another_client_claims_without_limits_is_no_breach_of_a_quota
         world.placement.consumers[INSTANCE] = ConsumerRow(consumer, None, 0.0, 0.0)
         with breach("red holds 7 VCPU of 6", when=breaks):
             world.peer_watch()
-
-
-def test_a_plan_without_bare_metal_names_no_schema_of_it() -> None:
-    """Seed 1210 could not be shrunk: without metal there is no schema `ironic_sync` to set back."""
-    acts = (Action.BACKUP, Action.RESTORE)
-    orders = tuple(Order(at=1.0, action=act, service=schema) for act in acts for schema in ("ironic_sync", "placement"))
-    assert [order.service for order in _without_metal(replace(plan_of(1), orders=orders)).orders] == ["placement"] * 2
-
-
-@on_virtual_time
-async def test_a_service_that_burnt_down_does_not_start_with_its_cell() -> None:
-    """Seed 3106: its cell joined later, and what was to be gone was announced once more."""
-    stage = Stage()
-    stage.world.dead.add(stage.service)
-    OtherTenants(stage.world, Client(stage.world))._start(f"compute-{stage.service}")
-    assert not stage.world.lives
-
-
-@on_virtual_time
-async def test_a_process_that_was_killed_while_another_had_its_name_never_gets_it() -> None:
-    """Seed 10751: its connection went on waiting for the name, and had it once the other process was cut off."""
-    world = Stage().world
-    broker, queue = world.brokers[API], BY_QUEUE["compute.control.{service}"]
-    first, second = (
-        SimTransport(broker, Process(name), world.network_faults, world.event_log) for name in ("first", "second")
-    )
-    world.network_faults.calm()
-    for transport in (first, second):
-        await transport.open()
-    await second.declare_queue(queue, "compute.control.s", [])
-    second.cut(0.5)
-    await first.declare_queue(queue, "compute.control.s", [])
-    await asyncio.sleep(5.0)
-    assert not second.connected, "the first one has the name"
-    second.kill()
-    first.cut(5.0)
-    await asyncio.sleep(10.0)
-    assert first.connected and not second.connected
 
 
 @pytest.mark.parametrize("skew_s", [0.0, 30.0, 240.0])

@@ -19,10 +19,7 @@ from lab.simulation.harm_watch import LATE_REPORT_S
 from lab.simulation.move_watch import MoveWatch
 from lab.simulation.peer_watch import OVERLAP_S, PeerWatch
 from lab.simulation.plan import Action, Order
-from lab.simulation.run import run
-from lab.simulation.shrink import _without_metal
 from lab.simulation.watch import Breach
-from lab.simulation.widening import Widening
 from lab.simulation.world import World
 from placement_worker.domain.migration import MIGRATION_TYPE
 from placement_worker.domain.values import ConsumerState, Provider, stored_inventory
@@ -110,20 +107,6 @@ async def test_what_runs_is_claimed(deployment: Deployment) -> None:
     deployment.watch.placement()
 
 
-async def test_of_two_machines_either_may_be_claimed_where_a_second_process_answered_for_one(
-    deployment: Deployment,
-) -> None:
-    """Seed 4800485: the second process of a name answered that it destroyed the attempt to which the instance had
-    moved, and the first one came back with it.
-    """
-    deployment.hold(INSTANCE, 1)
-    deployment.watch.has_untold = lambda uuid: uuid != INSTANCE
-    with breach("never_running_unclaimed"):
-        deployment.watch.placement()
-    deployment.watch.has_untold = lambda uuid: uuid == INSTANCE
-    deployment.watch.placement()
-
-
 @pytest.mark.parametrize("undone", ["", "active", "reverting"])
 async def test_what_was_evacuated_from_a_fenced_host_never_runs_there_again(
     deployment: Deployment, *, undone: str
@@ -158,35 +141,6 @@ async def test_what_is_refused_is_unchanged(deployment: Deployment) -> None:
     deployment.watch.instances({INSTANCE: refused})
     with breach("refused_is_unchanged"):
         deployment.watch.instances({INSTANCE: stopped})
-
-
-async def test_on_a_host_that_was_set_back_what_runs_again_is_no_breach(deployment: Deployment) -> None:
-    deployment.hold(INSTANCE, 1)
-    with pytest.raises(Breach):
-        deployment.watch.placement()
-    deployment.watch.brought_back.add((deployment.places[0][1], INSTANCE, 1))
-    deployment.watch.placement()
-
-
-async def test_of_two_hosts_of_one_uuid_either_may_be_meant(deployment: Deployment) -> None:
-    deployment.hold(INSTANCE, 1)
-    service = next(name for name, fleet in deployment.world.fleets.items() if fleet is deployment.places[0][0])
-    deployment.world.duplicates[service] = deployment.world.fleets[service]
-    deployment.watch.placement()
-    deployment.start(0, 1)
-
-
-def test_a_host_that_is_drained_hands_over_what_it_runs() -> None:
-    plan = _without_metal(plan_of(4).without_faults())  # with room elsewhere
-    service, _ = plan.cells[0].services[0]
-    builds = tuple(order for order in plan.orders if order.action is Action.BUILD and order.at < 30.0)
-    drain = Order(at=40.0, action=Action.MOVE, verb="drain", service=service, uuid=REQUEST, seconds=10.0)
-    event_log = EventLog(keep=True)
-    result = run(replace(plan, orders=(*builds, drain), widenings=(Widening.DRAINS,)), event_log=event_log)
-    assert result.breach == "", result.detail
-    lines = [str(line) for line in event_log.lines]
-    migrated = [line.split()[-1] for line in lines if "order" in line and " live-migrate " in line]
-    assert any("instance.event.done" in line and uuid in line for line in lines for uuid in migrated)
 
 
 async def test_a_migration_whose_move_is_over_owns_nothing(deployment: Deployment) -> None:
@@ -405,18 +359,3 @@ def test_who_is_refused_for_a_quota_would_have_passed_it_and_holds_nothing() -> 
     assert list(peers.watch.unsettled()) == [f"quota_refused: {VMS[1]} was refused and holds something"]
     peers.watch.exempt = [VMS[1]]  # seed 1795423980: its scheduler's database was set back to before the refusal
     assert list(peers.watch.unsettled()) == []
-
-
-def test_seeds_without_peers_and_with_them() -> None:
-    plans = [plan_of(seed) for seed in range(1, 31)]
-    assert 5 < sum(plan.with_peers for plan in plans) < 25
-    repeats = [
-        (order, build)
-        for plan in plans
-        for order in plan.orders
-        if order.action is Action.REPEAT
-        for build in plan.orders
-        if build.action is Action.BUILD and build.uuid == order.uuid
-    ]
-    assert any(build.group for _, build in repeats)
-    assert all(replace(order, action=Action.BUILD, at=build.at) == build for order, build in repeats)

@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -70,14 +69,6 @@ def test_a_build_has_its_whole_timeline(berth: Berth) -> None:
     assert stages == ["queued", "decided", "claimed", "dispatched", "built", "announced"]
 
 
-def test_the_timeline_of_a_build_that_needed_an_alternate(berth: Berth) -> None:
-    """Fifty builds at once on sixteen hosts spread over all of them, the one that always fails included."""
-    records = berth("list", "--limit", "1000", "--json").data
-    retried = next(one for one in records if len(one.get("history", ())) > 1)
-    timeline = timeline_of(berth, retried["instance_uuid"], ["building", "failed", "building", "active"])
-    assert dict(timeline)["failed"].startswith("cell1-c1-00000 (attempt 1); sim.")
-
-
 def test_metrics_of_a_host(berth: Berth) -> None:
     """A measurement that an operator's program publishes about a host is there for weighers, with its time and its
     source.
@@ -125,23 +116,6 @@ def test_a_build_that_no_host_takes_is_explained(berth: Berth) -> None:
     assert record["funnel"][0]["step"] == "providers" and record["funnel"][-1]["remaining"] == 0
     result = berth("boot", "--flavor", "bm.gold", "--count", "2", "--wait").out
     assert result.count("  CUSTOM_BAREMETAL_GOLD ") == 1, "the same explanation is given once"
-
-
-def test_nothing_is_cut_off_in_a_narrow_terminal(berth: Berth) -> None:
-    """And the command is what `python -m berth` runs."""
-    (build,) = boot(berth, "--project", "narrow")
-    listed = subprocess.run(
-        [sys.executable, "-m", "berth", "list", "--project", "narrow"],
-        env={**berth.env, "COLUMNS": "40"},
-        cwd=berth.directory,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    header, row = listed.stdout.splitlines()
-    assert header.split()[:4] == ["instance", "name", "flavor", "state"]
-    assert row.split()[0] == build["instance_uuid"] and build["host"] in row
-    assert any(build["host"] == line.split()[0] for line in berth("hosts").out.splitlines())
 
 
 def test_hosts_with_what_is_used_of_them(berth: Berth) -> None:
@@ -269,17 +243,6 @@ def test_an_interrupted_load_ends_with_its_summary(berth: Berth) -> None:
     assert record.totals.interrupted and "lost" not in record.totals.outcomes and record.totals.boots > 20
 
 
-def test_a_load_replays_a_trace_of_arrivals_and_deletions(berth: Berth) -> None:
-    rows = [f"pod-{number},1000,{512 + number},0,{100 * number},{100 * number + 500}" for number in range(20)]
-    (berth.directory / "trace.csv").write_text(
-        "name,cpu_milli,memory_mib,num_gpu,creation_time,deletion_time\n" + "\n".join(rows) + "\n"
-    )
-    replay = berth.load("--trace", "trace.csv", "--speed", "1000", "--json", "-")
-    assert replay.status == 0, replay.err
-    totals = replay.data["totals"]
-    assert totals["outcomes"] == {"active": 20} and totals["delete_outcomes"] == {"deleted": 15}
-
-
 def test_invariants_hold_after_the_loads(berth: Berth) -> None:
     check = berth("check", "--json")
     assert check.status == 0, check.out
@@ -395,24 +358,6 @@ def test_a_mistake_is_reported_in_a_sentence(
 ) -> None:
     done = berth(*arguments, settings=settings)
     assert (done.status, sentence in done.out + done.err) == (status, True), done
-
-
-WRONG_LOADS: list[tuple[str, tuple[str, ...]]] = [
-    ("no settings file", ("--config", "missing.toml")),
-    ("weights above 0", ("--mix", "m1.small=inf")),
-    ("not a weight", ("--mix", "m1.small=lots")),
-    ("a ramp is", ("--ramp", "1..2")),
-    ("one way or the other", ("--rate", "5", "--concurrency", "3")),
-    ("cannot read", ("--trace", "nowhere.csv")),
-    ("cannot write", ("--boots", "1", "--json", "no/such/place.json")),
-]
-
-
-@pytest.mark.parametrize(("sentence", "arguments"), WRONG_LOADS, ids=lambda value: str(value)[:40])
-def test_a_mistake_of_a_load_is_reported_in_a_sentence(berth: Berth, sentence: str, arguments: tuple[str, ...]) -> None:
-    done = berth.load(*arguments)
-    assert (done.status, done.out) == (USAGE, "")
-    assert sentence in done.err
 
 
 def test_a_running_system_is_backed_up_and_is_no_target_for_a_restore(berth: Berth) -> None:

@@ -259,7 +259,7 @@ def test_an_affinity_group_leaves_a_dead_host_together(berth: Berth) -> None:
 
 
 def test_machines_start_together_or_not_at_all(berth: Berth) -> None:
-    together = berth("boot", "--flavor", "m1.tiny", "--count", "3", "--together", "--wait", "--json")
+    together = berth("boot", "--flavor", "m1.tiny", "--count", "3", "--gang", "--wait", "--json")
     assert (together.status, {one["state"] for one in together.data}) == (0, {"active"}), together.out
     (gang,) = {shown(berth, one["instance_uuid"])["gang"] for one in together.data}
     listed = berth("list", "--gang", str(gang), "--json").data
@@ -267,7 +267,7 @@ def test_machines_start_together_or_not_at_all(berth: Berth) -> None:
     for one in together.data:
         assert berth("delete", one["instance_uuid"], "--wait", "--yes").status == 0
     # There are nodes for some of them, so all fail without a limit below their number, and only the rest with one.
-    none = berth("boot", "--flavor", "bm.gold", "--count", "40", "--together", "--wait", "--json")
+    none = berth("boot", "--flavor", "bm.gold", "--count", "40", "--gang", "--wait", "--json")
     assert (none.status, len(none.data), {one["state"] for one in none.data}) == (NO, 40, {"failed"})
     some = berth("boot", "--flavor", "bm.gold", "--count", "40", "--min-count", "1", "--wait", "--json")
     started = [one["instance_uuid"] for one in some.data if one["state"] == "active"]
@@ -281,7 +281,7 @@ def test_machines_start_together_or_not_at_all(berth: Berth) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--count", "101", "--together"),
+        ("--count", "101", "--gang"),
         ("--count", "2", "--min-count", "3"),
         ("--count", "2", "--uuid", str(uuid.uuid4())),
     ],

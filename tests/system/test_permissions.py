@@ -161,13 +161,6 @@ class Tenant:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def first_event(self, instance: str) -> None:
-        """Until there is an event of it."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not any(event["instance_uuid"] == instance for event in self.events):
-                self._changed.clear()
-                await self._changed.wait()
-
     async def ended(self, instances: set[str]) -> None:
         """Until each of them has a terminal event."""
         left, seen = set(instances), 0
@@ -359,14 +352,6 @@ def declaring(name: str | None, **arguments: str) -> Attempt:
     return lambda one: one.channel.declare_queue(name, arguments=dict(arguments))
 
 
-def joining(destination: str, source: str, key: str) -> Attempt:
-    async def attempt(one: Tenant) -> None:
-        to = await one.channel.get_exchange(destination, ensure=False)
-        await to.bind(source, key)
-
-    return attempt
-
-
 def with_queue(name: str, work: str) -> Attempt:
     async def attempt(one: Tenant) -> None:
         await getattr(await one.channel.get_queue(name, ensure=False), work)()
@@ -408,27 +393,17 @@ async def _of_all_keys(one: Tenant) -> None:
     await (await one.channel.get_queue("compute.cell1-c1", ensure=False)).bind("berth.dead", "#")
 
 
-# A compute service is on every host. It uses its cell's shared topology for its own queue and for nothing else.
+# A compute service is on every host. It uses its cell's shared topology for its own queue and for nothing else. What it
+# may publish and bind: tests/integration/berth/test_rights.py.
 FORBIDDEN_TO_AN_AGENT: dict[str, Attempt] = {
     "reads dead letters": getting("berth.dead-letters"),
     "consumes dead letters": consuming("berth.dead-letters"),
     "purges dead letters": with_queue("berth.dead-letters", "purge"),
     "deletes the dead letters": with_queue("berth.dead-letters", "delete"),
     "binds what others park": _of_all_keys,
-    "parks for the conductor": publishing("conductor.requests", "berth.dead"),
     "reads what is delayed": getting("berth.delayed.200"),
     "purges what is delayed": with_queue("berth.delayed.200", "purge"),
     "deletes what is delayed": with_queue("berth.delayed.200", "delete"),
-    "delays for the conductor": publishing("conductor.requests", "berth.delay.200"),
-    "returns to the conductor": publishing("conductor.requests", "berth.return"),
-    "sends a letter back to the conductor": publishing("conductor.requests", "berth.replays"),
-    "commands past exchanges": publishing("conductor.requests", ""),
-    "claims": publishing("placement.claim"),
-    "claims past exchanges": publishing("placement.requests", ""),
-    "reports past exchanges": publishing("placement.inventory", ""),
-    "answers a scheduler": publishing("berth.reply.scheduler-h-1.0a", "berth.replies"),
-    "answers past exchanges": publishing("berth.reply.conductor-h-1.0a", ""),
-    "binds a scheduler's replies": binding("berth.reply.scheduler-h-1.0a", "berth.replies"),
     "deletes an exchange": lambda one: one.channel.exchange_delete("berth.dead"),
     "takes the bus": lambda one: one.channel.declare_exchange("berth.owner.conductor", "direct", durable=True),
     "frees the bus": lambda one: one.channel.exchange_delete("berth.owner.conductor"),

@@ -23,7 +23,6 @@ from berth.up.embedded.rabbitmq import RabbitMQ
 from berth.up.servers import variables
 from berth.up.worker_processes import Worker
 from bus.bus import API
-from bus.codec import MAX_DEAD_LETTER_BYTES
 from bus.consuming import dead_letters
 from bus.consuming.dead_letters import DeadLetter
 from bus.rabbitmq.transport import RabbitTransport
@@ -164,28 +163,6 @@ FIXED = [f"{number:08x}-0000-4000-8000-000000000000" for number in range(8)]
 
 def request(instance: str, **fields: Any) -> bytes:
     return json.dumps({"instance_uuid": instance, "flavor": "m1.tiny", "project_id": PROJECT, **fields}).encode()
-
-
-UNREADABLE: list[tuple[str, bytes, dict[str, Any], str]] = [
-    ("half an object", b'{"instance_uuid":', {}, "message.malformed"),
-    ("another language", b"<boot/>", {"content_type": "text/xml"}, "message.malformed"),
-    ("half a batch", b'[{"meta": {"id": "1"}}, {"bo', {"content_type": BATCH}, "message.malformed"),
-    ("a header that is no number", b"{}", {"headers": {"berth-timeout-ms": "soon"}}, "message.invalid"),
-    ("a huge body", request(FIXED[2], name="x" * 17 * 2**20), {}, "message.too_large"),
-]
-
-
-@pytest.mark.parametrize(
-    ("body", "properties", "code"), [row[1:] for row in UNREADABLE], ids=[r[0] for r in UNREADABLE]
-)
-async def test_what_names_no_requester_is_a_dead_letter(
-    client: Client, body: bytes, properties: dict[str, Any], code: str
-) -> None:
-    letter = await client.dead_letter("scheduler.requests", await client.publish(body, **properties))
-    assert letter.code == code
-    assert letter.reason and letter.routing_key == KEY
-    assert letter.body == body[:MAX_DEAD_LETTER_BYTES] or letter.code == "message.too_large"
-    await client.assert_all_goes_on()
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -100,7 +100,7 @@ class FenceOptions(FinalOptions, frozen=True, kw_only=True):
 @hosts.default
 async def list_hosts(
     settings: Settings,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="So many, by name.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="At most this many hosts, the first by name.")] = 100,
     cell: OnlyCell = None,
     up: Annotated[
         bool | None, typer.Option("--up/--down", help="Only hosts whose compute service is up, or is not.")
@@ -131,7 +131,7 @@ async def list_hosts(
 
 @hosts.command()
 async def disable(settings: Settings, names: Hosts, reason: Reason, *, decision: HostOptions) -> int:
-    """Put nothing new onto these hosts; its instances stay. In effect on every scheduler at once."""
+    """Place nothing new on these hosts; their instances stay. In effect on every scheduler at once."""
     return await _decide(settings, names, AdminState.DISABLED, reason, decision)
 
 
@@ -146,9 +146,7 @@ async def fence(
     settings: Settings,
     names: Hosts,
     reason: Reason,
-    force: Annotated[
-        bool, typer.Option("--force", help="Also though its compute service is up, or is not known.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Even if the compute service is up or unknown.")] = False,
     switch_off: Annotated[
         bool, typer.Option("--switch-off", help="Switch them off first, by the plug-in that `fencing.plugin` names.")
     ] = False,

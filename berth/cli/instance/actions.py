@@ -110,7 +110,9 @@ async def resize(
     settings: Settings,
     uuid: Instance,
     flavor: Annotated[str, typer.Option(help="The new flavor.")],
-    policy: Annotated[ResizePolicy, typer.Option(help="Where it may end.")] = ResizePolicy.ANY,
+    policy: Annotated[
+        ResizePolicy, typer.Option(help="Which hosts it may end on: any, the same, or another.")
+    ] = ResizePolicy.ANY,
     *,
     to: DestinationOptions,
     auto_confirm: AutoConfirm = None,

@@ -68,15 +68,15 @@ class BootOptions(Struct, frozen=True, kw_only=True):
 
     flavor: Annotated[str, typer.Option(help="The flavor to build; `berth flavors list` lists them.")]
     count: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="How many.")] = 1
-    together: Annotated[
-        bool, typer.Option("--together", help="One request for all of them: they start together or not at all.")
+    gang: Annotated[
+        bool, typer.Option("--gang", help="One request for all of them: they start together or not at all.")
     ] = False
     min_count: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_MEMBERS, help="As --together, but this many are enough."),
+        typer.Option(min=1, max=MAX_MEMBERS, help="As --gang, but this many are enough."),
     ] = None
     name: Annotated[str, typer.Option(help="A name; with --count, a number is added.")] = ""
-    project: Annotated[str, typer.Option(help="Whose they are.")] = "default"
+    project: Annotated[str, typer.Option(help="The project that the instances are for.")] = "default"
     image: Annotated[str, typer.Option(help="The image's name.")] = ""
     image_source: ImageSourceUrl = None
     image_sha256: ImageSha256 = None
@@ -104,7 +104,7 @@ class BootOptions(Struct, frozen=True, kw_only=True):
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Their server group: one of the project's on record, or a UUID, which exists by being named.",
+            help="Their server group: the name of one of the project's, or any UUID; a new UUID is a new group.",
         ),
     ] = None
     policy: Annotated[GroupPolicy, typer.Option(help="The policy of a group named by a UUID.")] = (
@@ -188,9 +188,9 @@ def _group_by_uuid(group: str, policy: GroupPolicy, max_per_host: int) -> Server
 
 def _is_gang(options: BootOptions) -> bool:
     """Whether it is one request for all of them. Raises BadParameter for what no gang can be."""
-    of_gang = options.together or options.min_count is not None
+    of_gang = options.gang or options.min_count is not None
     if options.uuid is not None and options.count > 1 and not of_gang:
-        raise typer.BadParameter("--uuid names one instance; leave --count away, or add --together")
+        raise typer.BadParameter("--uuid names one instance; leave --count away, or add --gang")
     if of_gang and options.count > MAX_MEMBERS:
         raise typer.BadParameter(f"at most {MAX_MEMBERS} start together", param_hint="--count")
     if (options.min_count or 1) > options.count:

@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import typer
 from msgspec import Struct
 from msgspec.structs import replace
 
 import nova_scheduler.app
+import nova_scheduler.trial.app
 import placement_worker.app
 from berth.cli.claims.placement import DEFAULT_API, placement_database
-from berth.cli.common import SHADOW, Stop, explain, host_and_port, in_shadow, print_stop, settings_of
+from berth.cli.common import (
+    SHADOW,
+    AsJson,
+    Exit,
+    Stop,
+    err,
+    explain,
+    host_and_port,
+    in_shadow,
+    out,
+    print_json,
+    print_line,
+    print_stop,
+    settings_of,
+)
 from berth.cli.options import CommandGroup
+from berth.cli.site.as_toml import as_toml
+from berth.cli.site.run import health_address
 from berth.cli.site.serving import Tokens
 from berth.config.ports import ServerFailed
 from berth.config.rest_address import with_rest_at
 from berth.config.settings import BusSettings, Settings
 from berth.config.site import Brokers, Site, process_name
+from berth.text import printable, render_rows
 from berth.up.embedded.process import ServerMissing
 from berth.web.server import WebServer
 from berth.web.sign_in_sessions import Access, WebCaller, read_tokens
@@ -27,6 +48,8 @@ from bus.service.environment import Environment
 from bus.service.main import run_process
 from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
+from nova_scheduler.nova_conf import MAX_BYTES, NovaConfUnreadable, translate
+from nova_scheduler.stock.comparison import AnswerComparison, Difference
 from placement_worker.service import PlacementService
 from placement_worker.store.memory_rows import MemoryPlacementRows
 from placement_worker.store.memory_table import MemoryPlacementTable
@@ -61,18 +84,95 @@ def serve(
     try:
         # Between the two parts is the bus of this process, whatever other workers use.
         settings = replace(in_shadow(with_rest_at(settings_of(context), api), shadow), bus=BusSettings())
-        callers = None if tokens is None else read_tokens(tokens)
-        shown = ShownAt(*host_and_port(page, "--page"), callers) if page else None
+        shown = shown_at(page, tokens)
         if memory:
             store = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
-            raise SystemExit(_run(settings, "", store, shown))
+            raise SystemExit(_run(_site(settings), shown, lambda env: both(env, settings, store)))
         with placement_database(settings, scratch=scratch) as url:
-            raise SystemExit(_run(settings, url, None, shown))
+            raise SystemExit(_run(_site(settings, url), shown, lambda env: both(env, settings)))
     except (SettingsError, Stop, ServerFailed, ServerMissing) as fault:
-        stop = explain(fault)
-        assert stop is not None
-        print_stop(stop)
-        raise SystemExit(stop.status) from None
+        _end(fault)
+
+
+@nova.command()
+def trial(
+    context: typer.Context,
+    page: Annotated[str, typer.Option(help="Show at HOST:PORT what berth would have done.")] = "",
+    tokens: Tokens = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decide a running Nova's calls, and change nothing there.
+
+    Listens on Nova's broker (`nova.transport_url`) in a queue of its own, and reads the Placement of OpenStack
+    (`nova.trial.placement_url`) and Nova's API; it changes nothing there. What the stock scheduler has chosen is read
+    from the allocations of the call's servers. Each difference is logged, and shown with --page; at the end (SIGTERM,
+    Ctrl-C) the counts are printed. The page "A trial beside Nova" has each step.
+    """
+    found: list[AnswerComparison] = []
+
+    def made(env: Environment) -> WorkerRuntime:
+        built = nova_scheduler.trial.app.build(env, settings.nova, settings.scheduler)
+        found.append(built.comparison)
+        return built.service
+
+    try:
+        settings = replace(settings_of(context), bus=BusSettings())
+        status = _run(_site(settings), shown_at(page, tokens), made, health_address(None, settings))
+    except (SettingsError, Stop, ServerFailed) as fault:
+        _end(fault)
+    for comparison in found:
+        _print_trial(comparison, as_json=as_json)
+    raise SystemExit(status)
+
+
+def _print_trial(comparison: AnswerComparison, *, as_json: bool) -> None:
+    counts = {one.value: comparison.counts().get(one.value, 0) for one in Difference}
+    mean_s = dict(zip(("berth", "stock"), comparison.mean_s(), strict=True))
+    if as_json:
+        print_json({"calls": counts, "mean_s": mean_s})
+        return
+    render_rows(out, ("calls", "count"), [(name, str(count)) for name, count in counts.items()])
+    print_line(
+        f"a decision on average: {mean_s['berth']:.3f} s; the stock scheduler's seen after {mean_s['stock']:.3f} s"
+    )
+
+
+def _site(settings: Settings, database_url: str = "") -> Site:
+    return Site(settings, brokers=Brokers(SystemClock()), database_url=database_url)
+
+
+def _end(fault: Exception) -> NoReturn:
+    stop = explain(fault)
+    assert stop is not None
+    print_stop(stop)
+    raise SystemExit(stop.status) from None
+
+
+@nova.command("settings")
+async def translated_settings(
+    file: Annotated[Path, typer.Argument(help="A nova.conf.", metavar="FILE")],
+    as_json: AsJson = False,
+) -> int:
+    """Print a nova.conf as settings of berth.
+
+    That is `[nova]`, passwords included, and what of `[scheduler]` nova.conf has. Each option of Nova's scheduler that
+    cannot be translated is named on stderr, and the exit status is then 1.
+    """
+    try:
+        with file.open("rb") as opened:
+            found = translate(opened.read(MAX_BYTES + 1))
+    except NovaConfUnreadable as error:
+        raise Stop(Exit.USAGE, error.code, f"{file}: {error.reason}") from None
+    except OSError as error:
+        raise Stop(Exit.USAGE, NovaConfUnreadable.code, f"{file}: {error.strerror}") from None
+    if as_json:
+        print_json(found)
+    else:
+        sys.stdout.write(as_toml(found.settings))
+        for one in found.left_out:
+            reason = f"not translated: [{one.group}] {one.option}: {one.reason}"
+            err.print(printable(reason), markup=False, soft_wrap=True)
+    return Exit.NO if found.left_out else 0
 
 
 class ShownAt(Struct, frozen=True):
@@ -83,17 +183,30 @@ class ShownAt(Struct, frozen=True):
     callers: dict[str, WebCaller] | None
 
 
-def _run(settings: Settings, url: str, store: PlacementService | None, shown: ShownAt | None) -> int:
-    here = Site(settings, brokers=Brokers(SystemClock()), database_url=url)
+def shown_at(page: str, tokens: Path | None) -> ShownAt | None:
+    """By the options; None: there is no page. Raises SettingsError, BadParameter."""
+    callers = None if tokens is None else read_tokens(tokens)
+    return ShownAt(*host_and_port(page, "--page"), callers) if page else None
+
+
+def _run(
+    here: Site,
+    shown: ShownAt | None,
+    made: Callable[[Environment], WorkerRuntime],
+    http: tuple[str, int] | None = None,
+) -> int:
+    """Run one process until it is stopped. made: its service, to which the pages are added. http: where /healthz is,
+    if not beside Placement.
+    """
     process = process_name("nova")
-    telemetry = settings.telemetry
+    telemetry = here.settings.telemetry
 
     def built(env: Environment) -> WorkerRuntime:
-        service = both(env, settings, store)
+        service = made(env)
         if shown is not None:
             pages = WebServer(
                 here.environment(process_name("web"), takes_cells=False),
-                settings,
+                here.settings,
                 host=shown.host,
                 port=shown.port,
                 access=Access(shown.callers, env.clock),
@@ -107,6 +220,7 @@ def _run(settings: Settings, url: str, store: PlacementService | None, shown: Sh
         lambda: here.environment(process, takes_cells=False),
         role="nova",
         process=process,
+        http=http,
         log_level=telemetry.log_level,
         log_style=telemetry.log_format,
     )

@@ -90,7 +90,7 @@ def run_role(
         build = _build(
             role, here, cell, service, health_with_rest=served.with_rest, reread=lambda: settings_of(context)
         )
-        listen = _listen(requested, settings)
+        listen = health_address(requested, settings)
         _join(settings, cell if role in {Role.CONDUCTOR, Role.COMPUTE} else None)
         if served.message:
             err.print(served.message, soft_wrap=True, markup=False)
@@ -190,7 +190,7 @@ def _join(settings: Settings, cell: str | None) -> None:
     )
 
 
-def _listen(requested: tuple[str, int] | None, settings: Settings) -> tuple[str, int] | None:
+def health_address(requested: tuple[str, int] | None, settings: Settings) -> tuple[str, int] | None:
     """Where to answer /healthz, if anywhere. Raises Stop when that address cannot be had: better now than later."""
     telemetry = settings.telemetry
     where = requested or ((telemetry.http_host, telemetry.http_port) if telemetry.http_port is not None else None)

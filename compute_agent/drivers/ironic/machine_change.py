@@ -107,7 +107,7 @@ class NodeChange:
         return False
 
     async def _rebuild(self, node: IronicNode, tag: OwnerTag) -> bool:
-        started = tag.order == self._change.order
+        started = tag.change_number == self._change.change_number
         if node.provision_state in DEPLOYING and started:
             self._requested = True
             return False
@@ -141,7 +141,11 @@ class NodeChange:
         gone = [name for name in node.info_entries if name in IMAGE_ENTRIES and name not in wanted]
         return [
             # The tag first: when the node is not the instance's any more, this fails, and with it all of it.
-            {"op": "replace", "path": OWNER_TAG, "value": to_builtins(replace(tag, order=self._change.order))},
+            {
+                "op": "replace",
+                "path": OWNER_TAG,
+                "value": to_builtins(replace(tag, change_number=self._change.change_number)),
+            },
             *({"op": "remove", "path": f"/instance_info/{name}"} for name in gone),
             *({"op": "add", "path": f"/instance_info/{name}", "value": value} for name, value in wanted.items()),
         ]

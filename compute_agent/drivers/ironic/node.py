@@ -79,7 +79,7 @@ class OwnerTag(Struct, frozen=True, omit_defaults=True):
     service: Word
     instance: Uuid
     attempt: GivenAttempt
-    order: Annotated[int, Bound(ge=0)] = 0  # of the last rebuild of this machine
+    change_number: Annotated[int, Bound(ge=0)] = 0  # of the last rebuild of this machine
 
 
 class Unproven(Struct, frozen=True):

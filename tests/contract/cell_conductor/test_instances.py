@@ -22,7 +22,7 @@ from bus.persistence.outbox import OutboxMessage, Sweep
 from cell_conductor.config import ConductorConfig
 from cell_conductor.reports.report_diff import Differences, differences
 from cell_conductor.state.database_marks import NOTHING, Stated, is_behind
-from cell_conductor.state.desired_state import PURGED, PURGED_FAILED
+from cell_conductor.state.desired_state import PURGEABLE, PURGEABLE_FAILED
 from cell_conductor.state.events import InstanceEvent, ServiceLost
 from cell_conductor.state.instance import MACHINE_EXISTS, ActionInProgress, Instance, State
 from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineKind
@@ -872,10 +872,10 @@ async def test_what_is_not_committed_is_seen_by_no_other_transaction(make: Make,
 
 async def test_failed_instances_are_forgotten_on_their_own(store: InstanceStore) -> None:
     await insert(store, instance(A, State.FAILED), instance(B, State.DELETED), instance(C, State.ACTIVE))
-    assert await store.purge(PURGED_FAILED, 3.0, 10) == 0  # they failed at 3.0
-    assert await store.purge(PURGED_FAILED, 3.5, 10) == 1
+    assert await store.purge(PURGEABLE_FAILED, 3.0, 10) == 0  # they failed at 3.0
+    assert await store.purge(PURGEABLE_FAILED, 3.5, 10) == 1
     assert sorted(await recorded(store)) == [B, C]
-    assert await store.purge(PURGED, 3.5, 10) == 1
+    assert await store.purge(PURGEABLE, 3.5, 10) == 1
     assert sorted(await recorded(store)) == [C]
 
 
@@ -981,11 +981,11 @@ async def test_an_unreadable_record_stops_no_step_of_another_and_its_messages_ar
         (A, True),
     ]
     assert failed_steps() > before
-    assert (await engine.recorded([B]))[B].state is not State.BUILDING, "it has failed over"
+    assert (await engine.read_recorded([B]))[B].state is not State.BUILDING, "it has failed over"
     with pytest.raises(UnreadableRecords):
         await engine.take([InstanceEvent(A, lost, "m1"), InstanceEvent(B, lost, "m2")], source="requests")
     with pytest.raises(UnreadableRecords):
-        await engine.recorded([A, B])
+        await engine.read_recorded([A, B])
     await store.close()
 
 

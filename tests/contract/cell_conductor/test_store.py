@@ -12,7 +12,7 @@ from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.operations import FenceState
 from bus.persistence.guarded_statement import Conflict
 from cell_conductor.state.breaker import Breaker
-from cell_conductor.state.fence import AbandonedMachines, Fence, RunningAfterFence
+from cell_conductor.state.fence import Fence, RunningAfterFence, StaleCount
 from cell_conductor.state.instance import ActionInProgress, Instance, State
 from cell_conductor.state.lease import Leader, Lease, LeaseState
 from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineKind
@@ -243,9 +243,9 @@ async def give_up(instances: InstanceStore, *services: str, hosts: tuple[str, ..
         return await transaction.rely_on(hosts, {HOST: services} if services else {}, at)
 
 
-async def given_up(instances: InstanceStore) -> dict[str, AbandonedMachines]:
+async def given_up(instances: InstanceStore) -> dict[str, StaleCount]:
     (fence,) = await instances.fences.fences()
-    return fence.abandoned
+    return fence.stale
 
 
 async def test_of_decisions_about_a_host_the_newest_counts(instances: InstanceStore) -> None:
@@ -265,23 +265,23 @@ async def test_machines_are_given_up_under_a_fence_alone(instances: InstanceStor
     assert await give_up(instances, "s", "t", "s")
     assert await give_up(instances, "t", at=8.0) and await give_up(instances)
     assert not await give_up(instances, "s", hosts=(HOST, OTHER))
-    counted = {"s": AbandonedMachines(2, 7.0), "t": AbandonedMachines(2, 8.0)}
+    counted = {"s": StaleCount(2, 7.0), "t": StaleCount(2, 8.0)}
     assert await given_up(instances) == counted
     await instances.fences.put(replace(FENCE, version=4, at=9.0, since=9.0))
-    assert await instances.fences.fences() == [replace(FENCE, version=4, at=9.0, abandoned=counted)], "they stay"
+    assert await instances.fences.fences() == [replace(FENCE, version=4, at=9.0, stale=counted)], "they stay"
     with pytest.raises(Conflict):
         async with instances.optimistic(()) as transaction:
             await transaction.rely_on([HOST], {HOST: ["s"]}, 7.0)
 
 
 async def test_a_scan_shows_what_was_given_up_before_it_and_no_more(instances: InstanceStore) -> None:
-    await instances.fences.record_empty(HOST, {"s": AbandonedMachines(1, 7.0)})
+    await instances.fences.record_empty(HOST, {"s": StaleCount(1, 7.0)})
     await instances.fences.put(FENCE)
     await give_up(instances, "s", "t")
     shown = await given_up(instances)
     await give_up(instances, "s", at=8.0)
     await instances.fences.record_empty(HOST, shown)
-    assert await given_up(instances) == {"s": AbandonedMachines(2, 8.0)}
+    assert await given_up(instances) == {"s": StaleCount(2, 8.0)}
     await instances.fences.record_empty(HOST, await given_up(instances))
     assert await given_up(instances) == {}
 

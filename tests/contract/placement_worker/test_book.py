@@ -10,36 +10,34 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from bus.clock import SystemClock, new_uuid
+from bus.clock import new_uuid
 from bus.contracts import placement_queries as queries
 from bus.contracts.feed import Change, FeedChanges
 from bus.contracts.placement import (
     INSTANCES,
     Claim,
     ClaimOption,
+    ClaimOutcome,
     ClaimResult,
-    ConsumerAllocations,
     GroupPolicy,
     Inventory,
     InventoryResult,
     InventoryUpdate,
+    LocateRequest,
     ProviderReport,
     Release,
     ServerGroup,
-    Swap,
 )
 from bus.contracts.placement_queries import GroupMembersQuery, HostTreeQuery, ProjectUsageQuery
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
-from bus.persistence.memory_database import turn
 from placement_worker import service as placement_service
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.service import PlacementService, Published
-from placement_worker.store.memory_rows import MemoryPlacementRows
-from placement_worker.store.memory_table import MemoryPlacementTable
 from placement_worker.store.postgres_rows import PostgresPlacementRows
-from tests.contract.books import HOSTS, VMS, Placements, roomy_host
+from tests.contract.books import APART, HOSTS, MOVE, VMS, Placements, roomy_host
+from tests.contract.random_client import MOVES, ROOTS, RandomClient
 
 # --- One suite for both stores; and whatever one answers to a random history, the other answers too.
 
@@ -48,6 +46,15 @@ PATIENCE_S = 60.0
 CHILD = "a0000000-0000-4000-8000-000000000000"
 FOUR = HOSTS[:4]
 CONSUMERS = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(6)]
+STEPS = 300
+OUTCOMES = {
+    *(f"ClaimResult {one}" for one in ClaimOutcome),
+    *(f"ReleaseResult {one}" for one in ("released", "absent", "consumer_conflict")),
+    *(f"RevertResult {one}" for one in ("reverted", "consumer_conflict")),
+    *(f"RestateResult {one}" for one in ("restated", "consumer_conflict")),
+    *(f"SwapResult {one}" for one in ("claimed", "no_capacity", "consumer_conflict")),
+    "InventoryResult applied",
+}
 
 
 @pytest.fixture
@@ -80,28 +87,6 @@ async def outcomes(store: PlacementService, *items: ClaimItem) -> list[str]:
 
 async def feed(store: PlacementService) -> list[Change]:
     return list((await store.changes(0, 1000)).changes)
-
-
-async def test_what_is_reported_can_be_claimed_and_released(store: PlacementService) -> None:
-    (result,) = await store.apply_reports([report(FOUR[0], 1, VCPU=2)])
-    assert isinstance(result, InventoryResult)
-    assert result.outcome == "applied"
-    first, second = CONSUMERS[:2]
-    assert await outcomes(store, claim(first, FOUR[0], vcpus=2), claim(second, FOUR[0])) == ["claimed", "no_capacity"]
-    assert await outcomes(store, Release(consumer=first)) == ["released"]
-    assert await outcomes(store, claim(second, FOUR[0]), Release(consumer=first)) == ["claimed", "absent"]
-
-
-async def test_a_repeated_claim_is_answered_again_and_an_older_attempt_is_refused(store: PlacementService) -> None:
-    await store.apply_reports([report(FOUR[0], 1, VCPU=2)])
-    (first,) = await store.apply([claim(CONSUMERS[0], FOUR[0], attempt=2)])
-    (again,) = await store.apply([claim(CONSUMERS[0], FOUR[0], attempt=2)])
-    assert isinstance(first, ClaimResult)
-    assert isinstance(again, ClaimResult)
-    assert (again.outcome, again.consumer_generation) == (first.outcome, first.consumer_generation)
-    assert await outcomes(store, Release(consumer=CONSUMERS[0], attempt=3)) == ["released"]
-    assert await outcomes(store, claim(CONSUMERS[0], FOUR[0], attempt=3)) == ["consumer_conflict"]
-    assert await outcomes(store, claim(CONSUMERS[0], FOUR[0], attempt=4)) == ["claimed"]
 
 
 async def test_a_release_by_a_run_fences_no_run_after_it(store: PlacementService) -> None:
@@ -308,72 +293,40 @@ async def test_many_writers_meet_no_deadlock_and_no_overcommitment(make: Placeme
     assert all(state.used["VCPU"] <= 5 for state in page.providers)
 
 
-def history(rng: random.Random) -> list[list[ClaimItem] | list[InventoryUpdate]]:
-    """Groups of claims and reports, of few consumers on few hosts, so that they meet."""
-    groups: list[list[ClaimItem] | list[InventoryUpdate]] = []
-    for version in range(1, 40):
-        if version == 1 or rng.random() < 0.3:
-            groups.append([_any_report(rng, version) for _ in range(rng.randint(1, 4))])
-        else:
-            groups.append([_any_item(rng) for _ in range(rng.randint(1, 6))])
-    return groups
-
-
-def _any_report(rng: random.Random, version: int) -> InventoryUpdate:
-    amounts = {name: rng.randint(0, 4) + 1 for name in ("VCPU", "DISK_GB") if rng.random() < 0.8}
-    made = report(
-        rng.choice(FOUR), version - rng.randint(0, 2), child=rng.random() < 0.2, reporter=rng.choice("st"), **amounts
-    )
-    return replace(made, providers=()) if rng.random() < 0.1 else made
-
-
-def _any_item(rng: random.Random) -> ClaimItem:
-    consumer, roll = rng.choice(CONSUMERS), rng.random()
-    if roll < 0.2:
-        return Release(consumer=consumer, attempt=rng.choice((None, 1, 2, 3)))
-    if roll < 0.3:
-        holding = {rng.choice(FOUR): {"VCPU": rng.randint(1, 2)}} if rng.random() < 0.7 else {}
-        generation = rng.choice((None, 1, 2))
-        entry = ConsumerAllocations(
-            consumer=consumer,
-            attempt=rng.choice((None, 1, 3)),
-            consumer_generation=generation,
-            allocations=holding,
-            project_id="p",
-        )
-        return Swap(consumers=(entry,))
-    hosts = rng.sample(FOUR, rng.randint(1, 2))
-    spec_generations = {hosts[0]: rng.randint(1, 3)} if rng.random() < 0.3 else {}
-    made = claim(
-        consumer,
-        *hosts,
-        attempt=rng.randint(1, 4),
-        vcpus=rng.randint(1, 3),
-        consumer_generation=rng.choice((None, 1, 2)),
-        release_first=rng.random() < 0.5,
-    )
-    return replace(made, options=(replace(made.options[0], spec_generations=spec_generations), *made.options[1:]))
-
-
 @pytest.mark.postgres
 @pytest.mark.parametrize("seed", range(4))
 async def test_both_stores_answer_alike(postgres_url: str, seed: int) -> None:
-    stores: list[PlacementService] = [
-        PlacementService(PostgresPlacementRows(Database(postgres_url, "placement"))),
-        PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session(turn))),
-    ]
+    """To claims, gangs, moves, groups and limits of every kind, each with each outcome."""
+    client = RandomClient(seed)
+    stores = [PlacementService(PostgresPlacementRows(Database(postgres_url, "placement"))), client.store]
+    first = [client.report(uuid) for uuid in ROOTS]
     for store in stores:
         await store.open()
-    for group in history(random.Random(seed)):
+        await store.apply_reports(first)
+    met: set[str] = set()
+    for _ in range(STEPS):
+        group = client.group()
         answers = [
             await store.apply_reports(group) if isinstance(group[0], InventoryUpdate) else await store.apply(group)  # type: ignore[arg-type]
             for store in stores
         ]
         assert answers[0] == answers[1], group
+        replies = [one for reply in answers[0] for one in getattr(reply, "results", (reply,))]
+        met.update(f"{type(one).__name__} {one.outcome}" for one in replies if not isinstance(one, ReportRefusal))
+    assert met >= OUTCOMES
     feeds = [[replace(change, sequence=0) for change in await feed(store)] for store in stores]
-    assert sorted(map(str, feeds[0])) == sorted(map(str, feeds[1]))
+    of_postgres, of_memory = (sorted(one, key=lambda change: change.provider) for one in feeds)
+    assert of_postgres == of_memory
     pages = [await store.snapshot(None, 100) for store in stores]
     assert replace(pages[0], incarnation=pages[1].incarnation) == pages[1], "each has a history of its own"
+    asked = [LocateRequest(project_id="p", server_group=one, consumers=tuple(VMS[:6])) for one in (APART.uuid, MOVE)]
+    for read in (
+        lambda store: store.reads.locate(asked),
+        lambda store: store.reads.usage(ProjectUsageQuery()),
+        lambda store: store.reads.allocations([*VMS[:6], *MOVES]),
+    ):
+        answers = [await read(store) for store in stores]
+        assert answers[0] == answers[1]
     await stores[0].close()
 
 

@@ -19,30 +19,37 @@ from bus.contracts.placement import (
     ClaimOption,
     ClaimOutcome,
     ClaimResult,
-    ConsumerAllocations,
-    Inventory,
-    InventoryUpdate,
     LocatePage,
     LocateRequest,
-    Migration,
-    ProviderReport,
     Release,
     ReleaseResult,
     Revert,
-    Swap,
 )
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
-from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.migration import total_of
 from placement_worker.domain.server_groups import counted_by_class
-from placement_worker.domain.values import ProviderAllocations
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.service import PlacementService
 from placement_worker.store.memory_rows import MemoryPlacementRows
 from placement_worker.store.memory_table import MemoryPlacementTable
 from scheduler_worker.placement_client import BusClaims, ClaimPort
-from tests.contract.books import HOSTS, MOVE, VMS, at, build, claimed, move, option, revert, reverted, roomy_host, used
+from tests.contract.books import (
+    HOSTS,
+    MOVE,
+    VMS,
+    Amounts,
+    at,
+    build,
+    claimed,
+    move,
+    option,
+    revert,
+    reverted,
+    roomy_host,
+    used,
+)
+from tests.contract.random_client import ROOTS, RandomClient
 from tests.kit.claims import PlacementClaims
 from tests.kit.waiting import PATIENCE_S
 
@@ -170,96 +177,11 @@ async def test_without_an_answer_each_message_has_a_transient_fault(rig: Rig) ->
 # stays true. A client may name any source, attempt and generation, those of other consumers too.
 
 
-Amounts = dict[str, dict[str, int]]
 STEPS = 60
-MOVES = [f"d00000{n:02d}-0000-4000-8000-000000000000" for n in range(3)]
-CHILD = "91000000-0000-4000-8000-000000000000"
-ROOTS = HOSTS[:4]
-ROOM = {"VCPU": 8, "DISK_GB": 20}
 
 
-class Walk:
-    """A random client, which sees all and lies about some of it."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.table = MemoryPlacementTable(SystemClock())
-        self.store = PlacementService(MemoryPlacementRows(self.table.session()))
-        self.version = 0
-
-    def amounts(self) -> Amounts:
-        providers = self.random.sample([*ROOTS, CHILD], self.random.choice((1, 1, 1, 2)))
-        classes = self.random.sample(list(ROOM), self.random.choice((1, 2)))
-        return {uuid: {name: self.random.randint(1, ROOM[name]) for name in classes} for uuid in providers}
-
-    def options(self, least: int) -> tuple[ClaimOption, ...]:
-        found = [self.amounts() for _ in range(self.random.randint(least, 2))]
-        return tuple(ClaimOption(allocations=one, host=next(iter(one))) for one in found)
-
-    def item(self) -> ClaimItem:
-        draw, known = self.random, {uuid: row.consumer for uuid, row in self.table.consumers.items()}
-        consumer, migration = draw.choice(VMS[:6]), draw.choice(MOVES)
-        state = known.get(consumer)
-        attempt = (state.attempt if state else 0) + draw.choice((0, 1, 1, 1))
-        generation = state.generation if state and state.allocations else None
-        reporters: list[ProviderAllocations] = [self.amounts()]
-        reporters += [
-            known[one].allocations for one in (consumer, migration) if one in known and known[one].allocations
-        ]
-        moved = Migration(uuid=migration, source=total_of([draw.choice(reporters)]))
-        limits = draw.choice(({}, {"VCPU": draw.randint(4, 30), "INSTANCES": 5}))
-        claim = Claim(
-            consumer=consumer,
-            attempt=attempt,
-            consumer_generation=generation,
-            options=self.options(1),
-            project_id=draw.choice(("p", "p", "p", "q")),
-            limits=limits,
-        )
-        fields = {name: getattr(claim, name) for name in claim.__struct_fields__}
-        swapped = draw.choice((consumer, migration))
-        before = known.get(swapped)
-        kinds = (
-            lambda: claim,
-            lambda: Claim(**fields | {"migration": moved}),
-            lambda: Claim(**fields | {"migration": moved, "release_first": True, "options": self.options(0)}),
-            lambda: Claim(**fields | {"release_first": True}),
-            lambda: ClaimAll(claims=(claim, Claim(**fields | {"consumer": draw.choice(VMS[:6])}))),
-            lambda: Revert(
-                consumer=consumer, migration=moved, source_attempt=draw.randint(0, attempt), attempt=attempt
-            ),
-            lambda: Release(consumer=swapped, attempt=draw.choice((None, attempt))),
-            lambda: Swap(
-                consumers=(
-                    ConsumerAllocations(
-                        consumer=swapped,
-                        consumer_generation=before.generation if before and before.allocations else None,
-                        project_id="p",
-                        allocations=self.amounts(),
-                    ),
-                )
-            ),
-        )
-        return draw.choice(kinds)()
-
-    async def report(self, uuid: str, share: float = 1.0) -> None:
-        """A host with this share of its room; the first one may have its processors in a child."""
-        self.version += 1
-        inventories = {name: Inventory(total=max(1, int(total * share))) for name, total in ROOM.items()}
-        providers = [ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories=inventories)]
-        if uuid == ROOTS[0]:
-            child = ProviderReport(
-                uuid=CHILD,
-                name="child",
-                parent_uuid=uuid,
-                inventories={"VCPU": inventories["VCPU"]},
-                receives_from=uuid,
-            )
-            providers.append(child)
-            if self.random.random() < 0.5:
-                providers[0] = ProviderReport(uuid=uuid, name="host-1", inventories={"DISK_GB": inventories["DISK_GB"]})
-        update = InventoryUpdate(reporter="s", version=self.version, root_uuid=uuid, providers=tuple(providers))
-        await self.store.apply_reports([update])
+class Walk(RandomClient):
+    """It checks after each step."""
 
     def check(self) -> None:
         """Usage is the sum of what is held, and a project's the sum of what counts."""
@@ -280,11 +202,12 @@ class Walk:
 async def test_each_item_of_a_hostile_client_has_an_outcome(seed: int) -> None:
     walk = Walk(seed)
     await walk.store.open()
-    for uuid in ROOTS:
-        await walk.report(uuid)
+    await walk.store.apply_reports([walk.report(uuid) for uuid in ROOTS])
     for _ in range(STEPS):
         if walk.random.random() < 0.05:
-            await walk.report(walk.random.choice(ROOTS), walk.random.choice((0.3, 1.0, 1.5)))
+            await walk.store.apply_reports(
+                [walk.report(walk.random.choice(ROOTS), walk.random.choice((0.3, 1.0, 1.5)))]
+            )
         else:
             assert len(await walk.store.apply([walk.item()])) == 1
         walk.check()

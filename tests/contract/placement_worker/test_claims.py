@@ -17,12 +17,10 @@ from bus.contracts.placement import (
     ClaimOption,
     ClaimOutcome,
     ClaimResult,
-    GroupPolicy,
     LocateRequest,
     Migration,
     Release,
     ReleaseResult,
-    ServerGroup,
 )
 from placement_worker import service as placement_service
 from placement_worker.service import PlacementService
@@ -30,9 +28,6 @@ from placement_worker.store import claims
 from tests.contract.books import HOSTS, VMS, Placements, at, build, claimed, used
 
 # --- The claims of a gang, on both stores: all of them or none, whatever else is claimed at once.
-
-
-APART = ServerGroup(uuid="e0000000-0000-4000-8000-000000000000", policy=GroupPolicy.ANTI_AFFINITY)
 
 
 def member(vm: int, at: int = 0, vcpu: int = 1, **fields: object) -> Claim:
@@ -54,89 +49,6 @@ async def holders(store: PlacementService, *vms: int) -> set[int]:
     """Which of these hold something."""
     (page,) = await store.reads.locate([LocateRequest(project_id="p", consumers=tuple(VMS[vm] for vm in vms))])
     return {vm for vm in vms if VMS[vm] in page.hosts}
-
-
-async def test_all_members_are_claimed_at_once(store: PlacementService) -> None:
-    results = await claim_all(store, member(0, 0), member(1, 1), member(2, 0))
-    assert [result.outcome for result in results] == ["claimed"] * 3
-    assert results[0].sequence == results[1].sequence == results[2].sequence > 0
-    assert results[2].generations[HOSTS[0]] == results[0].generations[HOSTS[0]] + 1
-    assert await holders(store, 0, 1, 2) == {0, 1, 2}
-
-
-async def test_one_that_does_not_fit_leaves_all_of_them_unclaimed(store: PlacementService) -> None:
-    """The answer names what stood in the way, and nothing is used: the same room is claimed afterwards."""
-    assert await outcomes(store, member(0, 0, 100), member(1, 1), member(2, 0)) == [
-        "incomplete",
-        "incomplete",
-        "no_capacity",
-    ]
-    assert await holders(store, 0, 1, 2) == set()
-    assert await outcomes(store, member(0, 0, 100), member(1, 1)) == ["claimed", "claimed"]
-
-
-async def test_members_are_counted_together_against_the_limit(store: PlacementService) -> None:
-    limits = {"INSTANCES": 2}
-    assert await outcomes(store, *(member(n, n, limits=limits) for n in range(3))) == [
-        *("incomplete", "incomplete", "over_quota")
-    ]
-    assert await outcomes(store, *(member(n, n, limits=limits) for n in range(2))) == ["claimed", "claimed"]
-    assert await outcomes(store, member(2, 2, limits=limits)) == ["over_quota"]
-
-
-async def test_members_keep_the_rule_of_their_server_group_among_themselves(store: PlacementService) -> None:
-    """Where the gang's own members were tried is no place of the group: the answer does not name it."""
-    results = await claim_all(store, *(member(n, n // 2, server_group=APART) for n in range(3)))
-    assert [result.outcome for result in results] == ["incomplete", "policy_violated", "incomplete"]
-    assert results[1].members == {}
-    assert await outcomes(store, *(member(n, n, server_group=APART) for n in range(3))) == ["claimed"] * 3
-    (refused,) = await claim_all(store, member(3, 0, server_group=APART))
-    assert (refused.outcome, refused.members) == ("policy_violated", {HOSTS[0]: 1})
-
-
-async def test_a_repeat_is_answered_with_what_is_held(store: PlacementService) -> None:
-    first = await claim_all(store, member(0, 0), member(1, 1))
-    again = await claim_all(store, member(0, 0), member(1, 1))
-    assert [one.generations for one in again] == [one.generations for one in first]
-    assert [one.option for one in again] == [0, 0]
-
-
-async def test_a_member_of_an_earlier_run_keeps_what_it_holds_when_the_rest_does_not_fit(
-    store: PlacementService,
-) -> None:
-    assert await outcomes(store, member(0, 0), member(1, 1)) == ["claimed", "claimed"]
-    assert await outcomes(store, member(0, 2), member(1, 2), member(2, 0, 1000)) == [
-        "claimed",
-        "claimed",
-        "no_capacity",
-    ]
-    assert await holders(store, 0, 1, 2) == {0, 1}
-
-
-async def test_a_member_of_an_ended_attempt_stands_in_the_way_of_all(store: PlacementService) -> None:
-    await store.apply([Release(consumer=VMS[1], attempt=1)])
-    assert await outcomes(store, member(0), member(1)) == ["incomplete", "consumer_conflict"]
-    assert await holders(store, 0, 1) == set()
-
-
-async def test_what_stands_beside_a_gang_in_one_transaction_is_decided_in_order(store: PlacementService) -> None:
-    gang = ClaimAll(claims=(member(1, 0, 50), member(2, 0, 50)))
-    before, all_or_none, after = await store.apply([member(0, 0), gang, member(3, 0, 99)])
-    assert isinstance(all_or_none, ClaimAllResult)
-    assert [one.outcome for one in all_or_none.results] == ["incomplete", "no_capacity"]
-    assert [str(one.outcome) for one in (before, after) if isinstance(one, ClaimResult)] == ["claimed", "claimed"]
-
-
-@pytest.mark.parametrize(
-    "claims",
-    [
-        (member(0), member(0, 1)),
-        (member(0), member(1, release_first=True, attempt=2, consumer_generation=1)),
-    ],
-)
-async def test_a_gang_that_is_none_is_invalid(store: PlacementService, claims: tuple[Claim, ...]) -> None:
-    assert await outcomes(store, *claims) == ["invalid", "invalid"]
-    assert await holders(store, 0, 1) == set()
 
 
 async def test_processes_that_claim_for_gangs_at_once_leave_no_partial_one(
@@ -178,36 +90,6 @@ async def released(pooled: PlacementService, by: str | None, attempt: int | None
     return reply.outcome
 
 
-@pytest.mark.parametrize("by", [MINE, ANOTHER, None])
-async def test_a_run_releases_its_own_allocation_and_no_other(pooled: PlacementService, by: str | None) -> None:
-    await claimed(pooled, build(0, 0, owner=MINE))
-    is_kept = by == ANOTHER
-    assert await released(pooled, by) == ("consumer_conflict" if is_kept else "released")
-    assert await used(pooled) == (at(0, 4) if is_kept else {})
-    (again,) = await claimed(pooled, build(0, 0, owner=MINE))
-    assert again.outcome == ("claimed" if is_kept else "consumer_conflict"), "only a release ends the attempt"
-
-
-async def test_a_release_by_name_of_nothing_ends_the_claim_that_is_still_in_flight(pooled: PlacementService) -> None:
-    assert await released(pooled, MINE) == "absent"
-    (late,) = await claimed(pooled, build(0, 0, owner=MINE))
-    assert (late.outcome, late.consumer_generation, await used(pooled)) == ("consumer_conflict", None, {})
-
-
-async def test_an_allocation_without_a_known_owner_is_released_by_no_name(pooled: PlacementService) -> None:
-    await claimed(pooled, build(0, 0))
-    assert (await released(pooled, MINE), await used(pooled)) == ("consumer_conflict", at(0, 4))
-
-
-async def test_a_claim_of_another_run_is_shown_what_is_held_and_gets_none_of_it(pooled: PlacementService) -> None:
-    await claimed(pooled, build(0, 0, owner=MINE))
-    (again,) = await claimed(pooled, build(0, 1, owner=MINE))
-    assert (again.outcome, again.allocations, again.attempt) == ("claimed", at(0, 4), 0)
-    (another,) = await claimed(pooled, build(0, 1, owner=ANOTHER))
-    assert (another.outcome, another.allocations, another.attempt) == ("consumer_conflict", at(0, 4), 1)
-    assert another.consumer_generation == 1 and await used(pooled) == at(0, 4)
-
-
 async def test_a_run_takes_over_what_a_run_that_it_names_has_claimed(pooled: PlacementService) -> None:
     """As after a restore, when the record of the other is lost; its Release may still be on its way."""
     await claimed(pooled, build(0, 0, owner=MINE))
@@ -219,29 +101,6 @@ async def test_a_run_takes_over_what_a_run_that_it_names_has_claimed(pooled: Pla
     (held,) = await pooled.reads.allocations([INSTANCE])
     assert (held.claim_owner, held.attempt, held.allocations) == (ANOTHER, 1, at(0, 4))
     assert [await released(pooled, by) for by in (MINE, ANOTHER)] == ["consumer_conflict", "released"]
-
-
-async def test_a_claim_of_the_cell_leaves_the_owner_whose_it_was(pooled: PlacementService) -> None:
-    await claimed(pooled, build(0, 0, owner=MINE))
-    (later,) = await claimed(pooled, build(0, 1, attempt=2, consumer_generation=1))
-    assert later.outcome == "claimed"
-    assert await released(pooled, MINE) == "consumer_conflict", "of an older attempt"
-    assert await released(pooled, ANOTHER, attempt=None) == "consumer_conflict"
-    assert await released(pooled, MINE, attempt=2) == "released"
-
-
-async def test_a_new_claim_of_an_instance_belongs_to_the_run_that_makes_it(pooled: PlacementService) -> None:
-    await claimed(pooled, build(0, 0, owner=MINE))
-    await released(pooled, MINE)
-    (anew,) = await claimed(pooled, build(0, 0, attempt=2, owner=ANOTHER))
-    assert anew.outcome == "claimed"
-    assert [await released(pooled, by, attempt=2) for by in (MINE, ANOTHER)] == ["consumer_conflict", "released"]
-
-
-async def test_in_one_group_a_release_takes_what_its_run_has_just_claimed(pooled: PlacementService) -> None:
-    _, kept, gone = await pooled.apply([build(0, 0, owner=MINE), release(ANOTHER), release(MINE)])
-    assert isinstance(kept, ReleaseResult) and isinstance(gone, ReleaseResult)
-    assert (kept.outcome, gone.outcome, await used(pooled)) == ("consumer_conflict", "released", {})
 
 
 async def test_the_query_names_the_owner_the_attempt_and_the_place_and_ends_nothing(pooled: PlacementService) -> None:
@@ -314,36 +173,11 @@ async def test_only_holders_of_what_was_lacking_are_named(store: PlacementServic
     assert await lost_to(store, grown) == []
 
 
-async def test_of_one_group_the_winner_is_named(store: PlacementService) -> None:
-    """Two claims that came together: nothing of the first was written when the second was decided."""
-    for first, second in ((0, 1), (3, 2)):
-        host = HOSTS[first]
-        won, lost = await apply(store, wants(first, {host: {"VCPU": 80}}), wants(second, {host: {"VCPU": 80}}))
-        assert (won.outcome, lost.outcome) == (ClaimOutcome.CLAIMED, ClaimOutcome.NO_CAPACITY)
-        assert [one.consumer for one in lost.conflicting_consumers] == [VMS[first]]
-
-
 async def of_gang(store: PlacementService, *claims: Claim, bus: str = "api") -> list[tuple[str, list[str]]]:
     """The outcome of each member's claim, and whom it names."""
     (reply,) = await store.apply([ClaimAll(claims=claims)], bus=bus)
     assert isinstance(reply, ClaimAllResult)
     return [(one.outcome.value, [holder.consumer for holder in one.conflicting_consumers]) for one in reply.results]
-
-
-async def test_the_member_of_a_gang_that_lost_names_who_took_it(store: PlacementService) -> None:
-    """The other members would have fitted: they lost nothing."""
-    await apply(store, wants(0, {HOST: {"VCPU": 60}}), wants(1, {OTHER: {"VCPU": 60}}))
-    members = [wants(2, {OTHER: {"VCPU": 40}}), wants(3, {HOST: {"VCPU": 50}}), wants(4, {HOST: {"VCPU": 30}})]
-    assert await of_gang(store, *members) == [("incomplete", []), ("no_capacity", [VMS[0]]), ("incomplete", [])]
-
-
-async def test_a_gang_and_claims_beside_it_name_the_winner_of_their_group(store: PlacementService) -> None:
-    gang = ClaimAll(claims=(wants(1, {OTHER: {"VCPU": 10}}), wants(2, {HOST: {"VCPU": 80}})))
-    items = [wants(0, {HOST: {"VCPU": 80}}), gang, wants(3, {OTHER: {"VCPU": 5}}), wants(4, {HOST: {"VCPU": 90}})]
-    _, lost, won, last = await store.apply(items)
-    assert isinstance(lost, ClaimAllResult) and isinstance(won, ClaimResult) and isinstance(last, ClaimResult)
-    named = [[holder.consumer for holder in one.conflicting_consumers] for one in (*lost.results, won, last)]
-    assert named == [[], [VMS[0]], [], [VMS[0]]]
 
 
 async def test_a_cell_learns_nothing_of_others_consumers(store: PlacementService) -> None:
@@ -383,61 +217,6 @@ def claim(vm: int, at: int = 0, *, limits: dict[str, int] = FOUR, project: str =
 
 async def each(store: PlacementService, *claims: Claim) -> list[str]:
     return [str(reply.outcome) for reply in await store.apply(claims)]
-
-
-async def test_a_project_holds_no_more_than_it_may(store: PlacementService) -> None:
-    assert await each(store, claim(0, VCPU=3)) == ["claimed"]
-    (over,) = await store.apply([claim(1, 1, VCPU=2)])
-    assert isinstance(over, ClaimResult)
-    assert (over.outcome, over.reason) == (ClaimOutcome.OVER_QUOTA, "VCPU: 3 of 4 held, 2 more requested")
-    assert await each(store, claim(1, 1, VCPU=1), claim(2, 2, DISK_GB=50)) == ["claimed", "claimed"]
-
-
-async def test_of_one_transaction_each_sees_what_the_ones_before_it_took_and_gave_back(store: PlacementService) -> None:
-    assert await each(store, *(claim(n, VCPU=2) for n in range(3))) == ["claimed", "claimed", "over_quota"]
-    replies = await store.apply([Release(consumer=VMS[0]), claim(2, VCPU=2), claim(3, VCPU=1)])
-    assert [str(reply.outcome) for reply in replies] == ["released", "claimed", "over_quota"]
-
-
-async def test_of_one_transaction_each_is_held_to_its_own_limit(store: PlacementService) -> None:
-    claims = claim(0), claim(1, limits={"VCPU": 1}), claim(2)
-    assert await each(store, *claims) == ["claimed", "over_quota", "claimed"]
-
-
-async def test_how_many_instances(store: PlacementService) -> None:
-    two = {"INSTANCES": 2}
-    assert await each(store, *(claim(n, limits=two) for n in range(3))) == ["claimed", "claimed", "over_quota"]
-    await store.apply([Release(consumer=VMS[0])])
-    assert await each(store, claim(3, limits=two), claim(4, limits=two)) == ["claimed", "over_quota"]
-
-
-async def test_other_projects_and_claims_without_limits_are_not_held_to_them(store: PlacementService) -> None:
-    assert await each(store, claim(0, VCPU=4), claim(1, VCPU=4, project="q")) == ["claimed", "claimed"]
-    assert await each(store, claim(2, VCPU=4, limits={})) == ["claimed"]
-
-
-async def test_a_repeat_and_an_alternate_of_the_same_size_take_nothing_more(store: PlacementService) -> None:
-    assert await each(store, claim(0, VCPU=4), claim(0, VCPU=4)) == ["claimed", "claimed"]
-    option = ClaimOption(allocations={HOSTS[1]: {"VCPU": 4}})
-    alternate = Claim(consumer=VMS[0], attempt=2, consumer_generation=1, release_first=True, options=(option,),
-                      project_id="p", limits=FOUR)  # fmt: skip
-    assert await each(store, alternate) == ["claimed"]
-
-
-async def test_an_alternate_that_is_requested_again_has_given_back_what_others_have_taken(
-    store: PlacementService,
-) -> None:
-    """The first asking finds no room and gives back; the second comes when there is room, and the quota is used up."""
-    assert await each(store, claim(0, VCPU=4), claim(9, 1, VCPU=98, project="q", limits={})) == [
-        "claimed",
-        "claimed",
-    ]
-    option = ClaimOption(allocations={HOSTS[1]: {"VCPU": 4}})
-    alternate = Claim(consumer=VMS[0], attempt=2, consumer_generation=1, release_first=True, options=(option,),
-                      project_id="p", limits=FOUR)  # fmt: skip
-    assert await each(store, alternate, claim(1, VCPU=4)) == ["no_capacity", "claimed"]
-    await store.apply([Release(consumer=VMS[9])])
-    assert await each(store, alternate) == ["over_quota"]
 
 
 async def test_processes_that_claim_at_once_on_hosts_of_their_own_do_not_pass_it(

@@ -44,33 +44,6 @@ async def written(store: PlacementService, vm: str, host: int) -> None:
     assert await store.write_allocations([Replace((write,))]) == [None]
 
 
-async def held(store: PlacementService, vm: str) -> tuple[list[str], str, int]:
-    """(hosts, run, attempt)."""
-    (found,) = await store.reads.allocations([vm])
-    return sorted(found.allocations), found.claim_owner, found.attempt
-
-
-async def test_a_redelivered_call_adopts_what_it_has_claimed(store: PlacementService) -> None:
-    first = await claimed(store, asked(VMS[0], 0))
-    again = await claimed(store, asked(VMS[0], 1))
-    assert (first.option, again.outcome, again.option) == (0, ClaimOutcome.CLAIMED, None)
-    assert again.allocations == {HOSTS[0]: {"VCPU": 1}}
-    assert await held(store, VMS[0]) == ([HOSTS[0]], "r", 0)
-    other = await claimed(store, asked(VMS[0], 1, claim_owner="s"))
-    assert (other.outcome, other.allocations) == (ClaimOutcome.CONSUMER_CONFLICT, again.allocations)
-
-
-async def test_an_evacuation_holds_both_hosts_and_is_adopted_whole(store: PlacementService) -> None:
-    await written(store, VMS[0], 0)
-    refused = await claimed(store, asked(VMS[0], 1))
-    assert (refused.outcome, refused.consumer_generation) == (ClaimOutcome.CONSUMER_CONFLICT, 1)
-    added = await claimed(store, asked(VMS[0], 1, consumer_generation=1))
-    assert (added.outcome, added.consumer_generation) == (ClaimOutcome.CLAIMED, 2)
-    assert await held(store, VMS[0]) == (HOSTS[:2], "r", 0)
-    again = await claimed(store, asked(VMS[0], 2))
-    assert again.outcome is ClaimOutcome.CLAIMED and sorted(again.allocations) == HOSTS[:2]
-
-
 async def test_clients_of_the_rest_api_write_it_as_their_own(store: PlacementService) -> None:
     await claimed(store, asked(VMS[0], 0))
     write = ConsumerWrite(VMS[0], {HOSTS[1]: {"VCPU": 1}}, "p", "u", "INSTANCE", 1)
@@ -112,19 +85,6 @@ async def test_a_named_member_that_holds_nothing_is_none(store: PlacementService
     other = make()
     await other.open()
     assert (await claimed(other, asked(VMS[0], 1, **known))).outcome is ClaimOutcome.CLAIMED
-
-
-async def test_one_of_a_gang_names_the_members_for_all(store: PlacementService) -> None:
-    await written(store, VMS[0], 0)
-    gang = ClaimAll(
-        claims=(
-            asked(VMS[1], 1, server_group=GROUP, group_members=(VMS[0],)),
-            asked(VMS[2], 0, server_group=GROUP),
-        )
-    )
-    (reply,) = await store.apply([gang])
-    assert isinstance(reply, ClaimAllResult)
-    assert [one.outcome for one in reply.results] == [ClaimOutcome.INCOMPLETE, ClaimOutcome.POLICY_VIOLATED]
 
 
 async def test_more_than_a_hundred_are_claimed_together(store: PlacementService) -> None:

@@ -20,7 +20,8 @@ from bus.contracts.placement import Claim, ClaimOption, ClaimResult, InventoryRe
 from bus.contracts.placement_queries import CellConsumersQuery
 from bus.persistence.marks import RECORD_S
 from placement_worker import handlers as handling
-from placement_worker.handlers import CellFollower, PlacementHandlers
+from placement_worker.cell_follower import CellFollower
+from placement_worker.handlers import PlacementHandlers
 from placement_worker.service import PlacementService
 from placement_worker.store.memory_rows import MemoryPlacementRows
 from tests.contract.books import HOSTS, KINDS, VMS, Placements, books, claimed, revert

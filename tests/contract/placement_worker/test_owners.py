@@ -74,27 +74,6 @@ async def capacity(store: PlacementService) -> float | None:
     return None if provider is None else provider.inventories["VCPU"][0]
 
 
-async def test_placement_keeps_the_inventory_of_the_first(store: PlacementService) -> None:
-    """The inventory that was reported last counted."""
-    assert await outcomes(store, first(1)) == ["applied"]
-    assert await outcomes(store, second(1), replace(second(2), providers=())) == [TAKEN, TAKEN]
-    assert await capacity(store) == 4
-    assert await outcomes(store, first(2)) == ["unchanged"]
-    assert await outcomes(store, first(3, vcpus=5), second(9)) == ["applied", TAKEN]
-    (refused,) = await store.apply_reports([second(10)], bus="c1")
-    assert isinstance(refused, InventoryResult) and refused.owner == FIRST
-
-
-async def test_of_two_in_one_group_the_first_has_it(store: PlacementService) -> None:
-    assert await outcomes(store, second(1), first(1)) == ["applied", TAKEN]
-    assert await capacity(store) == 9
-
-
-async def test_other_sources_may_report_below_a_host_and_beside_it(store: PlacementService) -> None:
-    assert await outcomes(store, host(MINE, 1, reporter="agent"), first(1)) == ["applied", "unchanged"]
-    assert await outcomes(store, host(MINE, 2, reporter="agent", vcpus=5)) == ["applied"]
-
-
 @pytest.mark.parametrize("is_held", [False, True])
 async def test_who_has_given_a_node_to_another_source_takes_it_out_no_more(
     store: PlacementService, is_held: bool
@@ -155,25 +134,6 @@ async def test_a_release_counts_for_the_reports_that_come_after_it(
     batch = [Received(one, Meta(id=str(at)), "c1", "placement.inventory") for at, one in enumerate(messages)]
     assert [type(one) for one in await handlers.inventory(batch)] == [Done, Done]
     assert await capacity(store) == vcpus
-
-
-async def test_it_is_not_taken_over_once_its_owner_reports_it(store: PlacementService) -> None:
-    await outcomes(store, first(1))
-    await store.release_roots(FIRST, [MINE], bus="c1")
-    assert await outcomes(store, first(2, vcpus=5), second(1, takes_over=FIRST)) == ["applied", TAKEN]
-    await store.release_roots(FIRST, [MINE], bus="c1")
-    assert await outcomes(store, second(1, takes_over=FIRST), first(3)) == ["applied", TAKEN]
-    assert await capacity(store) == 9
-
-
-async def test_a_takeover_that_is_refused_otherwise_leaves_the_owner(store: PlacementService) -> None:
-    other = host(CHILD, 1, reporter=FIRST)
-    await outcomes(store, first(1), other)
-    await store.release_roots(FIRST, [MINE], bus="c1")
-    (report,) = second(1).providers
-    named = replace(second(1, takes_over=FIRST), providers=(replace(report, name=other.providers[0].name),))
-    assert await outcomes(store, named) == ["provider.name_taken"]
-    assert await outcomes(store, second(2)) == [TAKEN]
 
 
 async def test_the_refused_service_is_sent_whose_the_host_is(store: PlacementService) -> None:
@@ -328,7 +288,6 @@ async def test_the_hosts_of_a_service_are_those_that_it_owns(store: PlacementSer
 MINE, OTHER = (f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 3))
 CHILD = "a0000000-0000-4000-8000-000000000000"
 CONSUMER = "c0000000-0000-4000-8000-000000000000"
-MAX_VERSION = 2**62
 
 
 @pytest.fixture
@@ -359,50 +318,6 @@ async def notify(store: PlacementService, bus: str, *updates: InventoryUpdate) -
 async def ask(store: PlacementService, bus: str, item: ClaimItem) -> str:
     (answer,) = await store.apply([item], bus=bus)
     return str(answer.outcome)
-
-
-def test_placement_and_the_bus_mean_the_same_above() -> None:
-    assert ABOVE_CELLS == API
-
-
-async def test_the_first_report_binds_a_host_to_its_cell(store: PlacementService) -> None:
-    assert await notify(store, "c1", host(MINE, 1)) == ["applied"]
-    assert await notify(store, "c2", host(MINE, 2, vcpus=9)) == ["inventory.foreign_cell"]
-    assert await notify(store, "c2", replace(host(MINE, 3), providers=())) == ["inventory.foreign_cell"]
-    assert await notify(store, "c1", host(MINE, 2, vcpus=5)) == ["applied"]
-    assert await notify(store, API, host(MINE, 3, vcpus=6)) == ["applied"]
-    assert await notify(store, "c1", host(MINE, 4, vcpus=6)) == ["unchanged"]
-
-
-async def test_a_foreign_report_outdates_nothing(store: PlacementService) -> None:
-    """Word for word what the cell itself published, as if from its own service, with the last version there is."""
-    await notify(store, "c1", host(MINE, 1))
-    assert await notify(store, "c2", host(MINE, MAX_VERSION)) == ["inventory.foreign_cell"]
-    assert await notify(store, "c1", host(MINE, 2, vcpus=5)) == ["applied"]
-
-
-async def test_a_foreign_report_refuses_alone(store: PlacementService) -> None:
-    await notify(store, "c1", host(MINE, 1))
-    assert await notify(store, "c2", host(MINE, 2), host(OTHER, 1)) == ["inventory.foreign_cell", "applied"]
-
-
-async def test_services_of_one_cell_hand_hosts_to_each_other(store: PlacementService) -> None:
-    await notify(store, "c1", host(MINE, 1, reporter="dead"))
-    assert await notify(store, "c1", host(MINE, 1, reporter="heir", vcpus=5)) == ["applied"]
-
-
-async def test_a_tree_takes_no_providers_from_another_cells_tree(store: PlacementService) -> None:
-    await notify(store, "c1", host(MINE, 1, CHILD))
-    assert await notify(store, "c2", host(OTHER, 1, CHILD)) == ["inventory.foreign_cell"]
-    assert await notify(store, "c2", host(CHILD, 1)) == ["inventory.foreign_cell"]
-
-
-async def test_what_the_top_has_reported_no_cell_reports(store: PlacementService) -> None:
-    await notify(store, API, host(MINE, 1, reporter="ironic"))
-    assert await notify(store, "c1", host(MINE, 2, reporter="ironic")) == ["inventory.foreign_cell"]
-    assert await ask(store, "c1", claim(MINE)) == "claimed"
-    # A bare-metal node: deleted in its cell, or its allocation stays for ever.
-    assert await ask(store, "c1", Release(consumer=CONSUMER)) == "released"
 
 
 async def test_a_cell_claims_nothing_of_another(store: PlacementService) -> None:

@@ -71,11 +71,13 @@ async def test_what_runs_on_a_host_that_is_full_is_held_there_and_marked(store: 
     assert more.outcome == "no_capacity"
 
 
-async def test_what_a_host_has_nothing_of_changes_nothing(store: PlacementService) -> None:
+@pytest.mark.parametrize(("name", "outcome"), [("CUSTOM_NOTHING", "invalid"), ("VGPU", "no_capacity")])
+async def test_what_a_host_has_nothing_of_changes_nothing(store: PlacementService, name: str, outcome: str) -> None:
+    """Of a class that is known elsewhere it failed the whole batch, each time that it was delivered."""
     await claimed(store, build(0, 0))
     (host,) = option(1).allocations
-    reply = await restated(store, stated(allocations={host: {"CUSTOM_NOTHING": 1}}))
-    assert (reply.outcome, reply.over_capacity) == ("invalid", False)
+    reply = await restated(store, stated(allocations={host: {name: 1}}))
+    assert (reply.outcome, reply.over_capacity) == (outcome, False)
     assert await used(store) == at(0, 4)
 
 

@@ -29,9 +29,7 @@ from tests.contract.books import HOSTS, VMS, Placements
 
 GROUP = "e0000000-0000-4000-8000-000000000000"
 APART = ServerGroup(uuid=GROUP, policy=GroupPolicy.ANTI_AFFINITY)
-PAIRS = ServerGroup(uuid=GROUP, policy=GroupPolicy.ANTI_AFFINITY, max_per_host=2)
 TOGETHER = ServerGroup(uuid=GROUP, policy=GroupPolicy.AFFINITY)
-WISH = ServerGroup(uuid=GROUP, policy=GroupPolicy.SOFT_ANTI_AFFINITY)
 
 
 def member(vm: int, *hosts: int, group: ServerGroup | None = APART, project: str = "p", **fields: object) -> Claim:
@@ -48,96 +46,10 @@ async def outcomes(store: PlacementService, *claims: Claim) -> list[str]:
     return [reply.outcome.value for reply in await claim(store, *claims)]
 
 
-async def test_members_keep_apart_and_the_next_option_is_taken(store: PlacementService) -> None:
-    assert await outcomes(store, member(0, 0)) == ["claimed"]
-    (policy_violated,) = await claim(store, member(1, 0))
-    assert (policy_violated.outcome, policy_violated.members) == (ClaimOutcome.POLICY_VIOLATED, {HOSTS[0]: 1})
-    (second,) = await claim(store, member(1, 0, 1))
-    assert (second.outcome, second.option) == (ClaimOutcome.CLAIMED, 1)
-    assert second.outcomes == (ClaimOutcome.POLICY_VIOLATED, ClaimOutcome.CLAIMED)
-
-
-async def test_of_one_transaction_each_member_sees_the_ones_before_it(store: PlacementService) -> None:
-    assert await outcomes(store, member(0, 0), member(1, 0), member(2, 0, 1)) == [
-        "claimed",
-        "policy_violated",
-        "claimed",
-    ]
-
-
-async def test_so_many_may_share_a_host(store: PlacementService) -> None:
-    claims = [member(n, 0, group=PAIRS) for n in range(3)]
-    assert await outcomes(store, *claims) == ["claimed", "claimed", "policy_violated"]
-
-
-async def test_members_stay_together_and_the_first_may_go_anywhere(store: PlacementService) -> None:
-    assert await outcomes(store, member(0, 1, group=TOGETHER)) == ["claimed"]
-    (elsewhere,) = await claim(store, member(1, 0, group=TOGETHER))
-    assert (elsewhere.outcome, elsewhere.members) == (ClaimOutcome.POLICY_VIOLATED, {HOSTS[1]: 1})
-    assert await outcomes(store, member(1, 0, 1, group=TOGETHER)) == ["claimed"]
-
-
-async def test_a_wish_is_never_refused_and_makes_a_member_all_the_same(store: PlacementService) -> None:
-    assert await outcomes(store, member(0, 0, group=WISH), member(1, 0, group=WISH)) == ["claimed", "claimed"]
-    assert (await store.reads.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members == {HOSTS[0]: 2}
-
-
-async def test_the_own_host_is_never_in_the_way(store: PlacementService) -> None:
-    """A repeat is answered with what it holds, and a next attempt may take the host of the one before."""
-    assert await outcomes(store, member(0, 0), member(0, 0)) == ["claimed", "claimed"]
-    again = member(0, 0, attempt=2, consumer_generation=1, release_first=True)
-    assert await outcomes(store, again) == ["claimed"]
-
-
-async def test_who_holds_nothing_is_no_member(store: PlacementService) -> None:
-    assert await outcomes(store, member(0, 0)) == ["claimed"]
-    replies = await store.apply([Release(consumer=VMS[0]), member(1, 0)])
-    assert [str(reply.outcome) for reply in replies] == ["released", "claimed"]
-    await store.apply([Release(consumer=VMS[1])])
-    assert await outcomes(store, member(2, 0)) == ["claimed"]
-
-
-async def test_a_member_that_goes_to_an_alternate_leaves_its_first_host_to_others(store: PlacementService) -> None:
-    assert await outcomes(store, member(0, 0)) == ["claimed"]
-    assert await outcomes(store, member(0, 1, attempt=2, consumer_generation=1, release_first=True)) == ["claimed"]
-    assert await outcomes(store, member(1, 1), member(1, 0)) == ["policy_violated", "claimed"]
-
-
-async def test_an_alternate_that_is_ruled_out_gives_back_all_the_same(store: PlacementService) -> None:
-    assert await outcomes(store, member(0, 0), member(1, 1)) == ["claimed", "claimed"]
-    assert await outcomes(store, member(1, 0, attempt=2, consumer_generation=1, release_first=True)) == [
-        "policy_violated"
-    ]
-    assert (await store.reads.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members == {HOSTS[0]: 1}
-
-
-async def test_a_group_is_of_its_project(store: PlacementService) -> None:
-    assert await outcomes(store, member(0, 0), member(1, 0, project="q")) == ["claimed", "claimed"]
-    assert (await store.reads.locate([LocateRequest(project_id="r", server_group=GROUP)]))[0].members == {}
-
-
-async def test_a_claim_that_does_not_name_its_hosts_cell_is_invalid(store: PlacementService) -> None:
-    option = ClaimOption(allocations={HOSTS[0]: {"VCPU": 1}})
-    nowhere = Claim(consumer=VMS[0], options=(option,), project_id="p", server_group=APART)
-    assert await outcomes(store, nowhere) == ["invalid"]
-
-
 async def test_a_cell_does_not_learn_where_the_others_are(store: PlacementService) -> None:
     assert await outcomes(store, member(0, 0)) == ["claimed"]
     (policy_violated,) = await claim(store, member(1, 0), bus="c1")
     assert (policy_violated.outcome, policy_violated.members) == (ClaimOutcome.POLICY_VIOLATED, {})
-
-
-async def test_where_consumers_of_a_project_are(store: PlacementService) -> None:
-    await outcomes(store, member(0, 0, group=None), member(1, 2, group=None), member(2, 3, project="q"))
-    page = (await store.reads.locate([LocateRequest(project_id="p", consumers=(VMS[0], VMS[1], VMS[2], VMS[3]))]))[0]
-    assert page.hosts == {VMS[0]: (HOSTS[0],), VMS[1]: (HOSTS[2],)}
-
-
-async def test_the_requester_is_not_counted(store: PlacementService) -> None:
-    await outcomes(store, member(0, 0), member(1, 1))
-    page = (await store.reads.locate([LocateRequest(project_id="p", server_group=GROUP, excluding=VMS[0])]))[0]
-    assert page.members == {HOSTS[1]: 1}
 
 
 @pytest.mark.parametrize("group", [APART, TOGETHER], ids=["apart", "together"])
@@ -214,26 +126,6 @@ async def test_a_member_that_is_swapped_to_another_host_is_counted_there(
     ]
     assert [str(reply.outcome) for reply in replies] == ["claimed", "policy_violated", "claimed"]
     assert await members(store) == {HOSTS[0]: 1, HOSTS[1]: 1}
-
-
-async def test_a_member_that_claims_and_is_swapped_in_one_transaction_is_counted_where_it_ends(
-    store: PlacementService,
-) -> None:
-    replies = await store.apply([member(0, 0), swap(0, 1), member(1, 1), member(2, 0)])
-    assert [str(reply.outcome) for reply in replies] == ["claimed", "claimed", "policy_violated", "claimed"]
-    assert await members(store) == {HOSTS[0]: 1, HOSTS[1]: 1}
-
-
-async def test_a_member_on_two_hosts_keeps_others_off_both(store: PlacementService) -> None:
-    """On its way from one to the other."""
-    assert await outcomes(store, member(0, 0)) == ["claimed"]
-    await store.apply([swap(0, 0, 1)])
-    assert await outcomes(store, member(1, 0), member(1, 1), member(1, 2)) == [
-        "policy_violated",
-        "policy_violated",
-        "claimed",
-    ]
-    assert await members(store) == {HOSTS[0]: 1, HOSTS[1]: 1, HOSTS[2]: 1}
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["then claimed", "claimed in the same transaction"])

@@ -484,7 +484,7 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
     async with other.operation() as unit:
         assert await unit.insert_actions([moved(cell="c9")], 7.0) == set()
         found = await unit.known([(B, A), (B, C), (C, B), (A, C)])
-    assert found[B, A].action == moved(transfer=LEAVING) and found[B, A].now == instance
+    assert found[B, A].action == moved(transfer=LEAVING) and found[B, A].current == instance
     assert not found[B, A].names_instance
     assert found[B, A].build_request == new(A).request and found[B, A].build == replace(build, instance=instance)
     assert found[B, C] == replace(found[A, C], action=found[B, A].action, names_instance=False), "one id, two instances"
@@ -533,12 +533,12 @@ async def test_the_moves_of_an_instance_that_awaits_its_confirm_are_kept(store: 
         await unit.insert_actions([moved(B, terminal=True)], 2.0)
         known = (await unit.known([(B, A)], lock=True))[B, A]
         assert known.build is not None
-        resized = replace(known.build, instance=replace(known.now, condition=Condition.RESIZED))
+        resized = replace(known.build, instance=replace(known.current, condition=Condition.RESIZED))
         await unit.update([BuildUpdate(build=resized)], 2.0)
     assert (await store.purge(10.0, 10)).actions == 0
     async with store.operation() as unit:
         await unit.known([(B, A)], lock=True)
-        confirmed = replace(resized, instance=replace(known.now, condition=Condition.ACTIVE))
+        confirmed = replace(resized, instance=replace(known.current, condition=Condition.ACTIVE))
         await unit.update([BuildUpdate(build=confirmed)], 2.0)
     assert (await store.purge(10.0, 10)).actions == 1
 
@@ -575,12 +575,12 @@ async def test_requests_about_one_instance_wait_for_each_other(make: Make, store
     async def begin(keeper: SchedulerStore, request_id: str) -> bool:
         async with keeper.operation() as unit:
             known = (await unit.known([(request_id, A)], lock=True))[request_id, A]
-            if known.now.under_way is not None:
+            if known.current.under_way is not None:
                 return False
             await asyncio.sleep(0)
             await unit.insert_actions([moved(request_id)], 2.0)
             assert known.build is not None
-            begun = replace(known.build, instance=replace(known.now, under_way=request_id))
+            begun = replace(known.build, instance=replace(known.current, under_way=request_id))
             await unit.update([BuildUpdate(build=begun)], 2.0)
             return True
 

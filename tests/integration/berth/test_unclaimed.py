@@ -28,8 +28,8 @@ from bus.contracts.placement import ClaimResult, Inventory, InventoryUpdate, Pro
 from bus.contracts.placement_queries import ConsumerRecord
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.placement_client import PendingRequest, PlacementRequests
-from cell_conductor.placement_question import awaited_request_of
 from cell_conductor.state.desired_state import DESIRED_STATES
 from cell_conductor.state.events import ActionRequested
 from cell_conductor.state.instance import Instance, State

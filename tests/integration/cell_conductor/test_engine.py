@@ -6,15 +6,13 @@ import asyncio
 
 import pytest
 
-from bus.clock import new_uuid
 from bus.contracts.build import BuildState
-from bus.contracts.cell import CellBuild, HostReport, HostStates, Running
+from bus.contracts.cell import CellBuild
 from bus.faults import Transient
 from cell_conductor.request_handlers import build_requested
 from cell_conductor.state.events import InstanceEvent
 from cell_conductor.state.instance import State
-from cell_conductor.state.ownership_proof import rescan_id
-from tests.integration.cell_conductor.neighbours import CELL, Cell
+from tests.integration.cell_conductor.neighbours import Cell
 from tests.kit.waiting import until
 
 # --- The engine over the in-process bus and a real PostgreSQL, with a scripted placement and compute service.
@@ -38,49 +36,6 @@ async def test_many_builds_use_alternates_and_none_is_lost_or_doubled(cell: Cell
         ("host-2", "not_claimed"),
         ("host-4", "failed"),
     ]
-    await cell.check_at_rest()
-
-
-async def test_reports_repair_lost_results_and_lost_machines_and_leave_what_no_record_knows(cell: Cell) -> None:
-    cell.around.hangs = {cell.host(1)}
-    quiet, doomed = cell.build(1), cell.build(2)
-    orphan, foreign = new_uuid(cell.rng), new_uuid(cell.rng)
-    await cell.around.bus.publish_all([(quiet, ""), (doomed, "")])
-    await until(lambda: len(cell.around.spawns) == 2 and bool(cell.around.ends(doomed.spec.instance_uuid)))
-    cell.around.running = {(cell.host(1), quiet.spec.instance_uuid): 1, (cell.host(1), orphan): 4}
-    cell.clock.offset += 40.0
-    (lost,) = await cell.store.summaries([], [doomed.spec.instance_uuid])
-    report = HostStates(
-        service="s1",
-        cell=CELL,
-        epoch=1,
-        sequence=1,
-        hosts=(
-            HostReport(
-                uuid=cell.host(1),
-                name="host-1",
-                running=(
-                    Running(instance_uuid=quiet.spec.instance_uuid, attempt=1, database_id=cell.store.database_id),
-                    Running(instance_uuid=orphan, attempt=4, database_id=cell.store.database_id),
-                    Running(instance_uuid=foreign, attempt=0),
-                ),
-            ),
-            HostReport(uuid=cell.host(2), name="host-2", running=()),
-        ),
-        rescans=(rescan_id(lost),),
-    )
-    await cell.around.bus.publish_all([(report, ""), (report, "")])
-    failed = BuildState.FAILED
-    await until(
-        lambda: (
-            any(e.state is failed and e.instance_uuid == doomed.spec.instance_uuid for e in cell.around.events)
-            and cell.around.ends(quiet.spec.instance_uuid) == [BuildState.ACTIVE]
-        )
-    )
-    assert cell.around.events[-1].code in {"instance.lost", ""}
-    assert {d.instance_uuid for d in cell.around.destroys} == {doomed.spec.instance_uuid}, "what no record knows stays"
-    del cell.around.running[cell.host(1), orphan]
-    assert cell.around.ends(doomed.spec.instance_uuid) == [BuildState.ACTIVE]
     await cell.check_at_rest()
 
 

@@ -87,7 +87,7 @@ class FencedCell(Cell):
         self.sequence += 1
         known = self.fences.fences.get(self.host(n))
         fences = await self.store.fences.fences()
-        rescans = [one.rescan_for(name) for one in fences for name in one.abandoned]
+        rescans = [one.rescan_for(name) for one in fences for name in one.stale]
         rescans += [] if known is None else [known.rescan]
         host = HostReport(uuid=self.host(n), name=f"host-{n}", running=running)
         await self.around.bus.publish(

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from bus.contracts.operations import FenceState
 from bus.persistence.database import Database
 from cell_conductor.state.breaker import Breaker
-from cell_conductor.state.fence import AbandonedMachines, Fence
+from cell_conductor.state.fence import Fence, StaleCount
 from cell_conductor.state.lease import Lease, LeaseState
 from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineKind
 from cell_conductor.store.keyed import KeyedTable, Lock
@@ -104,9 +104,7 @@ async def test_a_fence_is_not_lifted_while_a_machine_there_is_given_up(
         assert await transaction.rely_on([HOST], {HOST: ["s"]}, 7.0)
         lift = asyncio.create_task(store.fences.unfence(HOST, LIFTING.version, 9.0))
         await until(lambda: other.fetchval(WAITING))
-    assert not await lift and await store.fences.fences() == [
-        replace(LIFTING, abandoned={"s": AbandonedMachines(1, 7.0)})
-    ]
+    assert not await lift and await store.fences.fences() == [replace(LIFTING, stale={"s": StaleCount(1, 7.0)})]
 
 
 async def test_no_machine_is_given_up_under_a_fence_that_is_being_lifted(

@@ -284,7 +284,7 @@ def order(node: str, kind: ChangeKind, number: int = 1, attempt: int = 1, passwo
         host_uuid=node,
         spec=InstanceSpec(instance_uuid=INSTANCE, project_id="acme", **spec),
         attempt=attempt,
-        order=number,
+        change_number=number,
         allocations={},
         database_id=DATABASE_ID,
         rescue_password=password,
@@ -355,7 +355,7 @@ async def test_a_rebuild_writes_the_new_image_with_a_new_config_drive_once(metal
     assert metal.pool.config_drives[node]["user_data"] == "again"
     assert list(metal.requested) == [("PATCH", node), ("PUT", node)]
     tag = info["berth"]
-    assert (tag["attempt"], tag["order"], tag["instance"]) == (1, 3, INSTANCE)
+    assert (tag["attempt"], tag["change_number"], tag["instance"]) == (1, 3, INSTANCE)
     assert metal.node["provision_state"] == "active"
     unknown = order(node, ChangeKind.REBUILD, 4, image="debian-13")
     assert await fault(driver.change(unknown)) == (ChangeFault, "image.unknown")

@@ -53,7 +53,7 @@ async def main(state_dir: str) -> None:
         jobs=jobs,
         clock=clock,
         rng=random.Random(1),
-        attempts=3,
+        max_calls=3,
     )
     agent = Agent(
         service=SERVICE,

@@ -41,10 +41,6 @@ pytestmark = [pytest.mark.rabbitmq, pytest.mark.timeout(300)]
 
 PROJECTS = tuple(f"p{number}" for number in range(6))
 PASSWORD = "secret"
-CONNECTIONS = """
-[begin {pid, Pid} = lists:keyfind(pid, 1, One), rabbit_networking:close_connection(Pid, "a test") end
-    || One <- rabbit_networking:connection_info_all([pid, vhost]), {vhost, <<"%s">>} =:= lists:keyfind(vhost, 1, One)].
-"""
 
 
 # The queue's leader is asked: what `rabbitmqctl list_queues` shows of a quorum queue is some seconds old.

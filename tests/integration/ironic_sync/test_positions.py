@@ -227,7 +227,6 @@ async def test_the_lease_is_renewed_while_positions_are_read(processes: Processe
 # --- Several Ironics side by side, one for each cell: each is followed by an ironic-sync of its own name.
 
 
-POLL_S = 0.01
 CELLS = ("east", "west")
 SHARED = "8296eb22-b44b-4cba-95b1-3a66b31189a4"
 CLASS = "CUSTOM_BAREMETAL_GOLD"

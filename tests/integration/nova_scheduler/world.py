@@ -13,6 +13,7 @@ from bus.clock import SystemClock
 from bus.rabbitmq.transport import RabbitTransport
 from nova_scheduler.rpc.dispatcher import CallDispatcher
 from nova_scheduler.rpc.server import RpcServer
+from nova_scheduler.stock.comparison import AnswerComparison
 from nova_scheduler.stock.forwarder import Fallback, StockForwarder
 from nova_scheduler.stock.shadow import ShadowingForwarder, UpstreamDecides
 from nova_scheduler.wire.envelope import Call
@@ -81,11 +82,12 @@ def stock_relay(url: str) -> StockForwarder:
 
 
 @contextlib.asynccontextmanager
-async def shadow(url: str, stock: str, dispatcher: Instructed) -> AsyncIterator[ShadowingForwarder]:
+async def shadow(url: str, stock: str, dispatcher: Instructed) -> AsyncIterator[AnswerComparison]:
     """A server whose calls the stock scheduler decides, and the dispatcher beside it."""
-    fallback = ShadowingForwarder(dispatcher, stock_relay(stock), Replica(), SystemClock())
+    comparison = AnswerComparison(dispatcher, Replica(), SystemClock())
+    fallback = ShadowingForwarder(comparison, stock_relay(stock), SystemClock())
     async with _served(url, UpstreamDecides(dispatcher), fallback, "shadow"):
-        yield fallback
+        yield comparison
 
 
 @contextlib.asynccontextmanager

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.service import PlacementService
 from placement_worker.store.postgres_rows import PostgresPlacementRows
 from tests.integration.placement_rest.conftest import Placement, on_postgres
+from tests.kit.answering import answering
 from tests.kit.forks import run_berth
 from tests.kit.servers import fresh_database
 
@@ -251,7 +251,7 @@ async def test_an_answer_that_cannot_be_unpacked_is_no_placement() -> None:
 
 async def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was kept in memory whole."""
-    monkeypatch.setattr(export, "BOUNDS", {"max_bytes": 1000}, raising=False)
+    monkeypatch.setattr(export, "MAX_BYTES", 1000)
     async with answering(lambda _: b" " * 1001 + b'{"versions":[]}') as url:
         await refused(url, match="AnswerTooLarge")
 
@@ -261,22 +261,6 @@ async def refused(url: str, *, match: str = ".") -> None:
     with pytest.raises(InvalidExport, match=match):
         await source.read()
     await source.close()
-
-
-@asynccontextmanager
-async def answering(body: Callable[[str], bytes], headers: bytes = b"") -> AsyncIterator[str]:
-    """A server that answers every request with 200 and whatever the path has."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        content = body(head.split()[1].decode())
-        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n%bcontent-length: %d\r\n\r\n" % (headers, len(content)))
-        writer.write(content)
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=2**20)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 # --- `berth placement audit --consumers` on a placement that REST clients write, as an operator runs it

@@ -66,7 +66,7 @@ ABSENT = "a0000000-0000-4000-8000-000000000000"
 def announced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """No worker looks by itself: what it knows, it was sent."""
     monkeypatch.setattr("scheduler_worker.objects.object_registry.RELOAD_S", 3600.0)
-    monkeypatch.setattr("placement_worker.handlers.LOOK_S", 3600.0)
+    monkeypatch.setattr("placement_worker.cell_follower.LOOK_S", 3600.0)
     monkeypatch.setattr("bus.cell_links.REOPEN_S", 0.02)
 
 
@@ -224,7 +224,7 @@ async def test_a_build_that_had_chosen_a_removed_cell_is_carried_to_its_end(
 ) -> None:
     """A scheduler that had not received the removal has placed it there."""
     monkeypatch.setattr("scheduler_worker.fleet.cell_connections.CHECK_S", 0.02)
-    monkeypatch.setattr("placement_worker.handlers.LOOK_S", 0.05)
+    monkeypatch.setattr("placement_worker.cell_follower.LOOK_S", 0.05)
     await decide_cell(running, "c3", "enabled", bus={})
     await linked(running, "c3", count=3)
     await running.add_hosts("c3", 1)

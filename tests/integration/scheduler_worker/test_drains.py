@@ -36,7 +36,7 @@ from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.drain import drain_controller as drains
 from scheduler_worker.drain import host_emptier as emptying
-from scheduler_worker.drain.drain_steps import Level, free_slots
+from scheduler_worker.drain.drain_steps import EmptyingLevel, free_slots
 from scheduler_worker.records.object_records import RecordedObjects
 from scheduler_worker.store.postgres import PostgresUnit
 from tests.integration.scheduler_worker.steps import becomes as fence_becomes
@@ -62,7 +62,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emptying, "LOOK_S", 0.03)
     PASSES.clear()
 
-    def counted(level: Level, *arguments: Any) -> int:
+    def counted(level: EmptyingLevel, *arguments: Any) -> int:
         PASSES.append(1)
         return free_slots(level, *arguments)
 

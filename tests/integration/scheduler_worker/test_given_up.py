@@ -20,7 +20,7 @@ from scheduler_worker.build.placer import Placer
 from scheduler_worker.config import SchedulerConfig
 from tests.integration.scheduler_worker.steps import one_active
 from tests.integration.scheduler_worker.world import World
-from tests.kit.raw_amqp import long, raw_publisher, table
+from tests.kit.raw_amqp import raw_publisher
 from tests.kit.waiting import PATIENCE_S, until
 
 # --- Given up by the broker or by a scheduler, a request ends with one terminal event, and is not carried out.
@@ -28,20 +28,6 @@ from tests.kit.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.postgres
 AT_ONCE = b"0"  # expires unless a consumer takes it at once
-
-
-def record_of(prefix: str, key: str) -> bytes:
-    """A record of a death as the broker writes it, by a publisher."""
-    text = b"S"
-    return table(
-        {
-            b"count": b"l" + bytes(8),
-            b"exchange": text + long((prefix + COMMANDS).encode()),
-            b"queue": text + long((prefix + "scheduler.requests").encode()),
-            b"reason": text + long(b"expired"),
-            b"routing-keys": b"A" + long(text + long(key.encode())),
-        }
-    )
 
 
 class Brokered(World):

@@ -28,7 +28,7 @@ PURE = (
     "scheduler_worker/objects/change_plan.py", "scheduler_worker/objects/effective_config.py",
     "scheduler_worker/objects/cell_consequences.py", "scheduler_worker/objects/zone_consequences.py",
     "cell_conductor/state/*", "cell_conductor/rules/*", "cell_conductor/table.py", "cell_conductor/transition.py",
-    "cell_conductor/placement_question.py", "cell_conductor/hosts/lease_table.py",
+    "cell_conductor/awaited_request.py", "cell_conductor/hosts/lease_table.py",
     "cell_conductor/reports/listings.py", "cell_conductor/reports/report_diff.py",
     "cell_conductor/reports/reserved_machines.py", "cell_conductor/recovery/known_instance.py",
     "compute_agent/records/attempt.py", "compute_sim/faults.py", "compute_sim/host_plan.py",

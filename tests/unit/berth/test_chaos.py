@@ -21,7 +21,6 @@ from berth.audit.invariants import (
 )
 from berth.config.ports import ServerFailed
 from bus.clock import SystemClock
-from lab.chaos.churn import Ended
 from lab.chaos.deployment import Deployment
 from lab.chaos.faults import SERVER_STARTS, Death, FaultInjector, Injected
 from lab.chaos.plan import (
@@ -29,14 +28,12 @@ from lab.chaos.plan import (
     DECK,
     MAX_BROKEN,
     MAX_PAUSED,
-    ChaosPlan,
     FaultKind,
     FaultSchedule,
     FaultSpec,
     PlannedFault,
 )
-from lab.chaos.report import ChaosReport, Stall, breaches, doubled_actions, longest_stall, lost_actions, recoveries
-from lab.chaos.run import chosen
+from lab.chaos.report import ChaosReport, Stall, breaches, doubled_actions, lost_actions
 
 # --- the deck of faults: one seed, one order; nothing is done twice to the same target; never too much at once
 
@@ -51,40 +48,11 @@ NAMES = {
 }
 
 
-def dealt(seed: int, count: int) -> list[PlannedFault]:
-    deck = FaultSchedule(DECK, random.Random(seed))
-    faults = [deck.deal(NAMES) for _ in range(count)]
-    assert all(faults)
-    return [fault for fault in faults if fault is not None]
-
-
-def test_the_same_seed_deals_the_same_faults() -> None:
-    assert dealt(7, 200) == dealt(7, 200)
-    assert dealt(7, 200) != dealt(8, 200)
-
-
-def test_nothing_is_dealt_for_what_is_busy() -> None:
-    deck = FaultSchedule(DECK, random.Random(1))
-    free = NAMES | {"broker": [], "scheduler": ["scheduler2"]}
-    faults = [deck.deal(free) for _ in range(300)]
-    targets = {fault.target for fault in faults if fault is not None}
-    assert "broker" not in targets and "scheduler1" not in targets and "scheduler2" in targets
-
-
 def test_enough_is_enough() -> None:
     deck = FaultSchedule(DECK, random.Random(1))
     assert deck.deal(NAMES, broken=MAX_BROKEN) is None
     paused = [deck.deal(NAMES, paused=MAX_PAUSED) for _ in range(100)]
     assert all(fault is not None and fault.kind is not FaultKind.PAUSE for fault in paused)
-
-
-def test_faults_are_chosen_by_kind_by_role_or_by_both() -> None:
-    cards = ChaosPlan().deck
-    kept = [card for card in cards if chosen(card.kind, card.role, ["kill_broker", "stall"])]
-    assert {(card.kind, card.role) for card in kept} == {
-        (FaultKind.KILL, "broker"), (FaultKind.STALL, "broker"), (FaultKind.STALL, "database")
-    }  # fmt: skip
-    assert all(chosen(card.kind, card.role, []) for card in cards)
 
 
 # --- a server of a chaos run that does not come back: started again on its data, and the run ends when it never does
@@ -202,27 +170,9 @@ def test_what_is_counted_is_a_breach_of_an_invariant(changes: dict[str, object],
     assert breaches(check_invariants(msgspec.structs.replace(SOUND, **changes))) == NOTHING | found
 
 
-def test_what_was_not_judged_is_not_counted_as_none() -> None:
-    with pytest.raises(KeyError):
-        breaches(())
-
-
 def fault(began_at: float, over_at: float | None, kind: FaultKind = FaultKind.KILL) -> Injected:
     what = PlannedFault(kind=kind, role="broker", target="broker", lasts_s=0.0)
     return Injected(fault=what, began_at=began_at, over_at=over_at)
-
-
-def test_the_longest_stall_names_the_faults_of_its_time() -> None:
-    ended = [Ended(0.0, at) for at in (1.0, 2.0, 9.0, 9.5)]
-    faults = [fault(0.1, 0.2, FaultKind.CUT), fault(2.5, 6.0), fault(9.2, None, FaultKind.STALL)]
-    stall = longest_stall(ended, faults)
-    assert (stall.seconds, stall.faults) == (7.0, ("kill_broker",))
-    assert longest_stall([], faults).seconds == 0.0
-
-
-def test_recovered_means_that_something_requested_afterwards_has_ended() -> None:
-    ended = [Ended(1.0, 6.5), Ended(6.1, 9.0), Ended(6.2, 7.0), Ended(8.0, 8.5)]
-    assert recoveries(ended, [fault(5.0, 6.0), fault(7.5, 20.0)]) == {"kill_broker": [1.0]}
 
 
 def test_a_move_is_lost_without_a_record_or_an_end_and_doubled_with_two_different_ends() -> None:
@@ -247,10 +197,6 @@ REPORT_SOUND = ChaosReport(
     longest_stall=Stall(3.2, ("kill_broker",)), recovery_s=1.5, recovery_by_kind={"kill_broker": (2.5, 2.5)},
     at_rest=True, dead_letters={}, verdicts=(), examples={},
 )  # fmt: skip
-
-
-def test_a_run_is_sound_when_nothing_is_wrong() -> None:
-    assert REPORT_SOUND.sound
 
 
 @pytest.mark.parametrize(

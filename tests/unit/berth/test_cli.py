@@ -23,7 +23,7 @@ from berth.cli.instance.instances import BootOptions, requests_of, show_requests
 from berth.cli.main import app
 from berth.cli.options import CommandGroup
 from berth.client import RequestWatch
-from berth.text import counted, printable, render_rows, render_scores, render_stages
+from berth.text import printable, render_rows, render_scores, render_stages
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep, HostScore
 from bus.contracts.deploy import NetworkRequest
 from bus.contracts.stages import StageTimes
@@ -222,24 +222,6 @@ def test_a_name_forges_no_row_of_a_listing() -> None:
     assert len(shown(lambda console: render_failures([failure], console), width=200).splitlines()) == 2
 
 
-def test_like_failures_are_listed_once() -> None:
-    funnel = (FunnelStep(step="VCPU", remaining=0, rejected={"in use": 3}),)
-
-    def failure(number: int, reason: str, funnel: tuple[FunnelStep, ...] = ()) -> Failure:
-        return Failure(
-            instance_uuid=f"i{number}", flavor="f", state="failed", code="c", reason=reason, attempts=1, funnel=funnel
-        )
-
-    tried = [failure(1, "h1 failed"), failure(2, "h2 failed")]
-    nowhere = [failure(3, "no host", funnel), failure(4, "no host", funnel)]
-    text = shown(lambda console: render_failures(tried + nowhere, console), width=200)
-    assert text.splitlines() == [
-        "2 x f c: for example h1 failed (i1, ...)",
-        "2 x f c: no host (i3, ...)",
-        f"      {'VCPU':36}      0 left   rejected: 3 in use",
-    ]
-
-
 def test_the_scores_of_a_choice_are_listed_by_weigher() -> None:
     scores = (HostScore(host="h1", weights={"ram": 1.0, "cpu": 0.5}), HostScore(host="h\n2", weights={"ram": 0.25}))
     lines = shown(lambda console: render_scores([scores], console), width=80).splitlines()
@@ -254,10 +236,6 @@ def test_stages_are_listed_with_their_milliseconds_and_what_never_happened_is_no
     stage_times = StageTimes(requested=10.0, queued=10.0015, decided=10.002, announced=10.5)
     text = shown(lambda console: render_stages([stage_times], console))
     assert text == "stages: queued 1.5 ms, decided 0.5 ms, announced 498.0 ms\n"
-
-
-def test_one_of_a_thing_is_not_called_several() -> None:
-    assert [counted(number, "host") for number in (0, 1, 2)] == ["0 hosts", "1 host", "2 hosts"]
 
 
 def test_an_explanation_of_several_builds_comes_once() -> None:

@@ -85,16 +85,6 @@ def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "SILENCE_S", 0.01)
 
 
-async def test_builds_are_followed_to_their_ends(client_world: ClientWorld) -> None:
-    watches = await client_world.client.boot(requests(5))
-    assert await client_world.client.wait(20)
-    assert [watch.state for watch in watches] == ["active"] * 5
-    for watch in watches:
-        assert watch.published_at is not None and watch.stages.keys() == {"active"}
-        assert watch.published_at <= watch.stages["active"] <= watch.ended_at
-    assert client_world.client.unfinished == 0 and len(client_world.client.events) == 5
-
-
 async def test_a_build_counts_as_published_once_it_is_confirmed(
     client_world: ClientWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

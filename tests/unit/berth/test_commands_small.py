@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from berth.audit.quarantine import InCells
 from berth.cli.claims import checks as audits
 from berth.cli.claims import quarantine as safety
-from berth.cli.common import Exit, Stop, by_cell, explain, host_and_port
+from berth.cli.common import Exit, Stop, explain, host_and_port
 from berth.cli.fleet import host_metrics
 from berth.cli.instance import actions as moves
 from berth.cli.main import app
@@ -37,6 +37,7 @@ from bus.contracts.host_metrics import (
     HostReading,
 )
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectsChange, ObjectsChanged, StoredObject
+from bus.service.environment import Environment
 from bus.transport import BusUnavailable
 from cell_conductor.state.breaker import Breaker
 from cell_conductor.state.unknown_machine import UnknownMachineKind
@@ -163,12 +164,6 @@ async def test_a_disk_is_replaced_and_a_book_repaired_after_a_question_alone(mon
         assert stop.value.code == "command.unconfirmed"
 
 
-def test_a_question_counts_by_cell_and_names_the_first() -> None:
-    found = by_cell({"b": ["z"], "a": [f"m{n:02d}" for n in range(12)], "c": []}, "machine")
-    assert found.startswith("13 machines (a 12: m00, m01,") and "m09, ...; b 1: z)" in found
-    assert by_cell({"orphaned": []}, "consumer") == "0 consumers"
-
-
 async def test_what_another_operator_made_after_the_question_is_not_pruned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,7 +234,7 @@ def test_a_worker_answers_where_it_is_told_to(
     requested: tuple[str, int] | None, port: int | None, listens: tuple[str, int] | None
 ) -> None:
     telemetry = TelemetrySettings(http_host="127.0.0.1", http_port=port)
-    assert run._listen(requested, Settings(telemetry=telemetry)) == listens
+    assert run.health_address(requested, Settings(telemetry=telemetry)) == listens
 
 
 @pytest.mark.parametrize(
@@ -300,7 +295,7 @@ async def test_a_service_within_another_ends_when_it_is_drained() -> None:
 def test_a_front_of_nova_without_tokens_has_a_page_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[nova.ShownAt | None] = []
 
-    def ran(_: Settings, __: str, ___: object, at: nova.ShownAt | None) -> int:
+    def ran(_: Site, at: nova.ShownAt | None, __: object) -> int:
         shown.append(at)
         return 0
 
@@ -308,6 +303,54 @@ def test_a_front_of_nova_without_tokens_has_a_page_for_this_machine(monkeypatch:
     done = CliRunner().invoke(app, ["nova", "serve", "--memory", "--page", "127.0.0.1:8080"])
     assert done.exit_code == 0, done.output
     assert shown == [nova.ShownAt("127.0.0.1", 8080, None)]
+
+
+OF_TRIAL = """
+[nova]
+transport_url = "rabbit://n:n@127.0.0.1:1/nova"
+api.cells = { "ce110000-0000-4000-8000-000000000001" = ["*"] }
+trial.placement_url = "%s"
+"""
+
+
+@pytest.mark.parametrize(
+    ("address", "status", "says"),
+    [("http://127.0.0.1:2", 0, '"would fit": 0'), ("http://", 2, "nova.trial.placement_url")],
+    ids=["it ends", "no address"],
+)
+def test_a_trial_says_what_it_has_counted(
+    address: str, status: int, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def ran(here: Site, _: object, made: Callable[[Environment], object], __: object) -> int:
+        async def build() -> None:
+            made(here.environment("trial", takes_cells=False))
+
+        asyncio.run(build())
+        return 0
+
+    monkeypatch.setattr(nova, "_run", ran)
+    file = tmp_path / "berth.toml"
+    file.write_text(OF_TRIAL % address)
+    done = CliRunner().invoke(app, ["--config", str(file), "nova", "trial", "--json"])
+    assert (done.exit_code, says in done.output) == (status, True), done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "says"),
+    [
+        (b"[DEFAULT]\ntransport_url = rabbit://n@r/nova\n", 0, 'transport_url = "rabbit://n@r/nova"'),
+        (b"[scheduler]\nworkers = 2\n", 1, "[scheduler] workers"),
+        (b"\xff", 2, "nova.conf_unreadable"),
+        (None, 2, "nova.conf_unreadable"),
+    ],
+    ids=["all", "not all", "no text", "no file"],
+)
+def test_a_nova_conf_as_settings(text: bytes | None, status: int, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "nova.conf"
+    if text is not None:
+        file.write_bytes(text)
+    done = CliRunner().invoke(app, ["nova", "settings", str(file)])
+    assert (done.exit_code, says in done.output) == (status, True), done.output
 
 
 @pytest.mark.parametrize(

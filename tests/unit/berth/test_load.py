@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 from collections import Counter
@@ -19,15 +18,12 @@ from bus.contracts.build import BuildEvent, BuildState, FunnelStep
 from bus.contracts.stages import STAGES, StageTimes
 from bus.memory import MemoryBroker, MemoryTransport
 from compute_sim.host_plan import plan_hosts, tree
-from lab.load import LoadPlan, LoadRun, PlanError, draw_requests, percentiles, run_load, sampler, sum_up
+from lab.load import LoadPlan, LoadRun, PlanError, percentiles, run_load, sampler, sum_up
 from lab.load import run as run_module
 from lab.load.command import app
-from lab.load.fleet import GPU_CLASS, HostKind, flavor_of, read_hosts, settings_like
+from lab.load.fleet import GPU_CLASS, HostKind, read_hosts, settings_like
 from lab.load.plan import Arrival, arrivals, draw, parse_mix, parse_ramp, phase_boots, ramp_boots
-from lab.load.record import Operations, decode, encode
-from lab.load.session import recorded
-from lab.load.totals import knee
-from lab.load.trace import Shape, TraceRequest, read_requests, read_trace
+from lab.load.trace import Shape, read_requests, read_trace
 from scheduler_worker.config import DEFAULT_FLAVORS
 from scheduler_worker.selection.flavor import parse
 from tests.unit.berth.world import ClientWorld
@@ -41,15 +37,6 @@ def test_percentiles_are_nearest_ranks() -> None:
     found = percentiles([float(number) for number in range(100, 0, -1)])
     assert found == {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "max": 100.0, "mean": 50.5}
     assert percentiles([1.0, 2.0, 3.0, 4.0])["p50"] == 2.0
-
-
-def test_a_seed_draws_the_same_requests_and_weights_are_kept() -> None:
-    plan = LoadPlan(boots=2000, mix={"a": 3.0, "b": 1.0, "never": 0.0})
-    drawn = draw_requests(plan, random.Random(1))
-    assert drawn == draw_requests(plan, random.Random(1)) != draw_requests(plan, random.Random(2))
-    share = sum(request.flavor == "a" for request in drawn) / 2000
-    assert 0.7 < share < 0.8 and all(request.flavor != "never" for request in drawn)
-    assert len({request.instance_uuid for request in drawn}) == 2000
 
 
 def test_the_same_seed_requests_the_same_flavors_but_never_for_the_same_machines() -> None:
@@ -88,11 +75,6 @@ def test_a_report_counts_every_build_once() -> None:
     assert (found.alternates_used, found.attempts) == (3, {"1": 1, "3": 1})
     assert found.failures_by_code == {"max_retries_exceeded": 1, "flavor.unknown": 1}
     assert found.more_than_one_terminal == 1
-
-
-def test_a_report_of_nothing_that_ended() -> None:
-    found = sum_up([RequestWatch(instance_uuid="5", flavor="f", intended_at=0.0, stages={})], started=0.0, now=8.0)
-    assert (found.seconds, found.boots_per_s, found.unfinished, found.latency_ms) == (8.0, 0.0, 1, {})
 
 
 async def test_a_constant_rate_counts_from_the_intended_times(client_world: ClientWorld) -> None:
@@ -304,58 +286,6 @@ async def test_a_broker_that_does_not_answer_holds_up_no_sample(
         assert (await looks.take_sample()).depths == {}
 
 
-async def test_each_sample_holds_what_came_since_the_one_before(client_world: ClientWorld) -> None:
-    plan = LoadPlan(boots=40, mix={"f": 1.0}, rate_per_s=20.0, timeout_s=60.0)
-    record = await recorded(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
-    samples = record.samples
-    assert decode(encode(record)) == record
-    assert samples.at_s == sorted(samples.at_s) and len(samples) >= 4
-    offered = sum(
-        rate * (at - before)
-        for rate, at, before in zip(samples.offered_per_s, samples.at_s, [0.0, *samples.at_s], strict=False)
-    )
-    assert offered == pytest.approx(40, abs=0.5) and record.totals.outcomes == {"active": 40}
-
-
-async def test_a_long_run_is_sampled_less_often_and_shows_the_same(client_world: ClientWorld, few_samples: int) -> None:
-    plan = LoadPlan(boots=200, mix={"f": 1.0}, rate_per_s=20.0, timeout_s=60.0)
-    record = await recorded(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
-    assert len(record.samples) <= few_samples + 1
-    assert max(record.samples.offered_per_s) == pytest.approx(20.0, rel=0.2)
-
-
-@pytest.fixture
-def few_samples(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sampler, "MAX_SAMPLES", 6)
-    return 6
-
-
-class Deaf:
-    """A connection in whose calls a cancellation can get lost, as in Python 3.11's `asyncio.wait_for`."""
-
-    first = True
-
-    async def depth(self, queue: str) -> int:
-        if self.first:
-            self.first = False
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
-        return 7
-
-
-async def test_a_cancellation_that_gets_lost_does_not_keep_a_run_sampling_for_ever(client_world: ClientWorld) -> None:
-    plan = LoadPlan(boots=30, mix={"f": 1.0}, rate_per_s=20.0, timeout_s=60.0)
-    running = asyncio.create_task(
-        recorded(
-            client_world.client, plan, clock=client_world.clock, rng=random.Random(3),
-            transports={"api": Deaf()},  # type: ignore[dict-item]
-        )
-    )  # fmt: skip
-    done, _ = await asyncio.wait({running}, timeout=60)
-    running.cancel()
-    assert done and running.result().totals.outcomes == {"active": 30}
-
-
 # --- the definition of a load: arrivals of every mode, mixes by short names, ramps, traces, and where a ramp bends
 
 
@@ -421,10 +351,6 @@ def test_a_ramp_without_a_step_is_refused(text: str) -> None:
     assert fault.value.code == "load.ramp"
 
 
-def test_a_ramp_is_read() -> None:
-    assert parse_ramp("100..4000/60") == (100.0, 4000.0, 60.0)
-
-
 SHAPES = {"s": Shape(1, 1024), "l": Shape(8, 16_384), "g": Shape(4, 8_192, 1.0)}
 HEAD = "name,cpu_milli,memory_mib,num_gpu,gpu_milli,creation_time,deletion_time\n"
 
@@ -462,29 +388,6 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, sentence: str) -
     with pytest.raises(PlanError, match=sentence) as fault:
         read_trace(trace(tmp_path, text), SHAPES, speed=1.0)
     assert fault.value.code == "load.trace"
-
-
-def ramped(bend_s: float) -> Operations:
-    """A ramp 10..100 over 60 s whose latency is 10 ms until `bend_s` and grows by 100 ms a second after it."""
-    plan = LoadPlan(boots=ramp_boots(10.0, 100.0, 60.0), mix=MIX, ramp_from_per_s=10.0, rate_per_s=100.0, ramp_s=60.0)
-    at = times(plan)
-    late = [0.010 + max(0.0, when - bend_s) * 0.1 for when in at]
-    many = len(at)
-    return Operations(
-        flavors=["f"], kinds=["vm"], codes=[""], cells=[""], hosts=[""], instance_uuid=[str(n) for n in range(many)],
-        intended_s=at, sent_s=list(at), accepted_s=list(at),
-        ended_s=[when + more for when, more in zip(at, late, strict=True)], outcome=[0] * many, flavor=[0] * many,
-        code=[0] * many, cell=[0] * many, host=[0] * many, attempts=[1] * many, conflicts=[0] * many, again=[0] * many,
-    )  # fmt: skip
-
-
-def test_the_knee_is_where_the_median_leaves_its_calm() -> None:
-    found = knee(ramped(40.0), 60.0)
-    assert found["rate_per_s"] == pytest.approx(70.0, abs=5) and found["calm_p50_ms"] == pytest.approx(10.0)
-    assert "rate_per_s" not in knee(ramped(999.0), 60.0), "not reached"
-    assert knee(Operations(), 60.0) == {}
-    steps = list(itertools.pairwise([knee(ramped(bend), 60.0)["rate_per_s"] for bend in (10.0, 25.0, 40.0)]))
-    assert all(earlier < later for earlier, later in steps)
 
 
 # --- a real cluster's files as settings: hosts and flavors that are just theirs
@@ -532,28 +435,6 @@ def test_hosts_and_flavors_are_those_of_the_files_after_a_round_trip_through_a_s
     assert [dict(group.resources) for group in query.groups] == [{GPU_CLASS: 1000}] * 2
 
 
-def test_without_deletes_the_fleet_fills_up(tmp_path: Path) -> None:
-    path = written(tmp_path, "requests.csv", REQUESTS)
-    shapes = {"m": Shape(99, 99_999, 9.0)}
-    assert [a.lifetime_s for a in read_trace(path, shapes, speed=10.0)] == [6.0, None, 1.0, None]
-    assert [a.lifetime_s for a in read_trace(path, shapes, speed=10.0, deletes=False)] == [None] * 4
-
-
-def test_of_a_trace_that_is_cut_off_no_deletion_is_due_past_its_last_arrival(tmp_path: Path) -> None:
-    path = written(tmp_path, "requests.csv", REQUESTS)
-    shapes = {"m": Shape(99, 99_999, 9.0)}
-    assert [a.lifetime_s for a in read_trace(path, shapes, speed=10.0, most=3)] == [None] * 3
-
-
-def test_a_trace_begins_later_with_what_was_there_then(tmp_path: Path) -> None:
-    path = written(tmp_path, "requests.csv", REQUESTS)
-    shapes = {"m": Shape(99, 99_999, 9.0)}
-    found = read_trace(path, shapes, speed=1.0, skip_s=55.0)
-    assert [(a.at_s, a.lifetime_s) for a in found] == [(0.0, 5.0), (0.0, None), (45.0, None)], "r had gone at 150"
-    with pytest.raises(PlanError, match="nothing arrives"):
-        read_trace(path, shapes, speed=1.0, skip_s=100.5)
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -577,13 +458,3 @@ def test_a_request_for_more_gpus_than_groups_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, "r.csv", "cpu_milli,memory_mib,num_gpu,creation_time\n1,1,17,0\n")
     with pytest.raises(PlanError, match="17 GPUs"):
         settings_like(Counter({HostKind(1, 1): 1}), read_requests(path))
-
-
-def test_one_gpu_model_is_required_and_several_are_any_of_them() -> None:
-    assert flavor_of(TraceRequest(1, 1, 1, 300, ("G2",))).extra_specs == {
-        "resources1:CUSTOM_GPU_MILLI": "300", "trait1:CUSTOM_GPU_MODEL_G2": "required",
-    }  # fmt: skip
-    assert flavor_of(TraceRequest(1, 1, 1, 300, ("G2", "T4"))).extra_specs == {
-        "resources1:CUSTOM_GPU_MILLI": "300", "trait1:in:CUSTOM_GPU_MODEL_G2,CUSTOM_GPU_MODEL_T4": "required",
-    }  # fmt: skip
-    assert flavor_of(TraceRequest(7, 9)).extra_specs == {}

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.build import HostRecord
 from lab.load.record import (
     FORMAT,
     OUTCOMES,
@@ -28,12 +27,10 @@ from lab.load.record import (
     decode,
     encode,
 )
-from lab.load.report import charts, figures
-from lab.load.report.charts import Series
+from lab.load.report import figures
 from lab.load.report.compare import Comparison, Line, compare, interval
 from lab.load.report.page import number
 from lab.load.report.report import MAX_HEAT_COLUMNS, MAX_HEAT_ROWS, render
-from lab.load.sampler import shares_of
 
 # --- Records of load runs that never were: any number of boots, drawn from a seed.
 
@@ -125,9 +122,6 @@ def _heat(hosts: int, seconds: float, name: str, rng: np.random.Generator) -> Ut
     )
 
 
-# --- The record of a load run, its report, and two of them side by side.
-
-
 # --- a load report: one file that holds everything, whatever names the record came with, and nothing of its own
 
 
@@ -189,20 +183,6 @@ def test_a_report_of_any_size_is_a_whole_page(boots: int) -> None:
         assert name in page.text
 
 
-def test_a_large_run_shows_everything_requested_of_it() -> None:
-    page = read(made_up(20_000, hosts=100))
-    for figure in (
-        "Throughput, in pieces of", "Sent and not ended", "Latency of 19,600 active boots",
-        "Latency of requests that ended then", "Mean time in each stage", "Time in each stage: p1 to p99",
-        "Retries and conflicts", "Messages waiting in queues", "How full the hosts are",
-    ):  # fmt: skip
-        assert figure in page.text
-    assert "m1.small.code" in page.text and "400" in page.text
-    for stage in ("queued", "decided", "claimed", "dispatched", "built", "announced"):
-        assert page.text.count(stage) >= 3
-    assert "5 others together" in page.text, "of twelve queues the seven busiest are drawn apart"
-
-
 def test_names_from_outside_are_only_ever_text() -> None:
     record = made_up(2_000, name=HOSTILE)
     record = replace(
@@ -232,58 +212,6 @@ def test_cells_of_the_heat_map_are_bounded_and_no_row_mixes_cells() -> None:
     assert "2,000 of 10,000 hosts" in text
 
 
-def heat_of(share: list[float]) -> str:
-    hosts = len(share)
-    heat = Utilisation(
-        hosts=[f"h{number:02d}" for number in range(hosts)], cells=["c"] * hosts, of_hosts=hosts,
-        at_s=[0.0, 1.0], share=[[0.0] * hosts, share],
-    )  # fmt: skip
-    return render(replace(made_up(1), utilisation=heat))
-
-
-def test_the_heat_maps_scale_is_the_same_in_every_report_and_distinguishes_low_shares() -> None:
-    """Full colour was 10 % where few were fuller: a fleet at a tenth looked as full as one that is."""
-    text = heat_of([1.0] * 5 + [0.02 + 0.04 * (number % 2) for number in range(95)])
-    assert {0.0, 0.14, 0.24, 1.0} <= opacities(text)
-    assert opacities(heat_of([0.1] * 40)) == {0.0, 0.32}
-    for share, shown in (("0%", "0.00"), ("10%", "0.32"), ("100%", "1.00")):
-        assert f'style="opacity:{shown}"></i>{share}</li>' in text, "and the legend shows it"
-
-
-def opacities(text: str) -> set[float]:
-    return {float(found) for found in re.findall(r'class="heat" fill-opacity="([0-9.]+)"', text)}
-
-
-def test_a_deployed_node_is_full_though_its_capacity_is_reserved() -> None:
-    def host(name: str, used: float, capacity: float) -> HostRecord:
-        return HostRecord(uuid=name, name=name, resources={"CUSTOM_BAREMETAL_GOLD": (used, capacity)})
-
-    hosts = [host("deployed", 1.0, 0.0), host("free", 0.0, 1.0), host("cleaning", 0.0, 0.0)]
-    assert shares_of(hosts, ["deployed", "free", "cleaning", "gone"]) == [1.0, 0.0, 0.0, 0.0]
-
-
-def test_depths_of_a_queue_are_dots_and_no_fence() -> None:
-    """It is looked at now and then, and empties in between: a line showed what was never measured."""
-    drawn = charts.lines("t", [0.0, 1.0, 2.0], [Series("q", [5.0, 0.0, 7.0])], x_label="", y_label="", joined=False)
-    assert "<path" not in drawn and drawn.count("<circle") == 2
-
-
-def test_failures_are_listed_by_flavor() -> None:
-    text = re.sub(r"<.*?>", "|", render(made_up(1000)))
-    failed_vms, failed_nodes = (text.index(f"{name}||") for name in ("m1.small", "m1.small.metal"))
-    table = text[text.index("requested||active||failed") :]
-    assert "m1.small||20 m1.small.code||900||880||20||2.2%" in table
-    assert "m1.small.metal||||100||100||0||0.0%" in table
-    assert failed_vms != failed_nodes
-
-
-def test_the_last_look_at_the_hosts_is_not_drawn_far_beyond_the_run() -> None:
-    """The gap before the last look may be a stall: drawn after it once more, a run of 14 s seemed to take 20."""
-    drawn = charts.heat("t", [1.0, 2.0, 8.0, 14.0], ["h"], [[(0.5, "")] * 4], x_label="s")
-    widths = [float(found) for found in re.findall(r'class="heat"[^>]* width="([0-9.]+)"', drawn)]
-    assert widths[-1] == min(widths) < widths[2] / 5
-
-
 @pytest.mark.parametrize(("boots", "seconds", "step"), [(600, 7.5, 0.5), (100_000, 60.0, 1.0), (3, 9.0, 0.5)])
 def test_a_point_of_a_plot_stands_for_enough_boots(boots: int, seconds: float, step: float) -> None:
     """Six boots to a point is a saw, not a throughput."""
@@ -307,34 +235,6 @@ def test_what_is_unknown_or_absurd_makes_no_broken_plot() -> None:
     assert "No boot became active" in page.text and "No boot has the times" in page.text
 
 
-def test_a_runs_figures_are_those_of_its_columns() -> None:
-    rows = Operations(
-        flavors=["f"], kinds=["vm"], codes=[""], cells=[""], hosts=[""],
-        instance_uuid=["a", "b", "c", "d"],
-        intended_s=[3.0, 0.0, 1.0, 2.0], sent_s=[3.0, 0.0, 1.0, None], accepted_s=[None] * 4,
-        ended_s=[3.5, 0.1, None, 9.0], outcome=[0, 0, 7, 2],
-        flavor=[0] * 4, code=[0] * 4, cell=[0] * 4, host=[0] * 4, attempts=[1] * 4, conflicts=[None] * 4, again=[0] * 4,
-        stages={"built": [0.25, -1.0, None, 5.0]},
-    )  # fmt: skip
-    assert figures.latencies_ms(rows).tolist() == pytest.approx([100.0, 500.0]), (
-        "active ones, as they were meant to leave"
-    )
-    assert {name: values.tolist() for name, values in figures.stages_ms(rows).items()} == {"built": [0.0, 250.0]}
-    assert figures.summary(figures.latencies_ms(rows))["p50"] == pytest.approx(100.0)
-    timeline = figures.Timeline(replace(made_up(0), boots=rows))
-    assert timeline.step == 0.5, "few boots: longer pieces"
-    assert sum(rate or 0 for rate in timeline.rate(figures.column(rows.ended_s))) * timeline.step == pytest.approx(3)
-    sent, ended = figures.column([0.0, 3.0]), figures.column([1.2, None])
-    flying = timeline.in_flight(sent, ended)
-    assert (flying[1], flying[3], flying[-1]) == (1.0, 0.0, 1.0)
-
-
-def test_a_counter_becomes_a_rate_and_peaks_survive_thinning() -> None:
-    assert figures.per_second([1.0, 2.0, 4.0, 5.0], [10, None, 40, 3]) == [10.0, None, 10.0, 0.0]
-    at, shown = figures.thinned([float(n) for n in range(1000)], {"q": [float(n == 777) for n in range(1000)]})
-    assert len(at) <= figures.MAX_POINTS and max(v or 0 for v in shown["q"]) == 1.0
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -349,23 +249,6 @@ def test_a_counter_becomes_a_rate_and_peaks_survive_thinning() -> None:
 )
 def test_numbers_read_as_people_write_them(value: float, text: str) -> None:
     assert number(value) == text
-
-
-def test_axes_have_round_ticks_within_their_bounds() -> None:
-    assert charts.linear(17.0, 0, 100).ticks() == [0, 5, 10, 15, 20]
-    assert charts.logarithmic(3.0, 70.0, 0, 100).ticks() == [1, 2, 5, 10, 20, 50, 100]
-    axis = charts.logarithmic(3.0, 70.0, 0, 100)
-    assert (axis.at(10.0), axis.at(0.0), axis.at(1e9)) == (50.0, 0.0, 100.0)
-    assert charts.linear(0.0, 0, 100).ticks()
-
-
-def test_queues_in_which_nothing_ever_waited_are_named_in_words() -> None:
-    """Such a plot had an axis up to 0.000000001 messages."""
-    assert charts.linear(0.0, 0, 100).high == 1.0
-    record = made_up(1_000)
-    samples = replace(record.samples, depths={name: [0] * len(record.samples) for name in ("a", "b")})
-    page = read(replace(record, samples=samples))
-    assert "Nothing waited in any of 2 queues" in page.text and "Messages waiting in queues" not in page.text
 
 
 # --- two runs side by side: what differs, and that no more is claimed than two runs can show
@@ -421,32 +304,6 @@ def test_few_boots_prove_nothing() -> None:
     assert line(empty, "latency p50, ms").ratio is None and "not known" in empty.text
 
 
-def test_other_requests_are_named_first() -> None:
-    one = made_up(500)
-    other = replace(one, settings=replace(one.settings, rate_per_s=500.0), machine=replace(one.machine, cpus=8))
-    found = compare(one, other)
-    assert found.conclusions[0].startswith("The requests differ: rate_per_s.")
-    assert ("rate_per_s", "1,000", "500") in found.differences
-    assert ("machine: cpus", "2", "8") in found.differences
-    moved = compare(one, replace(one, machine=other.machine))
-    assert moved.conclusions[0] == "The requests are the same; the differences: machine: cpus."
-
-
-def test_no_run_is_faster_at_requests_that_the_other_did_not_have() -> None:
-    calm, slow = made_up(2_000, seed=1), made_up(2_000, seed=2, slower=1.3)
-    calm = replace(calm, settings=replace(calm.settings, rate_per_s=500.0))
-    for found, word in ((compare(calm, slow), "higher"), (compare(slow, calm), "lower")):
-        assert line(found, "latency p50, ms").meaning == word
-        assert "faster" not in found.text and "slower" not in found.text
-        assert "the requests differ" in found.conclusions[1]
-
-
-def test_the_same_records_and_seed_give_the_same() -> None:
-    one, other = made_up(600, seed=1), made_up(600, seed=2)
-    assert compare(one, other).text == compare(one, other).text
-    assert compare(one, other, seed=1).text != compare(one, other, seed=2).text
-
-
 @pytest.mark.parametrize("boots", [0, 1, 3_000])
 def test_a_comparison_is_whole_and_names_are_only_text(boots: int) -> None:
     record = made_up(boots, name=HOSTILE)
@@ -455,13 +312,6 @@ def test_a_comparison_is_whole_and_names_are_only_text(boots: int) -> None:
     assert "\x1b" not in found.text
     widths = [len(row) for row in found.text.splitlines() if "ms  " in row]
     assert widths
-
-
-def test_what_was_counted_is_a_share_of_the_boots() -> None:
-    found = compare(made_up(1_000), made_up(2_000))
-    assert line(found, "claims lost, a 1,000 boots").a == 30
-    assert line(found, "failed, a 1,000 boots").b == 20
-    assert line(found, "active boots a second").ratio == pytest.approx(1.0, abs=0.1)
 
 
 # --- the record of a load run: written, read again, and refused when it is not one

@@ -22,7 +22,7 @@ from bus.persistence.outbox import OutboxMessage, Sweep
 from bus.persistence.relay import DELETE_BATCH, DELETE_PAUSE_S, Lingering, Relay, StreamPosition
 from bus.transport import Outgoing
 from cell_conductor.app import is_progress, position_of
-from scheduler_worker.cell_link import position_of_event
+from scheduler_worker.wiring import position_of_event
 from tests.kit.posting import PostedBus
 from tests.kit.turns import cancelled
 from tests.kit.virtual_time import on_virtual_time

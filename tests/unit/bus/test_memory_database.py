@@ -229,8 +229,8 @@ async def test_waits_are_drawn_from_the_generator_that_is_given() -> None:
 @pytest.mark.parametrize(
     ("policy", "calls"),
     [
-        pytest.param(RetryPolicy(first_s=1.0, longest_s=1.0, least=1.0, attempts=3), 3, id="so often"),
-        pytest.param(RetryPolicy(first_s=1.0, longest_s=1.0, least=1.0, attempts=1), 1, id="once"),
+        pytest.param(RetryPolicy(first_s=1.0, longest_s=1.0, least=1.0, max_calls=3), 3, id="so often"),
+        pytest.param(RetryPolicy(first_s=1.0, longest_s=1.0, least=1.0, max_calls=1), 1, id="once"),
         pytest.param(RetryPolicy(first_s=1.0, longest_s=1.0, least=1.0, lasts_s=2.5), 4, id="so long"),
         pytest.param(RetryPolicy(first_s=1.0, longest_s=1.0, least=1.0, lasts_s=0.0), 1, id="no time"),
     ],
@@ -291,7 +291,9 @@ async def test_until_it_is_done_or_the_policy_ends() -> None:
         return left == 0
 
     assert await Retrying(EVEN, Recorded()).until(is_done)
-    assert not await Retrying(RetryPolicy(first_s=1.0, longest_s=1.0, least=1.0, attempts=2), Recorded()).until(is_done)
+    assert not await Retrying(RetryPolicy(first_s=1.0, longest_s=1.0, least=1.0, max_calls=2), Recorded()).until(
+        is_done
+    )
 
 
 async def test_a_loops_waits_are_short_again_after_a_success() -> None:

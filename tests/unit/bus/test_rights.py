@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
@@ -17,7 +16,6 @@ from bus.contracts.actions import ActionKind, ActionRequest
 from bus.contracts.base import Message, Meta
 from bus.contracts.build import BuildRequest, DeleteRequest, FlavorCount
 from bus.contracts.catalogue import (
-    BY_TYPE,
     DOOR_KEY,
     MESSAGES,
     OF_PROJECT,
@@ -86,10 +84,6 @@ def codec() -> wire.Codec:
     from bus.contracts.catalogue import queues_taking  # noqa: PLC0415
 
     return wire.Codec([row.message for row in queues_taking("scheduler.requests")], queue="scheduler.requests")
-
-
-def body_of(kind: type[Message], fields: dict[str, Any]) -> bytes:
-    return json.dumps({**fields, "type": BY_TYPE[kind].tag}).encode()
 
 
 def test_every_field_of_a_projects_message_is_decided_about() -> None:

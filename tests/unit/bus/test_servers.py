@@ -22,7 +22,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest
 from bus.contracts.objects import CellBus, LinkState
 from bus.contracts.placement import Release, ReleaseResult
-from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseUnavailable, first_fault
+from bus.faults import BrokenInvariant, DatabaseForbidden, first_fault
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.address import parse_database_url
 from bus.persistence.group_flush import GroupFlush
@@ -470,34 +470,6 @@ async def test_a_commit_after_the_end_waits_for_no_flush() -> None:
     flushed = flushes.after(0)
     await asyncio.wait({flushed}, timeout=PATIENCE_S)
     assert flushed.cancelled()
-
-
-async def test_a_commit_that_ends_after_the_end_and_flushes_nothing_ends_who_waits() -> None:
-    flushes = GroupFlush(Server())
-    flushed = flushes.after(0)
-    with flushes.by_commit() as commit:
-        assert commit.wanted
-        await flushes.close()
-    assert flushed.cancelled()
-
-
-async def test_a_commit_flushes_all_before_it() -> None:
-    flushes = GroupFlush(Server())
-    flushed = flushes.after(0)
-    with flushes.by_commit() as commit:
-        commit.is_done = True
-    assert await flushed is None
-    await flushes.close()
-
-
-async def test_a_flush_vouches_for_no_commit_before_a_loss() -> None:
-    flushes = GroupFlush(server := Server())
-    flushed = flushes.after(0)
-    server.connection_losses = 1
-    with flushes.by_commit() as commit:
-        commit.is_done = True
-    assert isinstance(flushed.exception(), DatabaseUnavailable)
-    await flushes.close()
 
 
 # --- What reaches into private parts of libraries works with the versions that it names, and states that of others.

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import InstanceSpec, Selection, Spawn
 from bus.contracts.placement import ClaimOutcome, Release
-from cell_conductor.placement_question import awaited_request_of
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.state import events as e
 from cell_conductor.state.instance import Instance, Phase, State
 from cell_conductor.state.lease import Lease, LeaseState

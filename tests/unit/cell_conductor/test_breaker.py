@@ -30,7 +30,7 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import Sender
 from cell_conductor.pending_lookups import PendingLookups
 from cell_conductor.reports import listings
-from cell_conductor.reports.listings import HostListings, ScanDifferences
+from cell_conductor.reports.listings import HostListings
 from cell_conductor.reports.report_diff import Differences, differences
 from cell_conductor.reports.report_guard import ReportGuard
 from cell_conductor.reports.reserved_machines import pages, reserved_on, wrong_reservations
@@ -503,11 +503,6 @@ def test_a_machine_counts_within_the_window(at: float, counts: bool) -> None:
     assert recent.of("t", 100.0) == {}
 
 
-def test_a_scan_begins_without_pages() -> None:
-    scan = ScanDifferences((1, 2))
-    assert (scan.key, scan.pages) == ((1, 2), {})
-
-
 # --- Which service lists which host.
 
 
@@ -516,11 +511,6 @@ def listings_of(*reports: HostStates) -> HostListings:
     for report in reports:
         known.record(report)
     return known
-
-
-FIRST = listing("s1", 1, sequence=5, first_sequence=5, pages=2, complete=False)
-LAST = listing("s1", 3, sequence=7, first_sequence=5, pages=2)
-CHANGE = listing("s1", 2, sequence=6, complete=False)
 
 
 def test_a_host_that_one_service_leaves_out_stays_with_the_other() -> None:
@@ -581,9 +571,3 @@ def test_the_machines_of_a_host_that_are_to_be_reserved(
     unknown = [] if kind is None else [UnknownMachine(UUID, 1, HOST, kind, NO_RECORD)]
     found = {at: [one.instance_uuid for one in machines] for at, machines in wrong_reservations(made, unknown).items()}
     assert found == ({} if wanted is None else {HOST: wanted})
-
-
-def test_a_machine_without_hosts_on_record_takes_what_is_not_known() -> None:
-    for records in ({}, {UUID: Instance(uuid=UUID)}):
-        (machine,) = reserved_on(HOST, [RESERVED], records).machines
-        assert (machine.instance_uuid, machine.attempt, machine.allocations) == (UUID, 1, None)

@@ -13,7 +13,7 @@ from bus.contracts.base import MAX_ATTEMPT, Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.placement import Claim, Release
-from cell_conductor.placement_question import awaited_request_of
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.state import events as e
 from cell_conductor.state.instance import BlockedReason, EndedAction, Instance, State
 from cell_conductor.state.ownership_proof import is_provably_ended

@@ -21,7 +21,7 @@ from bus.contracts.cell import InstanceSpec
 from cell_conductor.request_handlers import transfer_event
 from cell_conductor.rules.cell_transfer_rules import answer_not_started, refer_to_next_cell, refuse_other
 from cell_conductor.state import events as e
-from cell_conductor.state.desired_state import PURGED_FAILED
+from cell_conductor.state.desired_state import PURGEABLE_FAILED
 from cell_conductor.state.instance import MAX_ENDED, ActionInProgress, EndedAction, Instance, Phase, Power, State
 from cell_conductor.state.ownership_proof import is_provably_ended
 from cell_conductor.state.step import Step, StepContext
@@ -216,8 +216,8 @@ def test_the_end_of_the_build_elsewhere_ends_each_record_of_no_later_attempt(
 
 
 def test_a_departure_is_kept_until_the_build_elsewhere_has_ended() -> None:
-    assert GONE.phase not in PURGED_FAILED
-    assert step(GONE, departs(7, ended=True), PATIENCE).instance.phase in PURGED_FAILED
+    assert GONE.phase not in PURGEABLE_FAILED
+    assert step(GONE, departs(7, ended=True), PATIENCE).instance.phase in PURGEABLE_FAILED
 
 
 # --- It arrives.

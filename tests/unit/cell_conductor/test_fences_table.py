@@ -118,11 +118,6 @@ def test_a_fence_that_is_taken_back_ends_what_waits_and_nothing_that_runs(before
     assert stepped.instance.phase == after and (stepped.instance is before) is (before is not BUILDING)
 
 
-def test_a_move_that_has_arrived_waits_for_its_source_to_be_seen() -> None:
-    stepped = step(at(AWAY, State.RESIZED), fence(HERE), replace(CONTEXT, fences=fences(HERE))).instance
-    assert stepped.state is State.RESIZED and stepped.action is not None and stepped.action.rollback_code == FENCED
-
-
 @pytest.mark.parametrize(
     ("before", "n", "where"),
     [
@@ -150,12 +145,6 @@ def test_the_fence_is_the_reason_of_what_it_ends() -> None:
     for before, code, reason in rows:
         (event,) = [one for one in step(before, fence(HERE), CONTEXT).commands if isinstance(one, ActionEvent)]
         assert event.code == code and event.reason.startswith(reason)
-
-
-def test_a_change_that_a_fence_ends_leaves_the_instance_as_it_was() -> None:
-    large = replace(SPEC, flavor="large")
-    after = step(replace(STOPPED, spec=large), fence(HERE), CONTEXT).instance
-    assert (after.spec, after.action) == (SPEC, None)
 
 
 # --- of an evacuation
@@ -334,12 +323,7 @@ def test_a_fence_is_followed_to_the_end(  # noqa: PLR0917  (the columns of the t
     steps, stepped = followed(before, event, *numbers)
     assert stepped.instance.phase == after
     assert list(steps.hosts) == [host(n) for n in hosts]
-    assert {one: len(services) for one, services in steps.abandoned.items()} == {host(n): 1 for n in lost}
-
-
-def test_the_commands_of_each_step_that_a_fence_leads_to_are_sent() -> None:
-    _, stepped = followed(FAILING, NOTHING, HERE)
-    assert stepped.commands == step(FAILING, fence(HERE), replace(CONTEXT, fences=fences(HERE))).commands
+    assert {one: len(services) for one, services in steps.stale.items()} == {host(n): 1 for n in lost}
 
 
 STARTED = (

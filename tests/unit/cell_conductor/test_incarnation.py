@@ -16,12 +16,12 @@ from bus.contracts.base import MAX_INCARNATION, ORDER_OUTDATED, DatabaseMark, Me
 from bus.contracts.cell import ServiceStates
 from bus.contracts.placement import Claim, Release
 from bus.faults import RequestRefused
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.config import ConductorConfig
 from cell_conductor.hosts.lease_table import MAX_LISTEN_S
 from cell_conductor.hosts.service_state_publisher import SERVICE_STATES_INTERVAL_S, LeaderTerm, ServiceStatePublisher
 from cell_conductor.hosts.stated_marks import ASK_AGAIN_S, MAX_RECOVERIES_BY_ONE, RIVAL_S
 from cell_conductor.placement_client import PendingRequest, PlacementRequests
-from cell_conductor.placement_question import awaited_request_of
 from cell_conductor.state.database_marks import Stated
 from cell_conductor.state.instance import State
 from cell_conductor.state.lease import Lease

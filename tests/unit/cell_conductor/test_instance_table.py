@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from msgspec import structs
 from msgspec.structs import replace
 
 from bus.contracts.actions import ActionKind
 from bus.contracts.base import MAX_REASON
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
-from bus.contracts.cell import Destroy, Selection
+from bus.contracts.cell import Selection
 from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import StageTimes
 from cell_conductor.state import events as e
 from cell_conductor.state import step as steps
-from cell_conductor.state.fence import ClosedHosts, Fence, abandoned_services, fenced_hosts
+from cell_conductor.state.fence import ClosedHosts, Fence, fenced_hosts, services_of_stale
 from cell_conductor.state.instance import (
     FENCED,
     NOT_COMMANDED,
@@ -29,8 +28,7 @@ from cell_conductor.state.instance import (
 from cell_conductor.state.lease import Lease, LeaseState
 from cell_conductor.state.ownership_proof import rescan_id
 from cell_conductor.state.step import StepContext
-from cell_conductor.transition import step
-from tests.unit.cell_conductor.scenario import DATABASE_ID, SPEC, UUID, answering, host, selection
+from tests.unit.cell_conductor.scenario import DATABASE_ID, SPEC, UUID, host, selection
 
 CONTEXT = StepContext(cell="c1", up=("s1", "s2"), database_id=DATABASE_ID, claim_retry_s=15.0, destroy_retry_s=30.0)
 
@@ -94,12 +92,6 @@ def test_the_selections_and_attempts_of_a_record() -> None:
     assert (Instance(uuid=UUID).host_uuid, instance.phase) == (None, (State.FINISHING, None))
 
 
-def test_a_record_begins_with_nothing_done_asked_or_seen() -> None:
-    assert [
-        one.name for kind in (Instance, ActionInProgress) for one in structs.fields(kind) if one.default is True
-    ] == []
-
-
 def tried(attempt: int, outcome: str = "failed", **more: Any) -> AttemptRecord:
     return AttemptRecord(attempt=attempt, host=f"host-{attempt}", outcome=outcome, **more)
 
@@ -135,29 +127,6 @@ def test_why_no_host_could_be_claimed(outcomes: tuple[ClaimOutcome, ...], reason
 
 
 # --- the smallest steps
-
-
-def test_a_state_that_waits_has_its_deadline_and_what_follows() -> None:
-    asked = steps.await_placement(BUILT, State.REVERTING, 50.0, CONTEXT)
-    assert (asked.phase, asked.deadline, asked.since) == ((State.REVERTING, None), 65.0, 50.0)
-    rows = [
-        (steps.enter_claiming(BUILT, State.BUILDING, 50.0, CONTEXT), (State.CLAIMING, State.BUILDING), 65.0),
-        (steps.enter_releasing(BUILT, State.FAILED, 50.0, CONTEXT), (State.RELEASING, State.FAILED), 65.0),
-        (steps.enter_destroying(BUILT, State.DELETED, 50.0, CONTEXT), (State.DESTROYING, State.DELETED), 80.0),
-    ]
-    for instance, phase, deadline in rows:
-        assert (instance.phase, instance.deadline, instance.since) == (phase, deadline, 50.0)
-    after = steps.release_after_destroy(rows[-1][0], 60.0, CONTEXT)
-    assert (after.phase, after.deadline) == ((State.RELEASING, State.DELETED), 75.0)
-
-
-@pytest.mark.parametrize(("claimed", "state"), [(None, State.DELETED), (True, State.RELEASING)])
-def test_what_no_move_has_claimed_is_released_at_once(claimed: bool | None, state: State) -> None:
-    deleted = replace(moved(None), state=State.RELEASING, next_state=State.DELETED)
-    assert deleted.action is not None
-    if claimed is not None:
-        deleted = replace(deleted, action=replace(deleted.action, claimed=claimed))
-    assert step(deleted, answering(deleted, e.Released(at=1.0)), CONTEXT).instance.state is state
 
 
 STAMPS = StageTimes(requested=1.0)
@@ -201,13 +170,6 @@ def test_an_announcement_names_the_host_and_zone_that_there_are() -> None:
     for known, where in ((zoned, ("host-1", host(1), "east")), (replace(BUILT, selections=()), (None, None, ""))):
         (event,) = steps.emit_event(known, BuildState.BUILDING, 9.0, CONTEXT).commands
         assert isinstance(event, BuildEvent) and (event.host, event.host_uuid, event.zone) == where
-
-
-def test_an_order_to_destroy_names_the_machine_and_the_cells_mark() -> None:
-    command = Destroy(instance_uuid=UUID, attempt=4, host_uuid=host(1), service="s1", database_id=DATABASE_ID)
-    assert steps.destroy_current(BUILT, CONTEXT) == command
-    spared = steps.destroy_at(BUILT, selection(2), 9, CONTEXT, keep_if_complete=True)
-    assert spared == replace(command, attempt=9, host_uuid=host(2), keep_if_complete=True)
 
 
 # --- whose machine a host reports
@@ -308,7 +270,7 @@ DELETED = replace(moved(), state=State.DELETED, action=None)
 def test_the_machines_that_a_record_gives_up_on_a_fenced_host(
     before: Instance, after: Instance, n: int, lost: list[str]
 ) -> None:
-    assert abandoned_services(before, after, host(n)) == tuple(lost)
+    assert services_of_stale(before, after, host(n)) == tuple(lost)
 
 
 def test_a_host_is_passed_over_while_it_is_fenced_or_its_service_is_down() -> None:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import Destroy, InstanceSpec, Selection, Spawn
 from bus.contracts.placement import Claim, ClaimOutcome, Release
-from cell_conductor.placement_question import awaited_request_of
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.state import events as e
 from cell_conductor.state.instance import Instance, State
 from cell_conductor.state.ownership_proof import rescan_id

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -21,20 +20,18 @@ from bus.contracts.actions import (
 from bus.contracts.cell import AttemptOnHost, InstanceSpec, MachineLookupResult
 from bus.contracts.deploy import ImageSource, VolumeRequest
 from bus.contracts.operations import EvacuationPolicy
-from bus.contracts.placement import Claim, Release, Revert
+from bus.contracts.placement import Claim, ClaimOutcome, Release, Revert
 from bus.faults import Fault, RequestTimeout
 from bus.persistence.outbox import OutboxMessage
-from cell_conductor.placement_client import Transition, is_repeatable
-from cell_conductor.placement_question import awaited_request_of
-from cell_conductor.rules.action_events import condition_of
+from cell_conductor.awaited_request import awaited_request_of
+from cell_conductor.recorded_changes import RecordedChanges, is_repeatable
 from cell_conductor.rules.move_steps import NO_IMAGE
 from cell_conductor.rules.rollback_rules import SOURCE_LOST, SOURCE_SILENT, SOURCE_UNREPORTED, answer_about
 from cell_conductor.state import events as e
 from cell_conductor.state.events import SourceQuery
+from cell_conductor.state.fence import Fence
 from cell_conductor.state.instance import Power, State
-from cell_conductor.state.lease import Lease, LeaseState
-from cell_conductor.state.ownership_proof import is_provably_ended
-from cell_conductor.state.step import Step
+from cell_conductor.transition import FenceSteps, step
 from tests.unit.cell_conductor.move_scenario import (
     ACTION,
     OTHER,
@@ -44,92 +41,16 @@ from tests.unit.cell_conductor.move_scenario import (
     begun,
     changes,
     claimed,
-    ended,
     refused,
     request,
     seen,
     to_resized,
 )
-from tests.unit.cell_conductor.records import BY_REVERT, changing, in_place
-from tests.unit.cell_conductor.scenario import PATIENCE, RELEASED, SPEC, UUID, host, missed, selection, spawned
+from tests.unit.cell_conductor.records import BY_REVERT, changing, fenced, in_place
+from tests.unit.cell_conductor.scenario import DELETE, PATIENCE, SPEC, UUID, host, missed, selection, spawned
 from tests.unit.cell_conductor.test_single_conditions import fences_on
 
 # --- moves to another host as scenarios of the table: each way back ends on the source
-
-
-def test_a_reverted_move_destroys_the_destination_before_the_source_starts() -> None:
-    made = to_resized()
-    made.apply(request(ActionKind.REVERT, request_id=OTHER), seen())
-    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.REVERTING), [(2, host(2))])
-    assert awaited_request_of(made.instance) is None
-    made.apply(e.Destroyed(at=220.0, attempt=2, host_uuid=host(2), service="s1"))
-    query = awaited_request_of(made.instance)
-    assert isinstance(query, Revert)
-    assert (query.attempt, query.source_attempt) == (3, 1)
-    (start,) = changes(made.apply(e.Reverted(at=221.0, attempt=3, consumer_generation=11)))
-    assert (start.change, start.host_uuid, start.attempt) == (ChangeKind.START, host(1), 1)
-    made.end(1, 1, runs=True)
-    assert (made.instance.state, made.instance.host_uuid, made.instance.attempt) == (State.ACTIVE, host(1), 1)
-    assert made.terminals == [(ActionKind.MIGRATE, ActionState.DONE, ""), (ActionKind.REVERT, ActionState.DONE, "")]
-    # The numbers that the move has used are behind it: what they may still bring is over, the source is not.
-    assert is_provably_ended(made.instance, 2, host(2))
-    assert not is_provably_ended(made.instance, 1, host(1))
-    assert not is_provably_ended(made.instance, 4, host(2))
-    made.apply(request(ActionKind.MIGRATE, 2, request_id=OTHER.replace("2", "3")))
-    query = awaited_request_of(made.instance)
-    assert isinstance(query, Claim)
-    assert query.attempt == 4
-
-
-def test_a_source_that_does_not_hand_over_is_started_again() -> None:
-    made = begun(ActionKind.MIGRATE, 2)
-    made.apply(claimed())
-    made.end(2, 2)
-    late = ended(made.instance, 1, 1)
-    made.apply(e.TimedOut(at=600.0))
-    assert made.instance.state is State.REVERTING  # the destination was never commanded
-    (start,) = changes(made.apply(e.Reverted(at=601.0, attempt=3)))
-    assert start.change is ChangeKind.START
-    assert not changes(made.apply(late))  # its answer to the older order counts for nothing
-    assert made.instance.state is State.RESTARTING
-    made.apply(e.TimedOut(at=602.0))
-    assert made.terminals == [(ActionKind.MIGRATE, ActionState.FAILED, "action.timeout")]
-    made.end(1, 1, runs=True)
-    assert made.instance.state is State.ACTIVE
-    assert len(made.terminals) == 1
-
-
-def refused_live(*hosts: int, **fields: object) -> tuple[Scenario, Step]:
-    """A live migration whose source has refused, before it began, to hand over to host 2."""
-    made = begun(ActionKind.LIVE_MIGRATE, *hosts)
-    made.apply(claimed())
-    made.end(2, 2)
-    known = {"done": False, "code": "live.pinned", "reason": "a device", "runs": True, "refused": True, **fields}
-    return made, made.end(1, 1, **known)  # type: ignore[arg-type]
-
-
-def test_a_live_migration_that_the_source_refuses_leaves_the_machine_active_and_unchanged() -> None:
-    """No alternate could help, and nothing was begun: the machine is not even commanded to start again."""
-    made, _ = refused_live(2, 3)
-    assert made.instance.state is State.REVERTING
-    stepped = made.apply(e.Reverted(at=205.0, attempt=3))
-    assert changes(stepped) == [] and made.destroys == [] and made.spawns == []
-    assert (made.instance.state, made.instance.host_uuid, made.instance.power) == (
-        State.ACTIVE,
-        host(1),
-        Power.RUNNING,
-    )
-    assert made.terminals == [(ActionKind.LIVE_MIGRATE, ActionState.FAILED, "live.pinned")]
-    event = next(m for m in made.commands if isinstance(m, ActionEvent) and m.terminal)
-    assert [(one.host, one.outcome, one.code) for one in event.history] == [("host-2", "failed", "live.pinned")]
-
-
-@pytest.mark.parametrize("runs", [False, None])
-def test_a_source_that_refuses_and_may_not_run_is_started(runs: bool | None) -> None:
-    """It may have handed over before, by a copy of the command: only a machine that runs needs no start."""
-    made, _ = refused_live(2, 3, retry_other_host=True, runs=runs)
-    (start,) = changes(made.apply(e.Reverted(at=205.0, attempt=3)))
-    assert (start.change, start.host_uuid) == (ChangeKind.START, host(1))
 
 
 STAGES = ["claiming", "preparing", "handing over", "finishing", "resized", "confirming", "releasing source", "undoing"]
@@ -206,20 +127,7 @@ def test_a_refusal_is_on_disk_before_its_request_is_acknowledged() -> None:
     refusal = made.apply(request(ActionKind.STOP, request_id=OTHER))
     assert announced(*refusal.commands) == [(ActionKind.STOP, ActionState.REFUSED, True, "instance.resized")]
     outgoing = [OutboxMessage("c", message, UUID) for message in refusal.commands]
-    assert not is_repeatable(Transition({UUID: refusal.instance}, {}, outgoing, Counter(), []), {})
-
-
-def test_a_stopped_machine_is_stopped_where_it_has_been_moved_to() -> None:
-    made = begun(ActionKind.STOP)
-    made.end(1, 1, runs=False)
-    made.apply(request(ActionKind.MIGRATE, 2, request_id=OTHER), claimed())
-    made.end(2, 2)
-    made.end(1, 1, runs=False)
-    (spawn,) = made.spawns
-    assert spawn.origin is not None
-    assert not spawn.origin.runs
-    made.apply(spawned(attempt=2, at=210.0))
-    assert (made.instance.state, made.instance.power) == (State.RESIZED, Power.STOPPED)
+    assert not is_repeatable(RecordedChanges({UUID: refusal.instance}, {}, outgoing, Counter(), []), {})
 
 
 def test_a_move_goes_on_with_the_generation_that_an_audits_claim_has_left() -> None:
@@ -301,19 +209,6 @@ def rescued() -> Scenario:
     return made
 
 
-def test_a_rescued_instance_is_unrescued_first_and_its_password_is_forgotten() -> None:
-    made = begun(ActionKind.RESCUE, rescue_password="sesame")
-    (command,) = [one for one in made.commands if isinstance(one, ChangeMachine)]
-    assert (command.change, command.rescue_password) == (ChangeKind.RESCUE, "sesame")
-    made.end(1, 1, runs=True)
-    assert b"sesame" not in msgspec.json.encode(made.instance)
-    assert condition_of(made.instance) is Condition.RESCUED
-    refusal = made.apply(request(ActionKind.STOP, request_id=OTHER))
-    assert announced(*refusal.commands) == [(ActionKind.STOP, ActionState.REFUSED, True, "instance.rescued")]
-    (command,) = changes(made.apply(request(ActionKind.UNRESCUE, request_id=UUID)))
-    assert (command.change, command.rescue_password) == (ChangeKind.UNRESCUE, "")
-
-
 @pytest.mark.parametrize(
     ("made", "kind", "code", "runs", "power"),
     [
@@ -331,15 +226,6 @@ def test_what_is_left_of_a_rescue_that_failed(
     there.apply(request(kind, request_id=OTHER, rescue_password="sesame"))
     there.end(1, 1, done=False, code=code, runs=runs)
     assert (there.instance.state, there.instance.power) == (State.ACTIVE, power)
-
-
-def test_a_shelved_machine_that_runs_though_its_start_failed_is_not_on_record_as_shelved() -> None:
-    made = begun(ActionKind.SHELVE)
-    made.end(1, 1, runs=False, image="snapshot")
-    made.apply(request(ActionKind.UNSHELVE, request_id=OTHER))
-    made.end(1, 1, done=False, code="broken", runs=True)
-    assert (made.instance.state, made.instance.power, made.instance.image) == (State.ACTIVE, Power.RUNNING, "")
-    assert made.terminals[-1] == (ActionKind.UNSHELVE, ActionState.FAILED, "broken")
 
 
 ROOT_VOLUME = replace(SPEC, volumes=(VolumeRequest(volume_id="v"),))
@@ -360,25 +246,6 @@ def test_a_machine_whose_image_has_no_name_is_not_given_up(spec: InstanceSpec, c
     made.end(2, 2, image="")
     assert (made.instance.state, bool(made.destroys)) == (state, state is State.DESTROYING)
     assert [one[2] for one in made.terminals] == ([code] if code else [])
-
-
-def test_a_machine_that_leaves_its_cell_stays_where_its_image_has_no_name() -> None:
-    known = {"to_cell": "c2", "offload": True, "change_number": 5}
-    made = Scenario(replace(changing(ActionKind.MIGRATE, **known), change_number=5, power=Power.RUNNING, image=""))
-    made.end(2, 2, image="", runs=True)
-    assert made.instance.phase == (State.ACTIVE, None) and not made.destroys
-    assert made.terminals == [(ActionKind.MIGRATE, ActionState.FAILED, NO_IMAGE)]
-
-
-def test_a_revert_that_waits_ends_with_the_machine_that_is_lost() -> None:
-    made = Scenario(in_place(State.RESIZED, action={**BY_REVERT, "answered": True}, queried=False))
-    made.apply(missed(made.instance))
-    assert made.instance.phase == (State.RELEASING, State.FAILED)
-    made.apply(RELEASED)
-    made.apply(e.Released(at=131.0, consumer=ACTION))
-    assert made.instance.state is State.FAILED
-    ends = [(one.request_id, one.state, one.code) for one in made.commands if isinstance(one, ActionEvent)]
-    assert ends == [(OTHER, ActionState.FAILED, "instance.lost")]
 
 
 @pytest.mark.parametrize("answered", [True, False], ids=["answered", "not answered"])
@@ -403,21 +270,6 @@ def test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_com
     assert made.instance.spec == SPEC
 
 
-@pytest.mark.parametrize("state", [State.CHANGING, State.RESTARTING])
-def test_a_machine_that_is_being_changed_is_wanted_where_it_is(state: State) -> None:
-    """A report that lists it comes while it is being stopped, or started again after a move that was rolled back."""
-    made = begun(ActionKind.STOP) if state is State.CHANGING else begun(ActionKind.MIGRATE, 2)
-    if state is State.RESTARTING:
-        made.apply(claimed())
-        made.end(2, 2)
-        made.end(1, 1, done=False, code="broken", runs=True)
-        made.apply(e.Reverted(at=205.0, attempt=3))
-    assert made.instance.state is state
-    assert not is_provably_ended(made.instance, 1, host(1))
-    made.apply(e.MachineRunning(at=206.0, attempt=1, host_uuid=host(1), service="s1"))
-    assert (made.instance.state, made.destroys) == (state, [])
-
-
 # --- Machines that are lost while they move, and evacuations, as scenarios of the table.
 
 
@@ -439,52 +291,12 @@ def test_what_a_finished_resize_is_after_it_was_undone_by_itself_is_announced() 
 
 
 QUERIED = SourceQuery(host(1), "s1", 1, 202001)
-DOWN = replace(PATIENCE, up=("s1",), down={"s2": Lease(service="s2", epoch=1, state=LeaseState.SILENT)})
-
-
-def reverting(**fields: object) -> Scenario:
-    made = to_resized(**fields)
-    made.commands.clear()
-    made.apply(request(ActionKind.REVERT, request_id=OTHER))
-    return made
 
 
 # --- a revert
 
 
-def test_a_revert_queries_for_its_source_first_and_gives_nothing_up() -> None:
-    made = reverting()
-    assert (made.instance.state, made.commands) == (State.RESIZED, [])
-    assert awaited_request_of(made.instance) == QUERIED
-    made.apply(seen())
-    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.REVERTING), [(2, host(2))])
-    assert awaited_request_of(made.instance) is None
-
-
 # --- what waits shows it
-
-
-def test_time_alone_does_not_give_the_source_up_for_a_destination_that_is_down() -> None:
-    there = replace(selection(2), service="s2")
-    made = begun(ActionKind.MIGRATE, selections=(there,), auto_confirm_s=5.0)
-    made.apply(claimed())
-    made.apply(
-        e.ChangeEnded(at=202.0, attempt=2, change_number=_order(made), host_uuid=host(2), service="s2", done=True)
-    )
-    made.end(1, 1)
-    made.apply(replace(spawned(attempt=2, at=210.0), service="s2"))
-    made.context = DOWN
-    made.commands.clear()
-    made.apply(e.TimedOut(at=215.0))
-    assert (made.instance.state, made.commands, made.instance.deadline) == (State.RESIZED, [], 245.0)
-    made.context = PATIENCE
-    made.apply(e.TimedOut(at=245.0))
-    assert made.instance.phase == (State.DESTROYING, State.ACTIVE)
-
-
-def _order(made: Scenario) -> int:
-    assert made.instance.action is not None
-    return made.instance.action.change_number
 
 
 # --- the answers of the services
@@ -526,3 +338,161 @@ def test_the_source_is_seen_only_where_its_host_lists_that_very_machine(
 ) -> None:
     answered = answer_about(UUID, QUERIED, answers, 211.0)
     assert (answered.query, answered.code, answered.service) == (QUERIED, code, service)
+
+
+# --- What is released and recorded of an instance that is over
+
+
+def test_what_a_refused_claim_did_not_give_to_its_migration_is_not_released() -> None:
+    made = begun(ActionKind.MIGRATE, 2)
+    made.apply(DELETE)
+    q = awaited_request_of(made.instance)
+    # Placement: claim.migration_in_use, as another instance of the project keeps its source under this uuid.
+    made.apply(
+        e.ClaimRefused(
+            at=201.0,
+            attempt=q.attempt,
+            consumer_conflict=True,
+            outcomes=(ClaimOutcome.CONSUMER_CONFLICT,),
+            reason="claim.migration_in_use",
+        )
+    )
+    made.apply(e.Destroyed(at=210.0, attempt=9, host_uuid=host(1), service="s1"))
+    asked = []
+    while made.instance.state is State.RELEASING:
+        q = awaited_request_of(made.instance)
+        assert isinstance(q, Release)
+        asked.append(q.consumer)
+        made.apply(e.Released(at=220.0, consumer=q.consumer, attempt=q.attempt or 0))
+    assert ACTION not in asked, asked
+
+
+def test_a_loss_that_its_host_has_answered_is_not_recorded_again() -> None:
+    context = replace(PATIENCE, fences={host(1): Fence(host_uuid=host(1), host="h1", version=1, at=1.0)})
+    one, found = active(), []
+    for event in (DELETE, "released"):
+        now = event
+        if event == "released":
+            q = awaited_request_of(one)
+            now = e.Released(at=900.0, consumer=q.consumer, attempt=q.attempt or 0)
+        steps = FenceSteps()
+        one = steps.apply(one, step(one, now, context), now, context).instance
+        found.append(sum(map(len, steps.stale.values())))
+    assert one.state is State.DELETED
+    assert found == [1, 0], found  # between the two its host has answered that it is gone
+
+
+# --- A change that takes longer than its step, and a revert whose instance is deleted
+
+
+def test_a_revert_of_a_resize_in_place_that_was_lost_has_an_end_though_its_instance_is_deleted() -> None:
+    made = Scenario(
+        in_place(State.RESIZED, action={**BY_REVERT, "answered": True}, queried=False, code="", highest_attempt=0)
+    )
+    made.apply(missed(made.instance))
+    assert made.instance.phase == (State.RELEASING, State.FAILED)
+    made.apply(DELETE)
+    while isinstance(query := awaited_request_of(made.instance), Release):
+        made.apply(e.Released(at=400.0, consumer=query.consumer, attempt=query.attempt or 0))
+    assert made.instance.state is State.DELETED
+    assert [m for m in made.commands if isinstance(m, ActionEvent) and m.terminal and m.request_id == OTHER]
+
+
+def test_a_change_that_takes_longer_than_its_step_comes_to_an_end() -> None:
+    made = begun(ActionKind.SHELVE, offload=True)
+    assert made.instance.state is State.CHANGING
+    for number in range(20):  # the snapshot takes 400 s, the step 300: its host gives it up each time, and begins anew
+        at = 500.0 + 400 * number
+        made.end(1, 1, done=False, runs=None, code="change.timeout")
+        made.apply(e.TimedOut(at=at))
+    timeouts = {m.timeout_s for m in made.commands if isinstance(m, ChangeMachine)}
+    assert made.instance.state is not State.CHANGING or len(timeouts) > 1, (
+        "20 times from the beginning, with the same limit"
+    )
+
+
+# --- A revert or abort whose source is silent when it is to be started again
+
+
+def test_why_a_revert_waits_for_the_start_of_its_source_is_reported() -> None:
+    made = to_resized()
+    made.apply(request(ActionKind.REVERT, request_id=OTHER))
+
+    made.apply(seen(awaited_request_of(made.instance)))
+    made.apply(e.Destroyed(at=220.0, attempt=2, host_uuid=host(2), service="s1"))
+    q = awaited_request_of(made.instance)
+    made.apply(e.Reverted(at=221.0, attempt=q.attempt, consumer_generation=11))
+    assert made.instance.state is State.RESTARTING, made.instance.phase
+    before = len(made.commands)
+    for n in range(5):
+        made.apply(e.TimedOut(at=1000.0 + 700 * n))
+    told = [
+        (m.state, m.code, m.terminal)
+        for m in made.commands[before:]
+        if isinstance(m, ActionEvent) and m.request_id == OTHER
+    ]
+    assert told and any(code for _, code, _ in told), "no event of the revert in an hour"
+
+
+# --- Answers of compute services about a record that has changed meanwhile, or of a database that was restored since
+
+
+THIRD = "d0000000-0000-4000-8000-000000000003"
+
+
+# --- Of the services that were asked about the source of a move.
+
+
+def _fence(made: Scenario, n: int) -> SourceQuery:
+    made.context = fenced(n)
+    made.apply(e.HostFenced(at=220.0, host_uuid=host(n)))
+    query = awaited_request_of(made.instance)
+    assert isinstance(query, SourceQuery)
+    return query
+
+
+def _seen(query: SourceQuery) -> e.SourceAnswered:
+    machine = AttemptOnHost(instance_uuid=UUID, host_uuid=query.host_uuid, service=query.service, attempt=query.attempt)
+    answer = MachineLookupResult(machines=(machine,), hosts=(query.host_uuid,))
+    return answer_about(UUID, query, [(query.service, answer)], 230.0)
+
+
+def test_the_answer_about_an_earlier_moves_source_undoes_no_later_move() -> None:
+    """A conductor is paused with the answer; meanwhile the move is confirmed, and the next one's destination fenced."""
+    made = to_resized()
+    late = _seen(asked := _fence(made, 2))
+    made.context = PATIENCE
+    made.apply(request(ActionKind.CONFIRM, request_id=OTHER))
+    made.apply(e.Destroyed(at=240.0, attempt=1, host_uuid=host(1), service="s1"))
+    made.apply(e.Released(at=241.0, consumer=ACTION))
+    assert made.instance.phase == (State.ACTIVE, None) and made.instance.action is None
+    made.apply(request(ActionKind.MIGRATE, 3, request_id=THIRD))
+    made.apply(claimed(attempt=(number := made.instance.next_attempt)))
+    made.end(3, number)
+    made.end(2, 2)
+    made.apply(replace(spawned(attempt=number, n=3), at=250.0))
+    assert _fence(made, 3) != asked
+    made.apply(late)
+    assert made.instance.phase == (State.RESIZED, None), "nobody has seen the source of this move"
+
+
+def test_an_answer_from_before_the_destination_was_used_again_undoes_nothing() -> None:
+    """The same move: fenced, the answer is held back, the fence lifted, the source's host reinstalled, fenced again."""
+    made = to_resized(auto_confirm_s=1000.0)
+    late = _seen(_fence(made, 2))
+    made.context = PATIENCE
+    made.apply(e.TimedOut(at=260.0))  # it is used again, and waits for nothing
+    assert made.instance.action is not None and not made.instance.action.rollback_code
+    _fence(made, 2)
+    made.apply(late)
+    assert made.instance.state is State.RESIZED, "that its source is there was answered to another question"
+
+
+def test_an_answer_that_takes_as_long_as_it_may_is_to_the_question_that_is_asked_then() -> None:
+    """Each question was numbered anew before the services had answered it: the move waited for its source for ever."""
+    made = to_resized()
+    made.context = replace(fenced(2), answer_timeout_s=60.0)
+    made.apply(e.HostFenced(at=220.0, host_uuid=host(2)))
+    for at in (400.0, 600.0):
+        made.apply(e.TimedOut(at=at))
+        assert made.instance.deadline is not None and made.instance.deadline > at + 60.0

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from bus.contracts.actions import ActionKind, ChangeKind, ChangeMachine
 from bus.contracts.cell import Destroy
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert, ServerGroup
-from cell_conductor.placement_question import awaited_request_of
-from cell_conductor.rules.delete_rules import tombstone
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.state import events as e
 from cell_conductor.state.commands import (
     MAX_STEP_S,
@@ -26,7 +25,6 @@ from cell_conductor.state.commands import (
 from cell_conductor.state.events import SourceQuery
 from cell_conductor.state.instance import ActionInProgress, Instance, Phase, Power, State
 from cell_conductor.state.step import Step
-from cell_conductor.table import ByNextState, Rule, ignore, rules_of
 from cell_conductor.transition import step
 from tests.unit.cell_conductor.move_scenario import ACTION, OTHER
 from tests.unit.cell_conductor.records import (
@@ -343,15 +341,6 @@ def test_the_request_that_follows_from_a_record(known: Instance, query: object) 
 def test_a_claim_beyond_the_one_that_was_requested_changes_nothing(before: Instance, highest: int) -> None:
     step(before, claimed(highest), PATIENCE)
     assert step(before, claimed(highest + 1), PATIENCE).instance is before
-
-
-def test_the_rules_of_a_cell_by_what_follows() -> None:
-    first, second, other = Rule(ignore), Rule(tombstone), Rule(ignore, (S.FAILED,))
-    entry = ByNextState({S.ACTIVE: first, S.DELETED: second}, other)
-    assert [entry.of(then) for then in (S.ACTIVE, S.DELETED, S.FAILED, None)] == [first, second, other, other]
-    assert ByNextState({S.ACTIVE: first}).of(S.FAILED) is None
-    assert (rules_of(entry), rules_of(ByNextState({S.ACTIVE: first}))) == ((first, second, other), (first,))
-    assert (rules_of(first), rules_of(None)) == ((first,), ())
 
 
 ANSWERS = {

@@ -66,7 +66,6 @@ def done(
 
 ABORTED = {"ending_request_id": OTHER, "ending_kind": ActionKind.ABORT}
 FULL = tried(3, "not_claimed", 111.0, attempt=5, code="no_capacity")
-UP = {**RESTS, "state": State.ACTIVE, "selections": (ON_2,), "selection_index": 0, "answered": True}
 FAILED_1 = tried(2, "failed", 110.0, code="spawn.no_disk", reason="full")
 NONE_LEFT = "1 of 3 hosts tried, none is left. host-3: not_claimed, no_capacity"
 BUILDING, CLAIMING, RELEASING, DESTROYING = State.BUILDING, State.CLAIMING, State.RELEASING, State.DESTROYING

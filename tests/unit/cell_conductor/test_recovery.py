@@ -21,11 +21,11 @@ from bus.contracts.operations import CellFence
 from bus.contracts.placement import Release, Restate, RestateResult
 from bus.contracts.recovery import CellKnown, CellRecovering, KnownPlace, KnownRecord
 from bus.faults import Fault, Transient
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.config import ConductorConfig
 from cell_conductor.engine import context_of
 from cell_conductor.hosts.fence_cache import FenceCache
 from cell_conductor.hosts.fence_controller import FenceController
-from cell_conductor.placement_question import awaited_request_of
 from cell_conductor.recovery.known_reader import KnownReader
 from cell_conductor.recovery.machine_listing import MAX_TRIES
 from cell_conductor.rules.reconcile import ATTEMPTS_PER_INCARNATION, BlockedReason

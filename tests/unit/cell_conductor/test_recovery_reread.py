@@ -8,28 +8,39 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
+from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.actions import ActionKind, ChangeMachine
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildState
-from bus.contracts.cell import Destroy, HostStates, Running
+from bus.contracts.cell import Destroy, HostStates, Running, Selection
 from bus.contracts.listing import ListMachines, MachinesPage
 from bus.contracts.operations import CellFence
+from cell_conductor.config import ConductorConfig
+from cell_conductor.machine_search import SourceLookup
+from cell_conductor.pending_lookups import PendingLookups
 from cell_conductor.recovery import machine_listing, record_reconciler
+from cell_conductor.reports.listings import HostListings
 from cell_conductor.rules.reconcile import BlockedReason
-from cell_conductor.rules.recovery_facts import Reconciled
+from cell_conductor.rules.recovered import restatement
+from cell_conductor.rules.recovery_facts import KnownInstance, Reconciled
 from cell_conductor.state.database_marks import Stated
 from cell_conductor.state.fence import fence_of
-from cell_conductor.state.instance import State
+from cell_conductor.state.instance import Instance, State
 from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineKind
+from cell_conductor.store import tables
 from cell_conductor.store.keyed import Recovering, Unrecognised
 from cell_conductor.store.keyed_tables import ADOPT, DESTROY, PROTECT, DecidedMachine
+from cell_conductor.store.port import DatabaseIdentity
+from cell_conductor.store.postgres import PostgresTransaction
+from lab.simulation.watch import failed_steps
 from tests.unit.cell_conductor.move_scenario import ACTION
 from tests.unit.cell_conductor.records import record
-from tests.unit.cell_conductor.scenario import UUID, host
+from tests.unit.cell_conductor.scenario import UUID, host, selection
 from tests.unit.cell_conductor.test_recovery import ACTIVE, FLOOR, Cell, World, cell_of, known, listed
-from tests.unit.cell_conductor.world import listing
+from tests.unit.cell_conductor.world import listing, opened
 
 DELETING = record(
     State.DESTROYING, next_state=State.DELETED, queried=False, code="", reason="", attempt=2, highest_attempt=2
@@ -258,3 +269,110 @@ async def test_a_tombstone_beside_a_machine_stays_one() -> None:
     found = await cell.recover()
     assert found is not None and (found.state, found.blocked_reason) == (State.TOMBSTONE, "")
     assert [one.host_uuid for one in cell.sent(Destroy)] == [host(1)]
+
+
+# --- What a recovery has placement hold of an instance that has a machine
+
+
+CHILD = "00000000-0000-4000-8000-0000000000ff"
+MIGRATION = "00000000-0000-4000-8000-0000000000fe"
+HERE, ELSEWHERE = selection(1), selection(2)
+SAME_IN_A_CHILD = replace(HERE, allocations={CHILD: HERE.allocations[host(1)]})
+MORE = replace(HERE, allocations={host(1): {name: 2 * one for name, one in HERE.allocations[host(1)].items()}})
+
+
+@pytest.mark.parametrize(
+    ("own", "of_migration", "wanted"),
+    [
+        pytest.param((HERE,), (), "nothing", id="as it is"),
+        pytest.param((SAME_IN_A_CHILD,), (), "nothing", id="the same of another provider of the host"),
+        pytest.param((HERE,), (ELSEWHERE,), None, id="only its migration is over"),
+        pytest.param((ELSEWHERE,), (HERE,), HERE.allocations, id="its migration has what it is to have"),
+        # Seed 7 of moves and cell-restored: the root of the host had no inventory of it any more.
+        pytest.param((ELSEWHERE,), (SAME_IN_A_CHILD,), SAME_IN_A_CHILD.allocations, id="where the host has it now"),
+        pytest.param((MORE,), (), HERE.allocations, id="other amounts"),
+        pytest.param((), (), HERE.allocations, id="nothing there"),
+    ],
+)
+def test_an_instance_is_to_hold_what_its_machine_has(
+    own: tuple[Selection, ...], of_migration: tuple[Selection, ...], wanted: Any
+) -> None:
+    result = Reconciled(record(State.ACTIVE, attempt=1, selections=(HERE,), selection_index=0))
+    known = KnownInstance(
+        selections=(*own, *of_migration), own_count=len(own), migrations=(MIGRATION,) if of_migration else ()
+    )
+    told = restatement(result, known)
+    if told is None:
+        assert wanted == "nothing"
+    else:
+        assert told.allocations == (None if wanted == "nothing" else wanted)
+
+
+# --- A record of an instance that cannot be read, or searched for
+
+
+LONE = "00000000-0000-4000-8000-0000000000aa"
+
+
+class Connection:
+    """Rows whose deadlines have passed, and the statements that change some."""
+
+    def __init__(self, *rows: tuple[str, str, str]) -> None:
+        self.rows = rows
+        self.changed: list[list[str]] = []
+
+    async def fetch(self, *_: object) -> list[tuple[str, str, str]]:
+        """All of them."""
+        return list(self.rows)
+
+    async def execute(self, _statement: str, uuids: list[str], _deadline: float) -> None:
+        """Keep which."""
+        self.changed.append(uuids)
+
+
+def row(instance: Instance, text: str | None = None) -> tuple[str, str, str]:
+    """With this for its record."""
+    return instance.uuid, instance.state, tables.encode(instance) if text is None else text
+
+
+async def due(*rows: tuple[str, str, str]) -> tuple[list[Instance], Connection]:
+    """What is due of these rows."""
+    connection: Any = Connection(*rows)
+    nothing: Any = None
+    transaction = PostgresTransaction(connection, nothing, DatabaseIdentity())
+    return await transaction.lock_due(300.0, 10), connection
+
+
+async def test_it_does_not_stop_the_deadlines_of_others_and_is_put_off() -> None:
+    """All deadlines of the cell stopped, and its conductors ended at each start."""
+    good, poisoned, before = record(State.BUILDING, uuid=LONE), record(State.BUILDING), failed_steps()
+    for text in ('{"uuid": "x", "state": "of another version"}', "[]", '{"state": "building"}'):
+        with capture_logs() as logged:
+            found, connection = await due(row(poisoned, text), row(good))
+        assert found == [good] and connection.changed == [[UUID]]
+        assert [(one["event"], one["instance"], one["state"]) for one in logged] == [
+            ("instance.unreadable", UUID, State.BUILDING)
+        ]
+    assert failed_steps() == before + 3
+    found, connection = await due(row(good))
+    assert found == [good] and not connection.changed, "nothing is written where all can be read"
+
+
+async def test_a_machine_that_cannot_be_given_to_its_instance_ends_no_search() -> None:
+    conductor = await opened()
+
+    async def crashes(*_: Any) -> Any:
+        raise ValueError
+
+    conductor.engine._apply = crashes  # type: ignore[method-assign]
+    pending = PendingLookups()
+    pending.add_adoption(UUID)
+    lookup = SourceLookup(
+        conductor.engine, conductor.store, conductor.bus, clock=SystemClock(), config=ConductorConfig(),
+        listings=HostListings(), pending=pending,
+    )  # fmt: skip
+    with capture_logs() as logged:
+        await lookup.look_up()
+    assert [(one["event"], one["instance"], one["code"]) for one in logged if one["log_level"] == "error"] == [
+        ("instance.lookup_failed", UUID, "ValueError")
+    ]

@@ -59,7 +59,7 @@ class Cell:
             known = await transaction.lock([UUID])
             await transaction.update([replace(known[UUID], deadline=1.0)])
         await self.engine.sweep()
-        return (await self.engine.recorded([UUID]))[UUID]
+        return (await self.engine.read_recorded([UUID]))[UUID]
 
     @property
     def ends(self) -> list[tuple[str, ActionKind, ActionState, str]]:

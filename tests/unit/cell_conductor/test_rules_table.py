@@ -264,7 +264,6 @@ def tried(n: int, outcome: str, code: str = "", reason: str = "", *, attempt: in
     return AttemptRecord(attempt=attempt, host=f"host-{n}", outcome=outcome, code=code, reason=reason, at=at)
 
 
-FAILED_1 = tried(2, "failed", "spawn.destroyed", at=310.0)
 NEXT = {"state": S.CLAIMING, "next_state": S.BUILDING, "since": 310.0, "deadline": 325.0}
 STAMPS = StageTimes(requested=1.0)
 FAILS = {"state": S.CLAIMING, "next_state": S.BUILDING, "since": 110.0, "deadline": 125.0,
@@ -455,16 +454,6 @@ def test_a_step_of_a_build_changes_this_of_its_record(
     before: Instance, event: e.Event, context: StepContext, changes: dict[str, Any]
 ) -> None:
     assert step(before, event, context).instance == after(before, changes)
-
-
-OUT_OF_TIME = tried(2, "timed_out", "spawn.timeout", at=1.0)
-
-
-@pytest.mark.parametrize("answered", [False, True])
-def test_a_build_has_one_terminal_event(answered: bool) -> None:
-    releasing = record(S.RELEASING, S.FAILED, answered=answered)
-    (event,) = step(releasing, answering(releasing, RELEASED), PATIENCE).commands
-    assert event.terminal is not answered  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

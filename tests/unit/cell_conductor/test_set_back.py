@@ -27,29 +27,13 @@ from cell_conductor.store.keyed_tables import DESTROY, PROTECT, DecidedMachine
 from cell_conductor.store.memory import MemoryInstanceTable
 from cell_conductor.transition import _without_protected
 from tests.unit.cell_conductor.move_scenario import begun, claimed
-from tests.unit.cell_conductor.scenario import DELETE, PATIENCE, SPEC, UUID, host, queried, selection
+from tests.unit.cell_conductor.scenario import PATIENCE, SPEC, UUID, host, selection
 from tests.unit.cell_conductor.world import BUILD, Conductor, Quiet, hosts_of, insert, listing, opened
 
 # --- What a database that was restored proves, and what an event or a state says where it says nothing: tables.
 
 
-AT = 1000.0
-
-
-BEFORE, AFTER = (replace(queried(), requested_at=at) for at in (AT, AT + 999.0))
-
-
 GONE = CellTransfer(cell="c2", spec=SPEC, image="i", last=selection(1), attempt=1)
-KNOWN, UNKNOWN = Instance(uuid=UUID, spec=SPEC, selections=(selection(1),)), Instance(uuid=UUID)
-TOMB, LEFT = (
-    replace(UNKNOWN, state=State.TOMBSTONE),
-    replace(KNOWN, state=State.TRANSFERRED, highest_attempt=2, transfer=GONE),
-)
-QUERY, BEGUN = replace(AFTER, is_query=True), replace(DELETE, may_have_started=True)
-
-
-OLD = replace(KNOWN, state=State.ACTIVE, since=AT)
-MOVES = e.action_event(CellAction(request_id=UUID, instance_uuid=UUID, project_id="p", kind=ActionKind.STOP), 1.0, "")
 
 
 # --- Events
@@ -77,17 +61,11 @@ def test_a_request_begins_unless_it_is_a_query_or_given_up(
     )
 
 
-def test_a_request_that_does_not_say_so_is_no_query() -> None:
-    assert not e.action_event(
-        CellAction(request_id=UUID, instance_uuid=UUID, project_id="p", kind=ActionKind.STOP), 1.0, ""
-    ).is_query
-
-
 # --- States
 
 
 def test_states_are_listed_in_sql_in_the_order_of_the_table() -> None:
-    assert phases_as_sql(desires.PURGED) == "'tombstone', 'deleted'"
+    assert phases_as_sql(desires.PURGEABLE) == "'tombstone', 'deleted'"
 
 
 @pytest.mark.parametrize(
@@ -95,12 +73,12 @@ def test_states_are_listed_in_sql_in_the_order_of_the_table() -> None:
     [
         (desires.DELETE_REQUESTED, "tombstone deleted claiming/deleted destroying/deleted releasing/deleted"),
         (
-            desires.REFUSED,
+            desires.ENDED_BY_FAILURE_OR_DELETE,
             "tombstone deleted claiming/deleted destroying/deleted releasing/deleted failed releasing/failed",
         ),
         (desires.AT_REST, "tombstone failed deleted offloaded transferred transferred/absent"),
-        (desires.PURGED, "tombstone deleted"),
-        (desires.PURGED_FAILED, "failed transferred/absent"),
+        (desires.PURGEABLE, "tombstone deleted"),
+        (desires.PURGEABLE_FAILED, "failed transferred/absent"),
         (desires.IN_OTHER_CELL, "transferred transferred/absent"),
         (desires.EVACUATED, "destroying/reverting finishing resized"),
         (

@@ -7,58 +7,39 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from bus.contracts.actions import ActionEvent, ActionKind, ActionState, CellActionQuery
+from bus.contracts.actions import ActionKind, CellActionQuery
 from bus.contracts.base import MAX_EPOCH
-from bus.contracts.build import AttemptRecord
-from bus.contracts.cell import MAX_RESERVED_AT_ONCE, Destroy, Running, ServiceSuperseded, Spawn
-from bus.contracts.operations import EvacuationPolicy
-from bus.contracts.placement import Claim, Revert
+from bus.contracts.cell import MAX_RESERVED_AT_ONCE, Running, ServiceSuperseded
 from cell_conductor.hosts import lease_table
 from cell_conductor.hosts.lease_table import LeaseTable
-from cell_conductor.placement_question import awaited_request_of
 from cell_conductor.reports.reserved_machines import pages
 from cell_conductor.request_handlers import action_queried
 from cell_conductor.rules import rollback_rules as way_back
-from cell_conductor.rules.action_events import DONE, ActionEnd, close
 from cell_conductor.state import events as e
-from cell_conductor.state.evacuation_proof import may_run_after_evacuation
 from cell_conductor.state.events import InstanceEvent
-from cell_conductor.state.fence import Fence, abandoned_services
-from cell_conductor.state.instance import NOT_COMMANDED, Instance, Phase, State, summary_of_attempts
+from cell_conductor.state.fence import Fence
+from cell_conductor.state.instance import Instance, State
 from cell_conductor.state.lease import Lease, LeaseState
-from cell_conductor.state.ownership_proof import rescan_id
 from cell_conductor.state.step import Step
 from cell_conductor.transition import FenceSteps, step
 from tests.unit.cell_conductor.move_scenario import (
     OTHER,
-    SERVICE_DOWN,
     Scenario,
-    active,
     begun,
     claimed,
-    request,
     to_resized,
 )
-from tests.unit.cell_conductor.records import fenced as on_fenced
 from tests.unit.cell_conductor.records import record
 from tests.unit.cell_conductor.scenario import (
-    DATABASE_ID,
     DELETE,
     PATIENCE,
-    RELEASED,
     SPEC,
-    TIMED_OUT,
     UUID,
-    announced,
-    failed,
     host,
     queried,
     run,
-    selection,
     spawned,
-    spawns,
 )
-from tests.unit.cell_conductor.scenario import claimed as claimed_alternate
 from tests.unit.cell_conductor.world import beat, insert, opened
 
 # --- Single conditions of the cell's rules that no table of a decision holds.
@@ -74,23 +55,6 @@ def fenced(n: int) -> e.HostFenced:
 # --- moves
 
 
-def test_a_delete_of_what_changes_in_place_goes_on_without_a_source() -> None:
-    made = begun(ActionKind.STOP)
-    made.apply(DELETE)
-    assert made.apply(e.TimedOut(at=400.0)).instance.phase == (State.DESTROYING, State.DELETED)
-
-
-@pytest.mark.parametrize(
-    ("ending", "state"),
-    [(DONE, ActionState.CHANGING), (ActionEnd(ActionState.FAILED, "instance.lost", "why"), ActionState.ROLLING_BACK)],
-)
-def test_a_move_that_is_over_after_each_request_had_its_end_is_announced_as_progress(
-    ending: ActionEnd, state: ActionState
-) -> None:
-    (event,) = close(to_resized().instance, ending, 300.0, PATIENCE).commands
-    assert isinstance(event, ActionEvent) and (event.state, event.terminal) == (state, False)
-
-
 def in_place(*, arrived: bool = True) -> Scenario:
     """A resize on host 1."""
     made = begun(ActionKind.RESIZE, 1, spec=replace(SPEC, flavor="large"))
@@ -100,60 +64,9 @@ def in_place(*, arrived: bool = True) -> Scenario:
     return made
 
 
-def test_a_resize_in_place_that_is_not_to_wait_is_confirmed_by_the_fence_of_its_host() -> None:
-    arrived, under_way = in_place(), in_place(arrived=False)
-    assert arrived.instance.state is State.RESIZED and arrived.instance.is_in_place
-    arrived.context = under_way.context = on_fenced(1)
-    assert arrived.apply(fenced(1)).instance is arrived.instance, "its client decides when the host is back"
-    arrived.instance = replace(arrived.instance, spec=replace(SPEC, on_host_failure=EvacuationPolicy.RESTART))
-    assert arrived.apply(fenced(1)).instance.phase == (State.RELEASING, State.ACTIVE)
-    assert under_way.apply(fenced(1)).instance.state is not State.RESIZING
-
-
-def test_an_undone_resize_in_place_on_a_fenced_host_waits_for_placement_alone() -> None:
-    made = in_place(arrived=False)
-    made.end(1, 1, done=False, code="change.failed")
-    made.apply(e.TimedOut(at=400.0))
-    assert made.apply(fenced(1)).instance.phase == (State.REVERTING, None)
-
-
-@pytest.mark.parametrize(("n", "state"), [(1, State.ACTIVE), (2, State.CHANGING)])
-def test_a_change_is_ended_by_the_fence_of_its_own_host(n: int, state: State) -> None:
-    assert begun(ActionKind.STOP).apply(fenced(n)).instance.state is state
-
-
-@pytest.mark.parametrize(
-    ("phase", "evacuated"), [((State.RESIZED, None), True), ((State.DESTROYING, State.ACTIVE), False)]
-)
-def test_a_fence_stays_until_the_source_of_an_evacuation_is_given_up(phase: Phase, evacuated: bool) -> None:
-    resized = to_resized().instance
-    assert resized.action is not None
-    state, next_state = phase
-    known = replace(
-        resized, state=state, next_state=next_state, action=replace(resized.action, kind=ActionKind.EVACUATE)
-    )
-    assert may_run_after_evacuation(known, host(1)) is evacuated and not may_run_after_evacuation(known, host(2))
-
-
 def test_a_source_that_is_gone_ends_only_what_waits_for_it() -> None:
     resized = replace(to_resized().instance, deadline=400.0)
     assert way_back.end_source_lost(resized, 300.0, PATIENCE) == Step(resized)
-
-
-@pytest.mark.parametrize("attempt", [1, 2])
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_a_host_that_was_passed_over_is_counted_once(attempt: int, hosts: int) -> None:
-    """The first is among those that are left; a later one was taken from them."""
-    passed = AttemptRecord(attempt=attempt, host=f"host-{hosts}", outcome=NOT_COMMANDED)
-    known = Instance(uuid=UUID, spec=SPEC, selections=(selection(1),), history=(passed,))
-    assert summary_of_attempts(known).startswith(f"0 of {hosts} hosts")
-
-
-def test_a_build_is_announced_with_the_host_that_it_has() -> None:
-    (*_, last) = announced(run(queried(hosts=1), spawned()))
-    assert (last.host, last.host_uuid) == ("host-1", host(1))
-    (deleted,) = announced(step(Instance(uuid=UUID, spec=SPEC, state=State.FAILED), DELETE, PATIENCE))[:1]
-    assert (deleted.host, deleted.host_uuid) == (None, None)
 
 
 def test_a_fence_names_the_host_whose_fence_has_changed_something() -> None:
@@ -163,24 +76,6 @@ def test_a_fence_names_the_host_whose_fence_has_changed_something() -> None:
         stepped = step(destroying, event, PATIENCE)
         follower.apply(destroying, stepped, event, PATIENCE)
         assert [*follower.hosts] == hosts
-
-
-def test_a_record_that_an_event_leaves_as_it_was_loses_nothing_again() -> None:
-    over = run(queried(hosts=1), failed(final=True)).instance
-    fences = {host(1): Fence(host_uuid=host(1), host="host-1", version=1)}
-    follower = FenceSteps()
-    for event, before in ((TIMED_OUT, replace(over, state=State.FAILED, next_state=None)),):
-        follower.apply(before, Step(before), event, replace(PATIENCE, fences=fences))
-    assert follower.abandoned == {}
-
-
-def test_a_fenced_source_is_gone_by_the_service_that_has_it() -> None:
-    made = to_resized()
-    made.apply(DELETE)
-    assert made.instance.action is not None and made.instance.action.source is not None
-    source = replace(made.instance.action.source, service="s2")
-    other = Scenario(replace(made.instance, action=replace(made.instance.action, source=source)))
-    assert other.apply(fenced(1)).instance.action.source_destroyed  # type: ignore[union-attr]
 
 
 # --- reports, leases, quarantine
@@ -196,22 +91,6 @@ def test_reservations_fill_a_message_to_its_bound() -> None:
 # --- The instance state machine: builds, their alternates, and how they end.
 
 
-def test_what_failed_and_was_forgotten_above_is_built_when_it_is_requested_anew() -> None:
-    """Schedulers forget a failed build a day before its cell does: the new one stayed scheduled, and held its claim.
-    That is claimed anew, because it may be the former build's.
-    """
-    over = run(queried(hosts=1), failed(), RELEASED).instance
-    copy = run(queried(), start=over)
-    assert (copy.instance, spawns(copy)) == (over, []), "a copy of the same request"
-    request = replace(queried(), requested_at=9e5, at=9e5)
-    anew = run(request, claimed_alternate(over.last_attempt + 2), start=over)
-    assert spawns(anew) == [(3, host(1))] and anew.instance.state is State.BUILDING
-    (claimed_anew,) = anew.instance.history
-    assert claimed_anew.outcome == NOT_COMMANDED and not anew.instance.answered and not anew.instance.code
-    (event,) = announced(anew)
-    assert event.sequence == over.sequence, "higher than all that was announced of it"
-
-
 # --- The instance state machine: what a host's own report of its machines changes.
 
 
@@ -219,71 +98,11 @@ def runs(attempt: int, n: int = 1, *, built: bool = True) -> e.MachineRunning:
     return e.MachineRunning(at=320.0, attempt=attempt, host_uuid=host(n), service="s1", built=built)
 
 
-def test_what_its_record_proves_over_is_destroyed() -> None:
-    second = run(queried(), failed(), claimed_alternate(), spawned(2)).instance
-    over = run(queried(hosts=1), failed(), RELEASED).instance
-    gone = run(
-        queried(), spawned(), DELETE, e.Destroyed(at=1.0, attempt=1, host_uuid=host(1), service="s1"), RELEASED
-    ).instance
-    buried = run(DELETE).instance
-    for before, older in ((second, runs(1)), (over, runs(1)), (gone, runs(1)), (gone, runs(5, 3)), (buried, runs(1))):
-        event = replace(older, rescans=(rescan_id(before),))
-        if before.state in (State.ACTIVE, State.FAILED):
-            assert step(before, older, PATIENCE) == Step(before), "it may be gone by now"
-        (command,) = step(before, event, PATIENCE).commands
-        assert isinstance(command, Destroy) and (command.attempt, command.host_uuid) == (event.attempt, event.host_uuid)
-        assert command.database_id == DATABASE_ID
-
-
 # --- a fence of a host: what waits for the host's report ends, what is active stays, and what it may have kept is stale
 
 
 def fences_on(*numbers: int) -> dict[str, Fence]:
     return {host(n): Fence(host_uuid=host(n), host=f"host-{n}", version=1) for n in numbers}
-
-
-def test_nothing_is_commanded_on_a_fenced_host() -> None:
-    context = replace(PATIENCE, fences=fences_on(1, 2))
-    stepped = step(Instance(uuid=UUID), queried(), context)
-    claim = awaited_request_of(stepped.instance)
-    assert not [one for one in stepped.commands if isinstance(one, Spawn)]
-    assert isinstance(claim, Claim)
-    assert [list(option.allocations) for option in claim.options] == [[host(3)]]
-    alone = step(Instance(uuid=UUID), queried(hosts=2), context)
-    assert (alone.instance.phase, alone.instance.code) == ((State.RELEASING, State.FAILED), "max_retries_exceeded")
-    assert not alone.commands
-
-
-def test_an_evacuation_on_a_clients_statement_is_undone_when_the_service_is_back() -> None:
-    there = replace(selection(2), service="s2")
-    made = Scenario(active(), SERVICE_DOWN)
-    made.apply(request(ActionKind.EVACUATE, fenced=True, selections=(there,)), claimed())
-    down = made.instance
-    made.context = PATIENCE
-    made.end(2, 2)
-    assert made.instance.action is not None
-    assert made.instance.action.rollback_code == "evacuate.service_up"
-    assert not made.spawns
-    still = Scenario(down, SERVICE_DOWN)
-    still.end(2, 2)
-    assert still.instance.state is State.FINISHING
-
-
-@pytest.mark.parametrize("is_last", [False, True])
-def test_a_destination_that_is_fenced_is_given_up(is_last: bool) -> None:
-    made = begun(ActionKind.MIGRATE, *((2,) if is_last else (2, 3)))
-    made.apply(claimed())
-    made.end(2, 2)
-    made.end(1, 1)
-    assert made.instance.state is State.FINISHING
-    before = made.instance
-    made.apply(fenced(2))
-    follows = (State.DESTROYING, State.REVERTING) if is_last else (State.CLAIMING, State.PREPARING)
-    assert (made.instance.phase, made.destroys) == (follows, [(2, host(2))])
-    if is_last:
-        made.apply(fenced(2))
-        assert isinstance(awaited_request_of(made.instance), Revert)
-    assert abandoned_services(before, made.instance, host(2)) == ("s1",)
 
 
 # --- The leases of compute services: a row for each bound and each condition.
@@ -361,13 +180,6 @@ def test_who_is_up_is_known_when_the_record_was_read_and_each_was_due() -> None:
     assert table.alive_services == {"a"}
 
 
-def test_the_interval_that_was_stated_last_counts() -> None:
-    table = Listened()
-    for sequence, (stated, counts) in enumerate([(0.0, 10.0), (0.5, 0.5), (0.0, 0.5), (7.0, 7.0)]):
-        table.renew(beat("a", 1, sequence, interval_s=stated), at=1.0)
-        assert table.leases["a"].interval_s == counts
-
-
 @pytest.mark.parametrize(
     ("stops", "seconds", "state", "abandoned"),
     [
@@ -442,22 +254,6 @@ def test_a_lease_from_before_its_service_was_forgotten_is_not_adopted(
     assert table.deleted == (set() if adopted else {"a"})
 
 
-def test_a_service_that_sends_something_is_not_forgotten_any_more() -> None:
-    table = Listened()
-    table.delete("a")
-    assert table.deleted == {"a"}
-    table.renew(beat("a", 1, 1, stopping=True), at=1.0)
-    table.remove(["a"])
-    assert table.deleted == set()
-
-
-def test_a_service_that_is_up_is_not_forgotten() -> None:
-    table = Listened()
-    table.renew(beat("a", 1, 1), at=1.0)
-    table.delete("a")
-    assert table.up == ("a",) and table.deleted == set()
-
-
 @pytest.mark.parametrize(("known", "recorded", "sent"), [(5, 4, {}), (5, 5, {}), (5, 6, {"a": 6}), (None, 6, {})])
 def test_a_service_below_its_recorded_epoch_is_sent_that_one(
     known: int | None, recorded: int, sent: dict[str, int]
@@ -522,15 +318,6 @@ def test_a_message_of_a_service_changes_its_lease(epoch: int, sequence: int, sto
     assert changed or after is before
 
 
-@pytest.mark.parametrize("state", [LeaseState.SILENT, LeaseState.STOPPED])
-def test_a_service_that_was_down_on_record_is_up_by_its_next_message(state: LeaseState) -> None:
-    table = Listened()
-    table.load([replace(DOWN, state=state)])
-    assert list(table.abandoned) == ["a"] * (state is LeaseState.SILENT)
-    assert table.renew(beat("a", 5, 0), at=2.0) is (state is LeaseState.SILENT), "a stopped one's life is over"
-    assert table.renew(beat("a", 6, 0), at=2.0) and table.up == ("a",)
-
-
 @pytest.mark.parametrize(
     ("ring", "seconds", "rings"),
     [("r", 30.0, {"r": ("a",)}), ("r", 30.1, {}), (None, 0.0, {}), ("", 0.0, {})],
@@ -566,7 +353,7 @@ async def test_a_record_without_a_step_does_not_stop_the_deadlines_of_others(poi
     with capture_logs() as logged:
         assert await conductor.engine.sweep() == 2
         assert await conductor.engine.sweep() == 0, "it is tried again, and later"
-    known = await conductor.engine.recorded((LONE, UUID))
+    known = await conductor.engine.read_recorded((LONE, UUID))
     assert known[LONE].queried and known[UUID].deadline is not None and known[UUID].deadline > 99.0
     assert known[UUID] == replace(poisoned, deadline=known[UUID].deadline)
     assert [(one["event"], one["instance"]) for one in logged if one["log_level"] == "error"] == [
@@ -582,7 +369,7 @@ async def test_a_record_without_a_step_does_not_stop_a_report_and_makes_a_messag
     runs = e.MachineRunning(at=300.0, attempt=2, host_uuid=host(2), service="s2")
     reported = [InstanceEvent(one, runs) for one in (UUID, LONE)]
     await conductor.engine.take(reported, source="reports")
-    known = await conductor.engine.recorded((LONE, UUID))
+    known = await conductor.engine.read_recorded((LONE, UUID))
     assert (known[LONE].state, known[UUID]) == (State.ACTIVE, poisoned)
     with pytest.raises(AssertionError):
         await conductor.engine.take([replace(reported[0], message_id="m")], source="results")

@@ -12,13 +12,12 @@ from msgspec.structs import replace
 
 from bus.contracts.actions import ActionEvent, ActionKind, ActionState, Condition
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, Selection
-from cell_conductor.placement_question import awaited_request_of
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.state import events as e
 from cell_conductor.state.commands import commands_of, with_commands
 from cell_conductor.state.desired_state import DELETE_REQUESTED, DESIRED_STATES, phase_from_text, phase_to_text
 from cell_conductor.state.fence import Fence
 from cell_conductor.state.instance import (
-    FIRST_SEQUENCE,
     MACHINE_EXISTS,
     ActionInProgress,
     BlockedReason,
@@ -31,8 +30,7 @@ from cell_conductor.state.ownership_proof import is_provably_ended
 from cell_conductor.state.step import Step
 from cell_conductor.table import BLOCKED, TABLE, ByNextState, rules_of
 from cell_conductor.transition import IllegalStep, step
-from tests.unit.cell_conductor.move_scenario import ACTION, OTHER, Scenario, active, request, unbegun
-from tests.unit.cell_conductor.move_scenario import claimed as move_claimed
+from tests.unit.cell_conductor.move_scenario import ACTION, active, request, unbegun
 from tests.unit.cell_conductor.scenario import (
     DELETE,
     PATIENCE,
@@ -40,11 +38,8 @@ from tests.unit.cell_conductor.scenario import (
     SPEC,
     TIMED_OUT,
     UUID,
-    announced,
-    answering,
     claimed,
     failed,
-    host,
     queried,
     refused,
     run,
@@ -72,12 +67,6 @@ def test_every_state_is_reached_and_left() -> None:
     assert all(any(rule.to for rule in row) for row in rules.values())
 
 
-def test_an_unfulfilled_question_is_repeated() -> None:
-    waiting = run(queried(), failed()).instance
-    again = run(e.TimedOut(at=125.0), start=waiting)
-    assert again.instance.deadline == 140.0 and awaited_request_of(again.instance) == awaited_request_of(waiting)
-
-
 def test_illegal_pairs_raise_with_the_history() -> None:
     with pytest.raises(IllegalStep, match=r"spawn\.no_disk"):
         run(TIMED_OUT, start=run(queried(), failed(), claimed(), spawned(2)).instance)
@@ -91,31 +80,6 @@ def test_an_answer_to_what_no_record_asks_changes_nothing(answer: e.Event, start
     """A database that was restored has lost the request. It ended the process (seed 51)."""
     after = step(start, answer, PATIENCE)
     assert (after.instance, after.commands) == (start, ())
-
-
-def test_answers_to_older_questions_change_nothing() -> None:
-    second = run(queried(), failed(), claimed(), failed(2)).instance
-    assert second.phase == (State.CLAIMING, State.BUILDING)
-    for late in (claimed(), refused(), claimed(option=1)):
-        assert run(late, start=second).instance == second
-
-
-def test_sequence_rises_with_every_announcement() -> None:
-    instance, numbers = Instance(uuid=UUID), []
-    path = (
-        queried(),
-        failed(),
-        claimed(),
-        spawned(2),
-        DELETE,
-        e.Destroyed(at=1.0, attempt=2, host_uuid=host(2), service="s1"),
-        RELEASED,
-    )
-    for event in path:
-        stepped = step(instance, answering(instance, event), PATIENCE)
-        instance = stepped.instance
-        numbers += [s.sequence for s in announced(stepped)]
-    assert numbers == list(range(FIRST_SEQUENCE, FIRST_SEQUENCE + 5))
 
 
 # --- What a record proves to be over, state by state, against a table of values from before the table of desires.
@@ -189,12 +153,6 @@ def test_what_is_over_has_not_changed(phase: Phase, proves_from: int) -> None:
         is not (was and (attempt >= proves_from or is_named(record, attempt) or phase in DELETE_REQUESTED))
     ]
     assert not wrong, wrong[:3]
-
-
-def test_every_state_is_frozen() -> None:
-    kept = {"reassigning", "releasing_kept", "clearing", "leaving", "kept", "adopting"}
-    assert set(FROZEN) - kept == set(NAMES.values()) and len(FROZEN) == 33 and len(NAMES) == 28
-    assert sum(sum(frozen_over(phase).values()) for phase in PHASES) > 0
 
 
 # --- The table of desires is total, and the orders that follow from it destroy nothing that is wanted.
@@ -363,54 +321,3 @@ def test_a_request_without_a_record_ends_as_lost_and_a_late_copy_of_it_is_not_be
     (repeated,) = late.commands
     assert isinstance(repeated, ActionEvent)
     assert (repeated.state, repeated.code, late.instance.state) == (ActionState.FAILED, "action.lost", State.ACTIVE)
-
-
-def test_the_end_of_a_request_is_announced_again_under_a_new_number() -> None:
-    stopped = Scenario(active())
-    stopped.apply(request(ActionKind.STOP))
-    stopped.end(1, 1)
-    first = stopped.commands[-1]
-    assert isinstance(first, ActionEvent) and first.terminal
-    stepped, event = answer(stopped.instance, queries(ActionKind.STOP))
-    assert (event.state, event.terminal, event.condition) == (ActionState.DONE, True, Condition.STOPPED)
-    assert event.sequence == first.sequence + 1 and stepped.instance.sequence == event.sequence + 1
-
-
-@pytest.mark.parametrize(
-    ("happened", "state"),
-    [
-        ((), ActionState.CLAIMING),
-        ((move_claimed(),), ActionState.PREPARING),
-        ((move_claimed(), request(ActionKind.ABORT, request_id=OTHER)), ActionState.ROLLING_BACK),
-    ],
-)
-def test_a_request_under_way_is_answered_with_its_progress(happened: tuple[e.Event, ...], state: ActionState) -> None:
-    moving = Scenario(active())
-    moving.apply(request(ActionKind.MIGRATE, 2), *happened)
-    stepped, event = answer(moving.instance, queries())
-    assert (event.state, event.terminal, event.condition) == (state, False, Condition.MOVING)
-    assert stepped.instance == replace(moving.instance, sequence=moving.instance.sequence + 1)
-
-
-def test_an_abort_under_way_is_answered_too() -> None:
-    moving = Scenario(active())
-    moving.apply(request(ActionKind.MIGRATE, 2), request(ActionKind.ABORT, request_id=OTHER))
-    stepped, event = answer(moving.instance, queries(ActionKind.ABORT, OTHER))
-    assert not event.terminal and stepped.instance.action == moving.instance.action
-
-
-def test_an_instance_that_the_cell_does_not_know_ends_the_request() -> None:
-    stepped, event = answer(Instance(uuid=UUID), queries())
-    assert (event.state, event.code, event.condition) == (ActionState.FAILED, "instance.unknown", Condition.UNKNOWN)
-    assert event.terminal and stepped.instance == Instance(uuid=UUID)
-
-
-def test_a_lost_request_ends_while_another_one_is_under_way() -> None:
-    moving = Scenario(active())
-    moving.apply(request(ActionKind.MIGRATE, 2))
-    stepped, event = answer(moving.instance, queries(ActionKind.STOP, OTHER))
-    assert (event.state, event.code) == (ActionState.FAILED, "action.lost")
-    assert stepped.instance.action == moving.instance.action and stepped.instance.phase == (
-        State.CLAIMING,
-        State.PREPARING,
-    )

@@ -18,10 +18,12 @@ from bus.contracts.actions import (
     ChangeMachine,
     Condition,
 )
+from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import Destroy, InstanceSpec
 from bus.contracts.listing import ListedMachine
+from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import Claim, Release
-from cell_conductor.placement_question import awaited_request_of
+from cell_conductor.awaited_request import awaited_request_of
 from cell_conductor.request_handlers import transfer_event
 from cell_conductor.rules.reconcile import ATTEMPTS_PER_INCARNATION, reconcile
 from cell_conductor.rules.recovered import recovered
@@ -29,8 +31,14 @@ from cell_conductor.rules.recovery_facts import KnownInstance
 from cell_conductor.state import events as e
 from cell_conductor.state.instance import Instance, Power, State
 from cell_conductor.state.step import StepContext
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.drain.drain_steps import is_restarted
+from scheduler_worker.records.action_record import ActionContext
+from scheduler_worker.records.build_record import RecordedBuild, SinceBuild
 from tests.unit.cell_conductor.move_scenario import ACTION, OTHER, Scenario, active, begun, claimed, request, unbegun
-from tests.unit.cell_conductor.scenario import PATIENCE, UUID, host, queried, selection, spawned
+from tests.unit.cell_conductor.records import fenced as on_fenced
+from tests.unit.cell_conductor.scenario import PATIENCE, SPEC, UUID, host, queried, selection, spawned
+from tests.unit.cell_conductor.test_single_conditions import fenced, in_place
 
 THERE = replace(PATIENCE, cell="c2")
 LARGER = InstanceSpec(instance_uuid=UUID, project_id="p", name="n", flavor="m1.large")
@@ -135,18 +143,6 @@ def test_a_departure_is_announced_until_the_build_elsewhere_has_ended() -> None:
     assert (made.instance.phase, made.instance.deadline) == ((State.TRANSFERRED, State.ABSENT), None)
 
 
-@pytest.mark.parametrize("kind", [ActionKind.MIGRATE, ActionKind.RESIZE])
-def test_a_departure_by_another_request_than_it_left_by_is_refused(kind: ActionKind) -> None:
-    former, transfer = transferred()
-    former.apply(departs(former.instance, kind, "c3", request_id=OTHER))
-    left, end = [one for one in former.commands if isinstance(one, ActionEvent)][-2:]
-    assert (left.request_id, left.transfer) == (ACTION, transfer)
-    assert (end.request_id, end.terminal, end.code, end.transfer) == (OTHER, True, "instance.transferred", None)
-    told = len(former.commands)
-    former.apply(departs(former.instance))
-    assert [one.transfer for one in former.commands[told:] if isinstance(one, ActionEvent)] == [transfer]
-
-
 def test_what_has_another_flavor_than_the_hosts_there_were_chosen_for_does_not_leave() -> None:
     """It would be built with that one: its client has not requested it."""
     made = Scenario(replace(active(), spec=LARGER))
@@ -180,41 +176,6 @@ def test_what_no_host_of_the_next_cell_builds_comes_home_as_it_was() -> None:
     assert [one[1:] for one in former.terminals] == [(ActionState.FAILED, "image.broken")] * 2
 
 
-def test_a_silent_host_of_the_next_cell_ends_no_move_that_goes_on_at_home() -> None:
-    there = building(in_next_cell(arrives(transferred()[1])))
-    attempt = there.instance.attempt
-    failed = e.SpawnFailed(at=261.0, attempt=attempt, host_uuid=host(2), code="image.broken", final=True)
-    there.apply(failed, e.TimedOut(at=400.0))
-    assert there.instance.phase == (State.DESTROYING, State.REVERTING)
-    there.apply(e.Destroyed(at=462.0, attempt=attempt, host_uuid=host(2), service="s1"))
-    released(there)
-    assert (there.instance.state, there.terminals) == (State.TRANSFERRED, [])
-
-
-def test_what_no_host_at_home_takes_either_rests_offloaded() -> None:
-    former, transfer = transferred()
-    back = replace(transfer, cell="c1", attempt=transfer.attempt + 9)
-    former.apply(arrives(back, ActionKind.MIGRATE, 1, to_cell=None))
-    former.apply(e.ClaimRefused(at=240.0, attempt=former.instance.next_attempt, outcomes=()))
-    released(former)
-    now = former.instance
-    assert (now.state, now.power, now.image) == (State.OFFLOADED, Power.SHELVED, "snapshot-1")
-    assert [one[:2] for one in former.terminals] == [(ActionKind.MIGRATE, ActionState.FAILED)]
-
-
-@pytest.mark.parametrize("begun_by", [leaving, lambda: begun(ActionKind.SHELVE, offload=True)])
-@pytest.mark.parametrize("fields", [{"done": False, "code": "disk.full"}, {"image": ""}])
-def test_what_was_stopped_for_an_image_that_it_has_not_runs_again(begun_by: Any, fields: dict[str, Any]) -> None:
-    made = begun_by()
-    made.end(1, 1, runs=False, **fields)
-    assert (made.instance.state, changes(made)) == (State.RESTARTING, [ChangeKind.SNAPSHOT, ChangeKind.START])
-    assert made.terminals == []
-    made.end(1, 1, runs=True)
-    now = made.instance
-    assert (now.state, now.power, now.action, now.image) == (State.ACTIVE, Power.RUNNING, None, "")
-    assert [one[1:] for one in made.terminals] == [(ActionState.FAILED, fields.get("code", "snapshot.no_image"))]
-
-
 @pytest.mark.parametrize("begun_by", [leaving, lambda: begun(ActionKind.SHELVE, offload=True)])
 @pytest.mark.parametrize("power", [Power.RUNNING, Power.STOPPED])
 def test_what_its_host_has_no_images_of_is_as_it_was(begun_by: Any, power: Power) -> None:
@@ -234,13 +195,6 @@ def test_its_client_waits_for_no_host_that_is_to_start_it_again() -> None:
     assert made.instance.state is State.RESTARTING
 
 
-def test_what_did_not_run_is_not_started_for_want_of_an_image() -> None:
-    made = Scenario(replace(active(), power=Power.STOPPED))
-    made.apply(departs(made.instance))
-    made.end(1, 1, done=False, runs=False, code="disk.full")
-    assert (made.instance.state, made.instance.power) == (State.ACTIVE, Power.STOPPED)
-
-
 def test_the_schedulers_wait_for_a_host_that_does_not_know_whether_the_image_is_kept() -> None:
     """Its answer leads the move: an end before it would leave the instance stopped, for a move that has failed."""
     made = leaving()
@@ -249,18 +203,6 @@ def test_the_schedulers_wait_for_a_host_that_does_not_know_whether_the_image_is_
     assert (made.terminals, made.instance.state) == ([], State.CHANGING)
     made.end(1, 1, image="snapshot-1", runs=False)
     assert made.instance.phase == (State.DESTROYING, State.OFFLOADED)
-
-
-@pytest.mark.parametrize("is_started", [True, False])
-def test_a_delete_ends_it_on_its_way(is_started: bool) -> None:
-    made = leaving()
-    if is_started:
-        made.end(1, 1, image="snapshot-1", runs=False)
-    made.apply(e.DeleteRequested(at=206.0, cause=UUID))
-    assert made.instance.phase == (State.DESTROYING, State.DELETED)
-    made.apply(gone(made.instance, 1))
-    released(made)
-    assert made.instance.state is State.DELETED and made.instance.transfer is None
 
 
 # --- a cell's database is restored in the middle: what hosts list and the schedulers have decides
@@ -351,9 +293,9 @@ def test_a_move_ends_no_machine_that_an_operator_keeps(complete: bool) -> None:
         (here(3, 2), (9,), ""),
         (here(3, 2), (2,), "host_absent"),
         (here(4, 5), (5,), "host_absent"),
-        (None, (), "top_silent"),
+        (None, (), "schedulers_silent"),
         (None, (9,), "host_absent"),
-        (here(3, 2, is_old=True), (), "top_silent"),
+        (here(3, 2, is_old=True), (), "schedulers_silent"),
     ],
 )
 def test_an_arrival_is_offloaded_once_its_hosts_have_listed_that_none_is_there(
@@ -399,7 +341,7 @@ def test_a_record_from_before_its_departure_ends_no_move_that_may_go_on_elsewher
     for made in before_it_left():
         before = made.instance.phase
         recover(made, known=known)
-        assert (made.instance.phase, made.instance.blocked_reason) == (before, "top_silent")
+        assert (made.instance.phase, made.instance.blocked_reason) == (before, "schedulers_silent")
         assert made.commands == [] and awaited_request_of(made.instance) is None
 
 
@@ -518,8 +460,29 @@ def test_a_delete_numbers_above_all_that_its_departed_record_gave_out() -> None:
     assert query.attempt > 3_001
 
 
-def test_a_cell_that_an_instance_has_left_announces_no_machine_of_it() -> None:
-    former, transfer = transferred()
-    former.commands.clear()
-    former.apply(queried(hosts=1))
-    assert [getattr(one, "transfer", None) for one in former.commands] == [transfer]
+# --- An instance that awaits its confirm on a host that is fenced
+
+
+VM = "a0000000-0000-4000-8000-000000000000"
+
+
+def test_it_is_restarted_elsewhere_or_its_move_is_ended_by_its_cell() -> None:
+    made = in_place()
+    made.context = on_fenced(1)
+    made.instance = replace(made.instance, spec=replace(SPEC, on_host_failure=EvacuationPolicy.RESTART))
+    made.apply(fenced(1))
+    still_resized = made.instance.state is State.RESIZED
+    build = RecordedBuild(
+        instance_uuid=VM,
+        project_id="p",
+        state=BuildState.ACTIVE,
+        sequence=9,
+        terminal=True,
+        cell="c1",
+        instance=SinceBuild(condition=Condition.RESIZED),
+    )
+    request = BuildRequest(
+        instance_uuid=VM, project_id="p", flavor="m1.small", on_host_failure=EvacuationPolicy.RESTART
+    )
+    restarted = is_restarted(ActionContext(build=build, build_request=request), SchedulerConfig())
+    assert restarted or not still_resized, "the cell leaves it resized, and the scheduler leaves it to the cell"

@@ -7,9 +7,13 @@ from unittest.mock import ANY
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from bus.contracts.actions import MACHINE_ABSENT, ActionKind, ActionState
 from bus.contracts.operations import EvacuationPolicy, FenceState
+from bus.contracts.placement import Release
+from cell_conductor.engine import MAX_ROUNDS
+from cell_conductor.placement_client import PendingRequest
 from cell_conductor.state import events as e
 from cell_conductor.state.events import SourceQuery
 from cell_conductor.state.instance import EndedAction, Instance, Power, State
@@ -37,6 +41,7 @@ from tests.unit.cell_conductor.records import (
     unshelving,
 )
 from tests.unit.cell_conductor.scenario import PATIENCE, SPEC, UUID, host
+from tests.unit.cell_conductor.world import opened
 
 K, S = ActionKind, State
 BY_FENCE: dict[str, Any] = {"rollback_code": "host.fenced"}
@@ -463,3 +468,31 @@ def test_a_step_of_the_way_back_changes_this_of_its_record(
     before: Instance, event: e.Event, context: StepContext, changes: dict[str, Any]
 ) -> None:
     assert step(before, event, context).instance == after(before, changes)
+
+
+QUERY = PendingRequest(moving(S.RESIZED, action=BY_REVERT), SourceQuery(host(1), "s1", 1, 5))
+RELEASE = PendingRequest(moving(S.RESIZED, action=BY_REVERT), Release(consumer=UUID))
+
+
+@pytest.mark.parametrize(
+    ("following", "looked_up", "errors"),
+    [([], [], 0), ([QUERY], [UUID], 0), ([RELEASE], [], 1), ([RELEASE, QUERY], [UUID], 1)],
+)
+async def test_what_follows_the_last_round_of_answers_is_not_lost(
+    following: list[PendingRequest], looked_up: list[str], errors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conductor, rounds = await opened(), [[RELEASE]] * (MAX_ROUNDS - 1) + [following]
+    engine: Any = conductor.engine
+
+    async def answer(requests: list[PendingRequest]) -> list[PendingRequest]:
+        return requests
+
+    async def apply(_: object) -> list[PendingRequest]:
+        return rounds.pop(0)
+
+    monkeypatch.setattr(engine._placement, "send", answer)
+    monkeypatch.setattr(engine, "_apply", apply)
+    with capture_logs() as logged:
+        await engine._request_placement([RELEASE])
+    assert not rounds and len([one for one in logged if one["event"] == "instance.unresolved"]) == errors
+    assert sorted(engine._lookups._sources) == looked_up

@@ -44,7 +44,7 @@ from tests.kit.waiting import until
 HOSTS = tuple(f"00000000-0000-4000-8000-00000000000{n}" for n in range(2))
 INSTANCES = tuple(f"00000000-0000-4000-9000-00000000000{n}" for n in range(3))
 LIMITS = Limits(per_host=10, builds=100, accepted=100, build_s=30.0)
-DESTROY_ATTEMPTS = 3
+DESTROY_CALLS = 3
 
 
 class Instant(SystemClock):
@@ -161,7 +161,7 @@ class Service:
             jobs=self.jobs,
             clock=clock,
             rng=random.Random(1),
-            attempts=DESTROY_ATTEMPTS,
+            max_calls=DESTROY_CALLS,
         )
         self.agent = Agent(
             service="s",
@@ -559,7 +559,7 @@ async def test_a_host_that_cannot_be_read_is_read_later_and_holds_up_nothing(
     driver, records = Scripted(), Records(tmp_path / "records")
     records.open()
     service = await started(driver, records)
-    driver.machines[KEY], faults = 1, [DriverUnavailable("away")] * DESTROY_ATTEMPTS
+    driver.machines[KEY], faults = 1, [DriverUnavailable("away")] * DESTROY_CALLS
 
     async def scan(hosts: object = None) -> Mapping[str, Sequence[Machine]]:
         if faults:
@@ -627,11 +627,11 @@ async def test_a_complete_machine_stays_whose_host_is_left_out() -> None:
     """Ironic's list leaves out a node that cannot be read, or has another service's tag: its machine was undeployed."""
     driver = Skipping()
     service = await started(driver)
-    driver.machines[KEY], driver.skips, driver.looks = 1, DESTROY_ATTEMPTS, 0
+    driver.machines[KEY], driver.skips, driver.looks = 1, DESTROY_CALLS, 0
     await service.carry_out(ENDED, ENDED)
     assert (driver.machines, driver.destroys, service.results) == ({KEY: 1}, 0, [])
     assert service.records.get(KEY) is None
-    assert driver.looks == DESTROY_ATTEMPTS, "it gives up, and the repeat has not looked once more"
+    assert driver.looks == DESTROY_CALLS, "it gives up, and the repeat has not looked once more"
     await service.carry_out(ENDED)
     assert [one.outcome for one in service.results] == [ComputeOutcome.ACTIVE]
 
@@ -640,7 +640,7 @@ async def test_a_complete_machine_stays_whose_host_is_left_out() -> None:
 async def test_a_host_that_is_left_out_is_looked_at_again(complete: bool) -> None:
     driver = Skipping()
     service = await started(driver)
-    driver.machines, driver.skips = ({KEY: 1} if complete else {}), DESTROY_ATTEMPTS - 1
+    driver.machines, driver.skips = ({KEY: 1} if complete else {}), DESTROY_CALLS - 1
     await service.carry_out(ENDED)
     assert [one.outcome for one in service.results] == [ComputeOutcome.ACTIVE if complete else ComputeOutcome.DESTROYED]
 
@@ -648,7 +648,7 @@ async def test_a_host_that_is_left_out_is_looked_at_again(complete: bool) -> Non
 async def test_what_changes_the_record_while_a_host_is_left_out_counts() -> None:
     driver = Skipping()
     service = await started(driver)
-    driver.machines[KEY], driver.skips = 1, DESTROY_ATTEMPTS
+    driver.machines[KEY], driver.skips = 1, DESTROY_CALLS
     await service.carry_out(ENDED, ENDED, destroy(0))
     assert not driver.machines
     assert {(one.attempt, one.outcome) for one in service.results} == {(1, ComputeOutcome.DESTROYED)}

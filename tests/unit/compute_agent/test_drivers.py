@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.contracts.actions import ChangeKind, ChangeMachine, MachineChanged
@@ -28,7 +29,7 @@ from compute_agent.drivers.ironic.node import IronicNode
 from compute_agent.hosts.hash_ring import Ring, owner_of
 from compute_agent.hosts.startup_gate import StartupGate
 from compute_agent.hosts.waiting_builds import WaitingReporter
-from compute_agent.records.attempt import AttemptPhase
+from compute_agent.records.attempt import AttemptPhase, HostAttempt
 from compute_agent.records.records import Records
 from compute_sim.config import Device, HostSize, SimulatedConfig
 from compute_sim.driver import SimulatedDriver
@@ -201,7 +202,7 @@ async def test_a_live_migration_takes_the_time_of_copying_its_memory(
     fleet.put(host.plan.uuid, SimulatedMachine(VM, 1, held))
     driver = SimulatedDriver(fleet, Faults(copy_mb_s=rate), seed=1, clock=clock)
     spec = InstanceSpec(instance_uuid=VM, project_id="p")
-    command = ChangeOrder(kind=kind, host_uuid=host.plan.uuid, spec=spec, attempt=1, order=1, allocations={})
+    command = ChangeOrder(kind=kind, host_uuid=host.plan.uuid, spec=spec, attempt=1, change_number=1, allocations={})
     assert not (await driver.change(command)).runs
     assert clock.slept == expected
 
@@ -219,6 +220,7 @@ class Checked(SimulatedDriver):
         super().__init__(fleet, faults, seed=1, clock=SystemClock())
         self.calls: list[str] = []
         self.refusal: HandOverRefused | None = None
+        self.gate: asyncio.Event | None = None
 
     async def check_source(self, change: ChangeOrder) -> None:
         self.calls.append("check_source")
@@ -228,6 +230,8 @@ class Checked(SimulatedDriver):
 
     async def change(self, change: ChangeOrder) -> ChangeResult:
         self.calls.append(change.kind.value)
+        if self.gate is not None:
+            await self.gate.wait()
         return await super().change(change)
 
 
@@ -311,6 +315,20 @@ async def test_a_copy_of_a_change_that_was_answered_changes_nothing() -> None:
     assert not rig.answers[0].done and rig.changes.handle(command, is_host=True) is None
     await rig.apply(ChangeKind.START)
     assert rig.driver.calls == ["stop", "start"] and len(rig.answers) == 2
+
+
+async def test_a_late_copy_for_an_older_attempt_cancels_no_change_of_the_newer() -> None:
+    rig, answered = Rig(), asyncio.Event()
+    late = rig.command(ChangeKind.STOP)
+    rig.fleet.records.put((rig.host, VM), HostAttempt(2, AttemptPhase.RUNNING))
+    rig.fleet.put(rig.host, SimulatedMachine(VM, 2, {rig.host: {"VCPU": 1}}))
+    rig.driver.gate = answered
+    rig.changes.handle(replace(rig.command(ChangeKind.START), attempt=2), is_host=True)
+    await reached(lambda: bool(rig.driver.calls))
+    assert rig.changes.handle(late, is_host=True) is None
+    answered.set()
+    await reached(lambda: not rig.jobs.tasks)
+    assert [(one.attempt, one.done, one.code) for one in rig.answers] == [(1, False, "machine.other"), (2, True, "")]
 
 
 async def test_a_machine_that_was_handed_over_is_not_refused_when_the_command_comes_twice() -> None:

@@ -218,7 +218,7 @@ async def test_a_complete_machine_stays_on_a_node_that_the_list_leaves_out(servi
         jobs=jobs,
         clock=clock,
         rng=random.Random(1),
-        attempts=2,
+        max_calls=2,
     )
     command = Destroy(instance_uuid=INSTANCE, attempt=1, host_uuid=NODE, service="s", database_id=DATABASE_ID)
     destroys.handle(replace(command, keep_if_complete=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from compute_agent.driver import ChangeOrder, ChangeResult
 from compute_agent.hosts import machine_listing as listing
 from compute_agent.hosts.machine_listing import MachineLister
 from compute_agent.records import records
+from compute_agent.records.attempt import AttemptPhase, DestroyAction, HostAttempt, lost, on_destroy_if_incomplete
 from compute_agent.records.records import Records
 from tests.unit.compute_agent.test_agent import HOSTS, INSTANCES, Service, destroy, spawn, started
 from tests.unit.compute_agent.test_finding import OURS, TAKEN, THEIRS, Marking
@@ -201,3 +203,37 @@ async def test_a_host_that_was_not_seen_is_in_no_page() -> None:
     driver.unseen = {HOSTS[0]}
     ((machines, hosts),) = await pages_of(service)
     assert machines == [] and hosts == (HOSTS[1],)
+
+
+# --- Whether an order to destroy that spares a complete machine ends at the record, looks at the host, or destroys
+
+
+OWN, FOREIGN = "database-1", "database-2"
+RUNS = HostAttempt(3, AttemptPhase.RUNNING, max_ended_attempt=0, database_id=OWN)
+LOOK, BUILT = DestroyAction.VERIFY, DestroyAction.BUILT
+
+
+@pytest.mark.parametrize(
+    ("entry", "attempt", "database_id", "action"),
+    [
+        (None, 3, OWN, LOOK),
+        (RUNS, 3, OWN, BUILT),
+        (RUNS, 2, OWN, None),
+        (RUNS, 4, OWN, LOOK),  # the record is older than the machine that is meant
+        (RUNS, 4, FOREIGN, None),
+        (RUNS, 3, FOREIGN, None),
+        (HostAttempt(3, AttemptPhase.RUNNING, max_ended_attempt=3, database_id=OWN), 3, OWN, None),
+        (lost(RUNS), 3, OWN, LOOK),
+        (lost(RUNS), 3, FOREIGN, LOOK),  # what is over was nobody's: the machine itself says whose it is
+        (lost(RUNS), 2, OWN, None),
+        (HostAttempt(3, AttemptPhase.BUILDING, max_ended_attempt=0, database_id=OWN), 3, OWN, None),
+        (HostAttempt(3, AttemptPhase.BUILDING, max_ended_attempt=0, database_id=OWN), 4, OWN, None),
+        (HostAttempt(3, AttemptPhase.GONE, max_ended_attempt=3, database_id=OWN), 4, OWN, LOOK),
+        (HostAttempt(3, AttemptPhase.GONE, max_ended_attempt=3, database_id=OWN), 4, FOREIGN, LOOK),
+        (HostAttempt(3, AttemptPhase.GONE, max_ended_attempt=5, database_id=OWN), 4, OWN, None),
+    ],
+)
+def test_what_an_order_that_spares_a_complete_machine_does(
+    entry: Any, attempt: int, database_id: str, action: DestroyAction | None
+) -> None:
+    assert on_destroy_if_incomplete(entry, attempt, database_id) is action

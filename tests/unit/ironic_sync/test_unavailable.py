@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -19,13 +20,24 @@ from bus.faults import BrokenInvariant, DatabaseUnavailable
 from bus.memory import MemoryTransport
 from bus.transport import BusUnavailable
 from ironic_sync.config import IronicSyncConfig
+from ironic_sync.domain.node import Node
 from ironic_sync.domain.notification import MAX_BODY_BYTES, MAX_SENSOR_VALUES, Rejected, Sensors, parse
 from ironic_sync.domain.sensors import metrics_of
 from ironic_sync.measuring import Measurements
 from ironic_sync.source.port import IronicUnavailable
 from ironic_sync.store.memory import MemoryTerm
 from ironic_sync.sync_state import SyncState
-from tests.unit.ironic_sync.world import Nodes, VirtualClock, World, notification, reserved, turns, world
+from tests.unit.ironic_sync import world as worlds
+from tests.unit.ironic_sync.world import (
+    OTHER,
+    Nodes,
+    VirtualClock,
+    World,
+    notification,
+    reserved,
+    turns,
+    world,
+)
 
 # --- the loop with its neighbours away: no exchange, a lost connection, Ironic, the bus, the database
 
@@ -194,11 +206,6 @@ async def test_a_notification_is_acknowledged_only_after_what_it_did_is_saved(mo
         await here.settle()
         assert reserved(here) == 1
         assert here.loop.sync_state.deliveries == []
-
-
-def test_the_virtual_clock_does_not_move_by_itself() -> None:
-    clock = VirtualClock()
-    assert clock.time() == clock.time()
 
 
 # --- the end of a term of the synchronisation when several of its tasks fail at once
@@ -409,3 +416,112 @@ async def test_readings_are_published_together_and_lost_ones_are_not_kept() -> N
     assert isinstance(message, HostMetrics) and message.source == "ironic"
     assert [(one.host_uuid[-1], one.at) for one in message.readings] == [("2", 2.0), ("3", 2.0)]
     running.cancel()
+
+
+# --- A node that has a parent node is not offered, as Nova never sees it
+
+
+def test_a_child_node_is_not_offered() -> None:
+    async def run() -> object:
+        nodes, here = worlds.world()
+        everything = nodes.list_nodes
+
+        async def parents_only():
+            async for page in everything():
+                yield [node for node in page if node.uuid != OTHER]
+
+        nodes.list_nodes = parents_only
+        async with here.running():
+            await here.settle()
+            nodes.put(OTHER, parent_node=worlds.NODE)
+            await here.notify(worlds.notification("node.provision_set.end", uuid=OTHER))
+            await here.settle()
+            await here.pass_time(7200)  # a list or two go by
+            return here.placement.seen(OTHER)
+
+    seen = asyncio.run(run())
+    assert seen is None or seen["reserved"] == 1, f"a child node is on offer: {seen}"
+
+
+# --- Nodes that are gone do not count against max_nodes
+
+
+OLD = [f"0000000{n}-0000-4000-8000-000000000000" for n in range(3)]
+NEW = [f"1000000{n}-0000-4000-8000-000000000000" for n in range(3)]
+
+MORE = [f"2000000{n}-0000-4000-8000-000000000000" for n in range(2)]
+
+
+def node(uuid: str) -> Node:
+    return Node(uuid=uuid, provision_state="available", power_state="power off", resource_class="gold")
+
+
+@pytest.mark.parametrize(("absent_retention_s", "old"), [(0.0, []), (30 * 86_400.0, OLD)])
+def test_nodes_that_are_gone_leave_room_for_those_that_came(absent_retention_s: float, old: list[str]) -> None:
+    async def run() -> list[str]:
+        clock = VirtualClock()
+        config = IronicSyncConfig(max_nodes=3, absent_retention_s=absent_retention_s)
+        state = SyncState({}, {}, clock=clock, config=config)
+        for one in OLD:
+            state.apply_read(node(one), seq=state.next_seq())
+        state.published.update({one: state.positions[one].version for one in OLD})
+        for one in OLD:
+            state.apply_removed(one, seq=state.next_seq())
+        state.published.update({one: state.positions[one].version for one in OLD})
+        clock.now += 6 * 86_400
+        state.purge(clock.now - 7 * 86_400)
+        for one in [*NEW, *MORE]:
+            state.apply_read(node(one), seq=state.next_seq())
+        assert set(state.problems()) == set(old)
+        return state.known()
+
+    assert asyncio.run(run()) == [*old, *NEW]
+
+
+# --- A node that becomes free while a list runs is offered before that list has ended
+
+
+LIST_S = 300.0
+NODES = [str(uuid.UUID(int=number)) for number in range(1, 151)]
+
+
+def test_a_node_that_becomes_free_is_offered_soon() -> None:
+    async def run() -> float:
+        nodes, here = worlds.world()
+        for one in NODES:
+            nodes.put(one)
+        slow = False
+
+        async def takes() -> None:
+            if slow:
+                await here.clock.sleep(LIST_S)
+
+        nodes.list_takes = takes
+        async with here.running():
+            await here.settle()
+            slow = True
+            nodes.gate.clear()  # Ironic answers the first reads a moment later
+            nodes.put(worlds.NODE, provision_state="cleaning")
+            await here.notify(worlds.notification("node.provision_set.end", provision_state="cleaning"))
+            for one in NODES:  # a rack's power or conductor: all of them change
+                nodes.put(one, power_state="error")
+                await here.notify(
+                    worlds.notification("node.power_state_corrected.success", uuid=one, power_state="error")
+                )
+            await worlds.turns(500)
+            here.loop.read_all()
+            await worlds.turns(500)
+            assert nodes.lists == 2
+            nodes.gate.set()
+            await worlds.turns(500)
+            nodes.put(worlds.NODE, provision_state="available")
+            await here.notify(worlds.notification("node.provision_set.end", provision_state="available"))
+            await worlds.turns(500)
+            began = here.clock.now
+            while worlds.reserved(here) and here.clock.now < began + 5_000:
+                here.clock.advance(here.clock.now + 1.0)
+                await worlds.turns(200)
+            return here.clock.now - began
+
+    took = asyncio.run(run())
+    assert took < LIST_S

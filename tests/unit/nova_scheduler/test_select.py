@@ -15,7 +15,6 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from bus.clock import new_uuid
 from bus.contracts.cell import ServiceDown, ServiceRemoved, ServiceStates
 from bus.contracts.placement import MAX_NAMED, Claim, ClaimResult, Release
 from bus.faults import Fault
@@ -173,17 +172,6 @@ async def test_a_redelivered_call_adopts_beside_what_another_call_has_left_on_a_
     assert json.loads(chosen["allocation_request"])["allocations"].keys() == {chosen["compute_node_uuid"]}
 
 
-async def test_a_redelivered_call_adopts_beside_what_is_held_on_a_host_that_nova_does_not_name() -> None:
-    here = await cloud(2, children=[{"CUSTOM_VF": 3}], late={0})
-    here.deaf = True
-    flavor = versioned("Flavor", "1.2", {**FLAVOR, "extra_specs": GROUPED})
-    await here.hold(VMS[0], 0)
-    assert hosts_of(await here.select(VMS[0], flavor=flavor)) == [["h1"]]
-    await here.refresh(timeout_s=1.0)
-    again = await here.select(VMS[0], flavor=flavor, front=here.front())
-    assert hosts_of(again) == [["h1"]] and mappings_of(again)[0].keys() == {"", "_A", "_B"}
-
-
 async def test_without_a_host_what_another_call_has_left_is_none() -> None:
     here = await cloud(2, each=ONE)
     await here.select(VMS[0], run="call1", force_hosts=["h0"])
@@ -225,17 +213,6 @@ async def test_a_time_that_is_none_is_not_read(told: object) -> None:
     assert await (await cloud()).select(VMS[0], requested_at=told)
 
 
-async def test_several_start_together_or_not_at_all() -> None:
-    here = await cloud(3, each=ONE)
-    answer = await here.select(*VMS[:3])
-    assert sorted(hosts[0] for hosts in hosts_of(answer)) == ["h0", "h1", "h2"]
-    full = await cloud(2, each=ONE)
-    with pytest.raises(RemoteFault) as caught:
-        await full.select(*VMS[:3])
-    assert caught.value.class_name == "NoValidHost"
-    assert [await full.held(vm) for vm in VMS[:3]] == [[], [], []]
-
-
 @pytest.mark.parametrize("fields", [{}, {"instance_group": group("anti-affinity", VMS[:3])}], ids=["alone", "apart"])
 async def test_no_alternate_is_the_host_of_another_instance_of_the_call(fields: dict[str, Any]) -> None:
     """Nova's conductor claims an alternate without a look at the server group."""
@@ -244,14 +221,6 @@ async def test_no_alternate_is_the_host_of_another_instance_of_the_call(fields: 
     chosen = {hosts[0] for hosts in answer}
     assert len(chosen) == 3 and not any(chosen.intersection(hosts[1:]) for hosts in answer)
     assert [len(hosts) for hosts in answer] == [3, 3, 3], "there are as many as of a call for one"
-
-
-async def test_more_than_a_hundred_in_one_request() -> None:
-    here = await cloud(10)
-    vms = [new_uuid(here.rng) for _ in range(130)]
-    answer = await here.select(*vms)
-    assert len(answer) == 130
-    assert all([len(await here.held(vm)) == 1 for vm in vms])
 
 
 @pytest.mark.parametrize(
@@ -342,27 +311,10 @@ async def test_pinned_cpus_are_taken_of_hosts_that_offer_them_apart_and_of_other
     assert classes == dict(zip(here.uuids, ({"PCPU"}, {"VCPU"}, {"PCPU"}), strict=True))
 
 
-async def test_servers_with_pinned_cpus_start_together_on_hosts_of_both_kinds() -> None:
-    here = await pinning(OF_PINS, ONE)
-    answer = await here.select(*VMS[:2], **PINNED)
-    assert sorted(hosts[0] for hosts in hosts_of(answer)) == ["h0", "h1"]
-    alone = await pinning(OF_PINS, ONE, alone=True)
-    with pytest.raises(RemoteFault):
-        await alone.select(*VMS[:2], **PINNED)
-    assert hosts_of(await alone.select(VMS[2], **PINNED)) == [["h0"]]
-
-
 async def test_a_group_with_pinned_cpus_stays_together_on_a_host_without_pins() -> None:
     here = await pinning(OF_PINS, PLENTY)
     answer = await here.select(*VMS[:2], instance_group=group("affinity", VMS[:2]), **PINNED)
     assert [hosts[0] for hosts in hosts_of(answer)] == ["h1", "h1"]
-
-
-async def test_no_host_has_room_for_pinned_cpus_of_either_kind() -> None:
-    here = await pinning({**OF_PINS, "MEMORY_MB": 1}, {**ONE, "MEMORY_MB": 1})
-    with pytest.raises(RemoteFault) as caught:
-        await here.select(VMS[0], **PINNED)
-    assert caught.value.class_name == "NoValidHost" and "MEMORY_MB" in caught.value.message
 
 
 # --- server groups
@@ -418,17 +370,6 @@ async def test_members_booted_at_once_by_several_fronts_stay_apart() -> None:
         *(here.select(vm, run=f"r{n}", front=here.front(), instance_group=apart) for n, vm in enumerate(VMS[:4]))
     )
     assert sorted(hosts_of(answer)[0][0] for answer in answers) == ["h0", "h1", "h2", "h3"]
-
-
-async def test_a_multi_create_of_a_group_is_apart_or_together() -> None:
-    here = await cloud(3)
-    answer = await here.select(*VMS[:3], instance_group=group("anti-affinity", VMS[:3]))
-    assert sorted(hosts[0] for hosts in hosts_of(answer)) == ["h0", "h1", "h2"]
-    answer = await here.select(*VMS[4:8], run="r", instance_group=group("affinity", VMS[4:8]))
-    assert len({hosts[0] for hosts in hosts_of(answer)}) == 1
-    pairs = group("anti-affinity", VMS[10:16], max_server_per_host="3")
-    answer = await here.select(*VMS[10:16], run="s", instance_group=pairs)
-    assert sorted(hosts[0] for hosts in hosts_of(answer)) == ["h0", "h0", "h1", "h1", "h2", "h2"]
 
 
 @pytest.mark.parametrize("free", [0, 1, 2, None])
@@ -503,16 +444,6 @@ async def test_a_host_that_was_down_for_hours_is_forced_all_the_same() -> None:
 
 
 # --- no host, and no answer
-
-
-async def test_no_valid_host_says_why_and_names_no_host() -> None:
-    here = await cloud(3, each={"VCPU": 1, "MEMORY_MB": 100, "DISK_GB": 10})
-    with pytest.raises(RemoteFault) as caught:
-        await here.select(VMS[0])
-    assert caught.value.class_name == "NoValidHost" and caught.value.keywords["code"] == 500
-    assert "3 are too small in MEMORY_MB" in caught.value.message
-    assert not any(f"h{n}" in caught.value.message for n in range(3))
-    assert len(here.asked) == 1
 
 
 async def test_an_unknown_host_is_asked_for_before_there_is_none() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-import placement_worker
 from bus.contracts.placement import Claim, ClaimOption, ConsumerAllocations, Release, Swap
 from placement_worker.domain.claim_ledger import Decision
-from placement_worker.domain.claims import ClaimItem, changes_of, decide
+from placement_worker.domain.claims import ClaimItem, decide
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage, is_in_units
 from placement_worker.operations.audit import Duplicate, excess_of
 from tests.kit.claims import amounts_and_units
@@ -59,22 +56,6 @@ def run(
 
 def outcome(item: ClaimItem, host: ClaimedProvider, consumers: Mapping[str, ConsumerState] | None = None) -> str:
     return run(item, providers={A: host}, consumers=consumers).replies[0].outcome
-
-
-def test_each_item_sees_what_the_ones_before_it_did() -> None:
-    items = [
-        claim({A: {"VCPU": 3}}, consumer=VM),
-        claim({A: {"VCPU": 3}}, consumer=OTHER),
-        Release(consumer=VM),
-        claim({A: {"VCPU": 3}}, consumer=OTHER),
-    ]
-    decision = run(*items, providers={A: provider(VCPU=room(4))})
-    assert [verdict.outcome for verdict in decision.replies] == ["claimed", "no_capacity", "released", "claimed"]
-    assert decision.used == {A: {"VCPU": 3}}
-    assert decision.generations == {A: 13}
-    assert decision.consumers[VM] is None
-    (change,) = changes_of(decision)
-    assert (change.generation, change.used) == (13, {"VCPU": 3})
 
 
 HELD = {A: {"VCPU": 2}}
@@ -122,28 +103,6 @@ def test_a_refusal_names_the_later_attempt_that_holds_the_consumer(
     host = provider(VCPU=room(8, 2 if known.allocations else 0))
     (verdict,) = run(claim(HELD, attempt=attempt), providers={A: host}, consumers={VM: known}).replies
     assert (verdict.attempt, verdict.allocations) == shown
-
-
-def test_an_earlier_claim_of_something_else_carries_what_it_holds() -> None:
-    decision = run(
-        claim({B: {"VCPU": 1}}), providers={A: provider(VCPU=room(2, 2)), B: provider()}, consumers={VM: holder(HELD)}
-    )
-    (verdict,) = decision.replies
-    assert (verdict.outcome, verdict.option, verdict.allocations) == ("claimed", None, HELD)
-
-
-def test_release_first_gives_back_even_when_nothing_fits_and_may_be_repeated() -> None:
-    item = claim({B: {"VCPU": 9}}, attempt=2, consumer_generation=1, release_first=True)
-    providers = {A: provider(VCPU=room(4, 2)), B: provider(VCPU=room(4))}
-    decision = run(item, providers=providers, consumers={VM: holder(HELD)})
-    assert decision.replies[0].outcome == "no_capacity"
-    assert decision.used == {A: {"VCPU": 0}}
-    released = decision.consumers[VM]
-    assert released is not None
-    assert (released.allocations, released.attempt) == ({}, 1)
-    # The same message again, after a crash between its commit and its reply; meanwhile there is room.
-    again = run(item, providers={**providers, B: provider(VCPU=room(9))}, consumers={VM: released})
-    assert again.replies[0].outcome == "claimed"
 
 
 def swap(*entries: tuple[str, int | None, Hold]) -> Swap:
@@ -345,7 +304,6 @@ def test_what_is_held_once_is_left_alone(allocations: dict[str, Any], reported: 
 # --- the rule of units is one rule: for numbers, for columns and as SQL
 
 ROWS = amounts_and_units(4_000)
-STORE = Path(placement_worker.__file__).parent / "store"
 
 
 @pytest.mark.parametrize(
@@ -360,8 +318,3 @@ def test_columns_are_judged_as_each_of_their_rows() -> None:
     single = [is_in_units(*row) for row in ROWS]
     assert is_in_units(amounts, low, high, step).tolist() == single
     assert 500 < sum(single) < 3_500, "both answers are met often"
-
-
-def test_neither_schema_nor_statements_have_the_rule_in_words_of_their_own() -> None:
-    assert not re.search(r"%\s*\w+\.step_size", "".join(path.read_text() for path in STORE.rglob("*.sql")))
-    assert "% i.step_size" not in "".join(path.read_text() for path in STORE.rglob("*.py"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,46 +25,12 @@ from placement_worker.store.memory_rows import MemoryPlacementRows
 from placement_worker.store.memory_table import MemoryPlacementTable
 
 ROOT = "aaaaaaaa-0000-4000-8000-000000000000"
-METAL = ProviderReport(uuid=ROOT, name="node", inventories={"CUSTOM_GOLD": Inventory(total=1)})
 
 
 async def _service() -> PlacementService:
     service = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
     await service.open()
     return service
-
-
-def report(version: int) -> InventoryUpdate:
-    return InventoryUpdate(reporter="ironic", version=version, root_uuid=ROOT, providers=(METAL,))
-
-
-async def _hosts(together: bool) -> list[str]:
-    service = await _service()
-    handlers = PlacementHandlers(service, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
-    await service.apply_reports([report(1)], bus="api")
-    messages = [ProviderTreeDelete(root_uuid=ROOT), report(2)]
-    received = [Received(one, Meta(id=str(at)), "api", "placement.inventory") for at, one in enumerate(messages)]
-    for batch in [received] if together else [[one] for one in received]:
-        await handlers.inventory(batch)
-    return [state.uuid for state in (await service.snapshot(None, 10)).providers]
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_a_host_that_is_reported_after_it_was_deleted_is_there(together: bool) -> None:
-    assert asyncio.run(_hosts(together)) == [ROOT]
-
-
-async def _classes() -> list[str]:
-    service = await _service()
-    await service.apply_reports([report(1)], bus="api")
-    await service.rename_class("CUSTOM_GOLD", "CUSTOM_SILVER")
-    (_result,) = await service.apply_reports([report(2)], bus="api")
-    (state,) = (await service.snapshot(None, 10)).providers
-    return sorted(state.inventories)
-
-
-def test_a_report_after_a_rename_counts() -> None:
-    assert asyncio.run(_classes()) == ["CUSTOM_GOLD"]
 
 
 ROOTS = (ROOT, "cccccccc-0000-4000-8000-000000000000")

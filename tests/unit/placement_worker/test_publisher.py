@@ -41,20 +41,30 @@ HOST = "10000000-0000-4000-8000-000000000000"
 USER = "c0000000-0000-4000-8000-000000000000"
 
 
-async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
+def publisher_of(config: PlacementConfig) -> tuple[HandClock, MemoryPlacementTable, PlacementService, FeedPublisher]:
+    """On a placement in memory."""
     clock = HandClock()
     table = MemoryPlacementTable(clock)
     store = PlacementService(MemoryPlacementRows(table.session()))
     bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
+    return clock, table, store, FeedPublisher(store, bus, clock=clock, config=config)
+
+
+async def report(store: PlacementService, version: int, total: int) -> None:
+    inventory = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=total)})
+    await store.apply_reports([InventoryUpdate(reporter="s", version=version, root_uuid=HOST, providers=(inventory,))])
+
+
+async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
     config = PlacementConfig(trim_batch=100, ended_attempt_retention_s=3600.0, trim_interval_s=7200.0)
-    report = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=1000)})
-    await store.apply_reports([InventoryUpdate(reporter="s", version=1, root_uuid=HOST, providers=(report,))])
+    clock, table, store, publisher = publisher_of(config)
+    await report(store, 1, 1000)
     consumers = [f"c0000000-0000-4000-8000-{number:012d}" for number in range(450)]
     option = ClaimOption(allocations={HOST: {"VCPU": 1}})
     await store.apply([Claim(consumer=uuid, options=(option,), project_id="p") for uuid in consumers])
     await store.apply([Release(consumer=uuid, attempt=1) for uuid in consumers])
     started = clock.monotonic()
-    trimming = asyncio.create_task(FeedPublisher(store, bus, clock=clock, config=config).trim())
+    trimming = asyncio.create_task(publisher.trim())
     async with asyncio.timeout(20):
         while table.consumers:  # noqa: ASYNC110  (whatever it is, it needs only turns of the loop)
             await asyncio.sleep(0)
@@ -64,17 +74,13 @@ async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
 
 
 async def test_trimming_removes_retired_trees_that_are_unused() -> None:
-    clock = HandClock()
-    table = MemoryPlacementTable(clock)
-    store = PlacementService(MemoryPlacementRows(table.session()))
-    bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
-    report = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=4)})
-    await store.apply_reports([InventoryUpdate(reporter="s", version=1, root_uuid=HOST, providers=(report,))])
+    _, table, store, publisher = publisher_of(PlacementConfig())
+    await report(store, 1, 4)
     option = ClaimOption(allocations={HOST: {"VCPU": 1}})
     await store.apply([Claim(consumer=USER, options=(option,), project_id="p")])
     await store.apply_reports([InventoryUpdate(reporter="s", version=2, root_uuid=HOST)])
     await store.apply([Release(consumer=USER)])
-    trimming = asyncio.create_task(FeedPublisher(store, bus, clock=clock, config=PlacementConfig()).trim())
+    trimming = asyncio.create_task(publisher.trim())
     async with asyncio.timeout(20):
         while table.providers:  # noqa: ASYNC110  (whatever it is, it needs only turns of the loop)
             await asyncio.sleep(0)
@@ -83,14 +89,8 @@ async def test_trimming_removes_retired_trees_that_are_unused() -> None:
 
 
 async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -> None:
-    clock = HandClock()
-    table = MemoryPlacementTable(clock)
-    other, store = (
-        PlacementService(MemoryPlacementRows(table.session())),
-        PlacementService(MemoryPlacementRows(table.session())),
-    )
-    bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
-    publisher = FeedPublisher(store, bus, clock=clock, config=PlacementConfig())
+    clock, table, store, publisher = publisher_of(PlacementConfig())
+    other = PlacementService(MemoryPlacementRows(table.session()))
     sending, confirmed = asyncio.Event(), asyncio.Event()
     sent: list[int] = []
 
@@ -104,18 +104,12 @@ async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -
         changes = published.changes
         sent.extend(change.sequence for change in changes)
 
-    async def report(version: int) -> None:
-        inventory = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=version)})
-        await store.apply_reports(
-            [InventoryUpdate(reporter="s", version=version, root_uuid=HOST, providers=(inventory,))]
-        )
-
     publisher._send = note  # type: ignore[method-assign]
     async with asyncio.timeout(20):
-        await report(1)
+        await report(store, 1, 1)
         turn = asyncio.create_task(other.publish(send, 1))
         await sending.wait()
-        await report(2)
+        await report(store, 2, 2)
         started = clock.now
         running = asyncio.create_task(publisher.run())
         publisher.wake()
@@ -131,29 +125,21 @@ async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -
 
 
 async def test_a_full_queue_of_another_program_holds_up_no_feed() -> None:
-    clock = HandClock()
-    store = PlacementService(MemoryPlacementRows(MemoryPlacementTable(clock).session()))
-    bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
+    _, _, store, publisher = publisher_of(PlacementConfig())
+    bus = publisher._bus
     await bus.open()
     full = replace(BY_QUEUE["client.record.{process}"], max_length=1)
     await bus.transport.declare_queue(full, "client.record.full", ((EVENTS, "placement.event.#"),))
-    publisher = FeedPublisher(store, bus, clock=clock, config=PlacementConfig())
     for version in range(1, 4):
-        inventory = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=version)})
-        await store.apply_reports(
-            [InventoryUpdate(reporter="s", version=version, root_uuid=HOST, providers=(inventory,))]
-        )
+        await report(store, version, version)
         await publisher._publish_all()
     assert not (await store.newest()).unpublished and await bus.transport.depth("client.record.full") == 1
     await bus.close()
 
 
 async def test_the_event_of_a_claim_waits_for_its_answer_to_leave_and_all_other_events_for_nothing() -> None:
-    clock = HandClock()
-    store = PlacementService(MemoryPlacementRows(MemoryPlacementTable(clock).session()))
-    bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
     config = PlacementConfig(feed_linger_s=0.5, feed_gap_s=0.0)
-    publisher = FeedPublisher(store, bus, clock=clock, config=config)
+    clock, _, _, publisher = publisher_of(config)
     published_at: list[float] = []
 
     async def publish_all() -> None:

@@ -139,36 +139,6 @@ def test_values_that_no_provider_has_any_more_are_dropped() -> None:
     assert free(replica) == 3 * SWEEP_FROM - 1
 
 
-def test_a_member_that_moves_to_another_tree_is_missed_in_the_old_one() -> None:
-    device = provider(2, root=0, parent=0, inventories={"VGPU": 1})
-    replica = loaded(provider(0), provider(1), device, *(provider(number) for number in range(10, 20)))
-    query = Query(resources={"VGPU": 1})
-    assert [replica.name_of(row) for row in search(replica, query).roots] == ["p0"]
-    replica.apply([changed(11, provider(2, root=1, parent=1, generation=2, inventories={"VGPU": 1}))])
-    assert [replica.name_of(row) for row in search(replica, query).roots] == ["p1"]
-    assert (free(replica, 0, "VGPU"), free(replica, 1, "VGPU")) == (0, 1)
-
-
-@pytest.mark.parametrize("reached", [4, 5])
-def test_a_settled_claim_counts_until_the_feed_has_it(reached: int) -> None:
-    replica = loaded(provider(0, generation=3, inventories={"VCPU": 8}))
-    replica.assume("k", {uuid(0): {"VCPU": 2}})
-    replica.confirm("k", {uuid(0): 4})
-    assert free(replica) == 6
-    replica.apply([used(11, 0, reached, {"VCPU": 2})])
-    assert free(replica) == 6
-    assert not list(replica.assumptions.keys())
-
-
-def test_a_result_that_comes_after_its_change_ends_the_assumption_at_once() -> None:
-    replica = loaded(provider(0, generation=3, inventories={"VCPU": 8}))
-    replica.assume("k", {uuid(0): {"VCPU": 2}})
-    replica.apply([used(11, 0, 4, {"VCPU": 2})])
-    assert free(replica) == 4  # careful rather than right, until the result is here
-    replica.confirm("k", {uuid(0): 4})
-    assert free(replica) == 6
-
-
 def test_a_failed_claim_and_one_that_landed_elsewhere_are_dropped_at_once() -> None:
     replica = loaded(provider(0, inventories={"VCPU": 8}), provider(1, inventories={"VCPU": 8}))
     replica.assume("failed", {uuid(0): {"VCPU": 2}})
@@ -178,13 +148,6 @@ def test_a_failed_claim_and_one_that_landed_elsewhere_are_dropped_at_once() -> N
     replica.drop_assumed("never seen")
     assert free(replica) == 8
     assert not list(replica.assumptions.keys())
-
-
-def test_a_key_assumed_again_replaces_what_it_had() -> None:
-    replica = loaded(provider(0, inventories={"VCPU": 8}), provider(1, inventories={"VCPU": 8}))
-    replica.assume("k", {uuid(0): {"VCPU": 2}})
-    replica.assume("k", {uuid(1): {"VCPU": 3}})
-    assert (free(replica, 0), free(replica, 1)) == (8, 5)
 
 
 def test_claims_in_flight_outlive_a_snapshot() -> None:

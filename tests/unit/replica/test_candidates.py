@@ -15,7 +15,6 @@ from msgspec import structs
 
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
-from placement_worker.domain.values import SHARING
 from placement_worker.replica.candidates import MAX_CELLS, candidates
 from placement_worker.replica.compiled import MAX_SLOTS
 from placement_worker.replica.replica import SWEEP_FROM, Replica
@@ -307,88 +306,6 @@ def test_amounts_never_requested_before_cost_no_call_per_inventory() -> None:
 # --- the rules, one by one, where they are easily got wrong
 
 
-def test_a_sharing_provider_that_gives_everything_is_one_candidate() -> None:
-    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING,), aggregates=("a",))
-    hosts = [provider(number, inventories={"VCPU": 8}, aggregates=("a",)) for number in (1, 2, 3)]
-    replica = loaded([pool, *hosts])
-    answer = candidates(replica, plain(DISK_GB=1))
-    assert answer.columns() == [[uuid(0)]]
-    assert len(candidates(replica, plain(DISK_GB=1, VCPU=1))) == 3
-    assert candidates(replica, plain(DISK_GB=1, VCPU=1)).touched().tolist() == [0, 1, 2, 3]
-
-
-def test_a_sharing_provider_serves_the_whole_tree_of_any_member() -> None:
-    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING,), aggregates=("a",))
-    host = provider(1, inventories={"VCPU": 8})
-    child = provider(2, root=1, parent=1, aggregates=("a",))
-    answer = candidates(loaded([pool, host, child]), plain(DISK_GB=1, VCPU=1))
-    assert [candidate.allocations for candidate in each_of(answer)] == [{uuid(0): {"DISK_GB": 1}, uuid(1): {"VCPU": 1}}]
-
-
-def test_a_sharing_provider_alone_is_anchored_at_every_tree_it_serves() -> None:
-    """The un-numbered group from the pool, the numbered one from either host (Placement loses one of them)."""
-    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING,), aggregates=("a",))
-    hosts = [provider(number, inventories={"VCPU": 8}, aggregates=("a",)) for number in (1, 2)]
-    request = CandidatesRequest(
-        groups=(Group(resources={"DISK_GB": 1}), Group(suffix="1", resources={"VCPU": 1})),
-    )
-    assert len(candidates(loaded([pool, *hosts]), request)) == 2
-
-
-def test_mappings_and_merged_amounts() -> None:
-    replica = loaded(devices(1))
-    request = CandidatesRequest(
-        groups=(
-            Group(resources={"VF": 1, "VCPU": 1}),
-            Group(suffix="_A", resources={"VF": 2}),
-            Group(suffix="_B", required=()),
-        ),
-        same_subtree=(("_A", "_B"),),
-        group_policy="isolate",
-    )
-    (one,) = each_of(candidates(replica, request))
-    assert one.allocations == {uuid(0): {"VCPU": 1}, uuid(1): {"VF": 3}}
-    assert one.mappings == {
-        "": [uuid(0), uuid(1)],
-        "_A": [uuid(1)],
-        "_B": [uuid(0)],
-    }
-    assert one.spec_generations == {uuid(0): 1, uuid(1): 1}
-
-
-def test_merged_amounts_keep_to_max_unit_but_not_to_step_or_min() -> None:
-    host = structs.replace(provider(0), inventories={"VF": (10.0, 2, 5, 2, 10, 0, 1.0)})
-    assert len(candidates(loaded([host]), numbered({"VF": 2}, {"VF": 2}))) == 1
-    assert len(candidates(loaded([host]), numbered({"VF": 2}, {"VF": 4}))) == 0
-    assert len(candidates(loaded([host]), numbered({"VF": 1}, {"VF": 1}))) == 0
-
-
-def test_in_tree_with_a_child_means_its_whole_tree() -> None:
-    states = [*devices(2), *devices(2, host=10)]
-    request = CandidatesRequest(groups=(Group(resources={"VCPU": 1}, in_tree=uuid(12)),))
-    assert candidates(loaded(states), request).columns() == [[uuid(10)]]
-    nowhere = CandidatesRequest(groups=(Group(resources={"VCPU": 1}, in_tree=uuid(99)),))
-    assert len(candidates(loaded(states), nowhere)) == 0
-
-
-@pytest.mark.parametrize("required", [(), (("CUSTOM_GOLD",),)])
-def test_in_tree_holds_for_a_group_without_resources(required: tuple[tuple[str, ...], ...]) -> None:
-    states = [structs.replace(state, traits=("CUSTOM_GOLD",)) for state in (*devices(1), *devices(1, host=10))]
-    where = Group(suffix="_1", required=required, in_tree=uuid(11))
-    request = numbered({"VCPU": 1}, same_subtree=(("_0", "_1"),))
-    answer = candidates(loaded(states), structs.replace(request, groups=(*request.groups, where)))
-    assert {frozenset(one.allocations) for one in each_of(answer)} == {frozenset({uuid(10)})}
-
-
-def test_an_aggregate_on_the_root_counts_for_the_unnumbered_group_only() -> None:
-    states = devices(1)
-    states[0] = structs.replace(states[0], aggregates=("a",))
-    replica = loaded(states)
-    member = {"resources": {"VF": 1}, "member_of": (("a",),)}
-    assert len(candidates(replica, CandidatesRequest(groups=(Group(**member),)))) == 1  # type: ignore[arg-type]
-    assert len(candidates(replica, CandidatesRequest(groups=(Group(suffix="1", **member),)))) == 0  # type: ignore[arg-type]
-
-
 def test_before_trees_at_most_one_provider_of_a_tree_gives() -> None:
     replica = loaded(devices(1))
     request = plain(VCPU=1, VF=1)
@@ -396,13 +313,6 @@ def test_before_trees_at_most_one_provider_of_a_tree_gives() -> None:
     assert len(candidates(replica, structs.replace(request, one_per_tree=True))) == 0
     flat = structs.replace(plain(VF=1), one_per_tree=True)
     assert candidates(replica, flat).touched().tolist() == [1]
-
-
-def test_before_trees_each_of_like_children_may_be_the_one_that_gives() -> None:
-    both = {"VCPU": 8, "VF": 8}
-    replica = loaded([provider(0), *(provider(n, root=0, parent=0, inventories=both) for n in (1, 2, 3))])
-    answer = candidates(replica, structs.replace(plain(VCPU=1, VF=1), one_per_tree=True))
-    assert [len(candidate.allocations) for candidate in each_of(answer)] == [1, 1, 1]
 
 
 def test_claims_in_flight_count() -> None:

@@ -54,107 +54,6 @@ def ways(replica: Replica, query: Query, root: int = 0, limit: int = 64) -> list
     ]
 
 
-@pytest.mark.parametrize(
-    ("amount", "fits"), [(1, False), (2, True), (3, False), (4, True), (6, True), (8, False), (10, False)]
-)
-def test_an_amount_is_within_min_max_step_and_room(amount: int, fits: bool) -> None:
-    state = structs.replace(provider(0), inventories={"VCPU": inventory(10, low=2, high=8, step=2)}, used={"VCPU": 4})
-    assert bool(found(replica_of(state), Query(resources={"VCPU": amount}))) is fits
-
-
-def test_a_required_trait_counts_only_on_a_provider_that_gives() -> None:
-    """The trait on a bystander is no use."""
-    replica = replica_of(
-        provider(0, inventories={"VCPU": 8}),
-        provider(1, root=0, parent=0, inventories={"VGPU": 4}, traits=("GOOD",)),
-    )
-    query = Query(resources={"VCPU": 1}, required=(("GOOD",),))
-    assert found(replica, query) == []
-    assert search(replica, query, explain=True).funnel[-1].remaining == 0
-    assert found(replica, structs.replace(query, resources={"VCPU": 1, "VGPU": 1})) == ["p0"]
-
-
-def test_required_traits_may_be_met_by_different_givers_but_all_must_be() -> None:
-    left = provider(1, root=0, parent=0, inventories={"VGPU": 1}, traits=("A",))
-    right = provider(2, root=0, parent=0, inventories={"VGPU": 1}, traits=("B",))
-    replica = replica_of(provider(0, inventories={"VCPU": 8}, traits=("C",)), left, right)
-    both = Query(resources={"VCPU": 1, "VGPU": 1}, required=(("A",), ("B",)))
-    assert found(replica, both) == []
-    one = Query(resources={"VCPU": 1, "VGPU": 1}, required=(("C",), ("B",)))
-    assert ways(replica, one) == [{"p0": {"VCPU": 1}, "p2": {"VGPU": 1}}]
-    either = Query(resources={"VCPU": 1, "VGPU": 1}, required=(("A", "B"),))
-    assert len(ways(replica, either)) == 2
-
-
-def test_the_provider_with_most_of_the_traits_is_not_always_the_one() -> None:
-    """Taking the richest provider first would leave T3 unmet."""
-    replica = replica_of(
-        provider(0),
-        provider(1, root=0, parent=0, inventories={"A": 1}, traits=("T1", "T2")),
-        provider(2, root=0, parent=0, inventories={"A": 1}, traits=("T3",)),
-        provider(3, root=0, parent=0, inventories={"B": 1}, traits=("T1", "T2")),
-    )
-    query = Query(resources={"A": 1, "B": 1}, required=(("T1",), ("T2",), ("T3",)))
-    assert found(replica, query) == ["p0"]
-    assert ways(replica, query) == [{"p2": {"A": 1}, "p3": {"B": 1}}]
-
-
-def test_a_forbidden_trait_rules_out_the_provider_not_the_tree() -> None:
-    bad = provider(1, root=0, parent=0, inventories={"VGPU": 4}, traits=("BAD",))
-    good = provider(2, root=0, parent=0, inventories={"VGPU": 1})
-    replica = replica_of(provider(0, inventories={"VCPU": 8}), bad, good)
-    query = Query(resources={"VCPU": 1, "VGPU": 1}, forbidden=("BAD",))
-    assert ways(replica, query) == [{"p0": {"VCPU": 1}, "p2": {"VGPU": 1}}]
-    assert found(replica, structs.replace(query, resources={"VGPU": 2})) == []
-
-
-def test_an_aggregate_on_a_root_spans_its_tree_and_on_a_child_it_does_not() -> None:
-    """Membership in an aggregate, required and forbidden."""
-    replica = replica_of(
-        provider(0, inventories={"VCPU": 8}, aggregates=("wide",)),
-        provider(1, root=0, parent=0, inventories={"VGPU": 4}, aggregates=("narrow",)),
-    )
-    both = {"VCPU": 1, "VGPU": 1}
-    assert found(replica, Query(resources=both, member_of=(("wide",),))) == ["p0"]
-    assert found(replica, Query(resources=both, member_of=(("narrow",),))) == []
-    assert found(replica, Query(resources={"VGPU": 1}, member_of=(("narrow",),))) == ["p0"]
-    # Both at once must be met by one provider, not by the root and the child together.
-    assert found(replica, Query(resources={"VGPU": 1}, member_of=(("narrow",), ("wide",)))) == []
-    assert found(replica, Query(resources={"VGPU": 1}, forbidden_aggregates=("wide",))) == []
-    assert found(replica, Query(resources=both, forbidden_aggregates=("narrow",))) == []
-    assert found(replica, Query(resources={"VCPU": 1}, forbidden_aggregates=("narrow",))) == ["p0"]
-
-
-def test_root_traits_are_the_roots_own() -> None:
-    replica = replica_of(
-        provider(0, inventories={"VCPU": 8}, traits=("COMPUTE_STATUS_DISABLED",)),
-        provider(1, inventories={"VCPU": 8}),
-        provider(2, root=1, parent=1, inventories={"VGPU": 1}, traits=("COMPUTE_STATUS_DISABLED", "X")),
-    )
-    assert found(replica, Query(resources={"VCPU": 1}, root_forbidden=("COMPUTE_STATUS_DISABLED",))) == ["p1"]
-    assert found(replica, Query(resources={"VGPU": 1}, root_required=(("X",),))) == []
-
-
-def test_each_class_comes_from_one_provider_whole() -> None:
-    cells = [provider(number, root=0, parent=0, inventories={"VCPU": 4}) for number in (1, 2)]
-    replica = replica_of(provider(0), *cells)
-    assert found(replica, Query(resources={"VCPU": 5})) == []
-    assert replica.free("VCPU", replica.rows_of_roots()).tolist() == [8]
-
-
-def test_pins() -> None:
-    replica = replica_of(
-        *(provider(number, inventories={"VCPU": 8}) for number in range(4)), provider(9, root=2, parent=2)
-    )
-    requested = {"VCPU": 1}
-    assert found(replica, Query(resources=requested, in_tree=uuid(9))) == ["p2"]
-    assert found(replica, Query(resources=requested, in_tree=uuid(77))) == []
-    assert found(replica, Query(resources=requested, only_roots=(uuid(3), uuid(1), uuid(77), uuid(9)))) == ["p1", "p3"]
-    assert found(replica, Query(resources=requested, only_roots=(uuid(77),))) == []
-    assert found(replica, Query(resources=requested, ignore_roots=(uuid(0), uuid(77)))) == ["p1", "p2", "p3"]
-    assert found(replica, Query(resources=requested, only_roots=(uuid(0), uuid(1)), ignore_roots=(uuid(0),))) == ["p1"]
-
-
 def test_a_class_requested_with_nothing_is_not_searched() -> None:
     replica = replica_of(provider(0, inventories={"CUSTOM_BAREMETAL_GOLD": 1}))
     query = Query(resources={"CUSTOM_BAREMETAL_GOLD": 1, "VCPU": 0, "MEMORY_MB": 0})
@@ -311,14 +210,6 @@ def test_inventories_are_read_anew_after_a_sweep() -> None:
     assert found(replica, query) == ["p0", "p1"]
 
 
-def test_a_class_that_appears_later_is_found() -> None:
-    replica = replica_of(provider(0))
-    query = Query(resources={"CUSTOM_NEW": 1})
-    assert found(replica, query) == []
-    replica.load([provider(0, inventories={"CUSTOM_NEW": 1})], 5)
-    assert found(replica, query) == ["p0"]
-
-
 # --- searching for hosts with numbered groups and sharing providers: complete, and right while placement moves
 
 
@@ -432,33 +323,6 @@ def test_stays_right_while_usage_shapes_and_claims_move(seed: int) -> None:
             del world[one]
         for query in queries:
             check(replica, list(world.values()), query)
-
-
-def test_a_shared_pool_that_fills_up_takes_its_hosts_along() -> None:
-    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING,), aggregates=("a",))
-    hosts = [provider(number, inventories={"VCPU": 8}, aggregates=("a",)) for number in range(1, 40)]
-    replica = loaded([pool, *hosts])
-    query = Query(resources={"VCPU": 1, "DISK_GB": 4})
-    assert len(search(replica, query).roots) == 39
-    (option,) = options(replica, query, int(search(replica, query).roots[0]))
-    assert option.allocations == {uuid(0): {"DISK_GB": 4}, uuid(1): {"VCPU": 1}}
-    assert option.spec_generations == {uuid(0): 1, uuid(1): 1}
-    replica.assume("k", option.allocations)
-    assert len(search(replica, query).roots) == 39
-    replica.assume("l", option.allocations)
-    assert len(search(replica, query).roots) == 0
-    replica.drop_assumed("k")
-    assert len(search(replica, query).roots) == 39
-
-
-def test_a_pool_that_leaves_the_aggregate_leaves_its_hosts() -> None:
-    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING,), aggregates=("a",))
-    hosts = [provider(number, inventories={"VCPU": 8}, aggregates=("a",)) for number in range(1, 40)]
-    replica = loaded([pool, *hosts])
-    query = Query(resources={"VCPU": 1, "DISK_GB": 4})
-    assert len(search(replica, query).roots) == 39
-    replica.apply([changed(replica.sequence + 1, structs.replace(pool, generation=2, aggregates=("b",)))])
-    assert len(search(replica, query).roots) == 0
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from scheduler_worker.build.pending_build import (
 )
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.records.build_record import ACCEPTED as ACCEPTED_NUMBER
-from scheduler_worker.records.build_record import FAILED_OR_REFUSED, Actor, Gang, RecordedBuild, releases_of
+from scheduler_worker.records.build_record import FAILED_OR_REFUSED, Actor, RecordedBuild, releases_of
 from scheduler_worker.requests.request_delivery import RequestDelivery, classify_delivery
 from scheduler_worker.requests.request_refusal import refused_build
 from scheduler_worker.selection.selector_config import SelectorConfig
@@ -53,12 +53,6 @@ def taken(
 def on_record(pending: PendingBuild, state: BuildState = BuildState.ACCEPTED, **more: Any) -> RecordedBuild:
     more = {"project_id": "p", "digest": pending.digest, **more}
     return RecordedBuild(instance_uuid=UUID, state=state, sequence=1, **more)
-
-
-def test_the_second_of_two_in_a_batch_is_answered_and_not_begun() -> None:
-    first, second = taken(), taken()
-    firsts = {first.instance_uuid: first}
-    assert [admit(one, firsts, [UUID], {}) == Start() for one in (first, second)] == [True, False]
 
 
 def test_members_of_a_gang_clash_by_what_is_on_record_of_the_first_alone() -> None:
@@ -274,12 +268,6 @@ def test_a_request_that_was_received_and_its_first_record(sent_at: float, reques
             refused = {"sequence": FAILED_OR_REFUSED, "terminal": True, "code": "x.y", "reason": "why"}
             assert new.build == replace(build, state=BuildState.REFUSED, **refused)
             assert new.timeline[1:] == (TimelineEntry(at=1001.0, actor="s", what="refused", detail="why"),)
-
-
-def test_the_record_of_a_member_names_its_gang() -> None:
-    new = expand_gang(taken(replace(REQUEST, count=2)), start=0)[1].first_record(Actor("s", 1000.0))
-    assert new.gang == Gang(uuid=UUID, size=2, min_count=2)
-    assert new.timeline[0].detail == f"m1.small for p, one of 2 of gang {UUID}"
 
 
 def test_all_deliveries_of_a_message_are_one_run() -> None:

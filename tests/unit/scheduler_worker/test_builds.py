@@ -16,7 +16,6 @@ from bus.bus import API
 from bus.clock import SystemClock
 from bus.codec import Malformed
 from bus.consuming.outcome import Done, Received
-from bus.contracts.actions import ActionEvent, ActionKind, ActionState, Condition
 from bus.contracts.base import Meta
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildQuery, BuildRequest, BuildState, FunnelStep
 from bus.contracts.cell import CellBuild, CellDelete, InstanceSpec, Selection
@@ -28,7 +27,6 @@ from scheduler_worker.cell_events.cell_event_batch import APPLIED, AppliedEvent
 from scheduler_worker.cell_events.cell_event_recorder import CellEventHandler, CellEventRecorder
 from scheduler_worker.records.build_record import (
     UNLOCATABLE,
-    Actor,
     NewBuild,
     RecordedBuild,
     apply_build_event,
@@ -229,23 +227,6 @@ async def test_what_a_crash_took_after_its_commit_is_not_acknowledged() -> None:
     await store.close()
 
 
-# --- A cell's events of a request about an instance, applied in any order of their arrival at the scheduler.
-
-
-MOVE, VM = "40000000-0000-4000-8000-000000000000", "a0000000-0000-4000-8000-000000000000"
-CELL, SOURCE, TARGET = "c1", "host-1", "host-2"
-HOSTS = {name: f"{name[-1]}0000000-0000-4000-8000-000000000000" for name in (SOURCE, TARGET, "host-3")}
-
-
-def announced(state: ActionState, sequence: int, *, terminal: bool = False) -> ActionEvent:
-    condition = Condition.MOVING if sequence < 12 else Condition.ACTIVE
-    return ActionEvent(
-        request_id=MOVE, instance_uuid=VM, project_id="p", kind=ActionKind.LIVE_MIGRATE, state=state, sequence=sequence,
-        terminal=terminal, condition=condition, host=TARGET, host_uuid=HOSTS[TARGET],
-        flavor="large" if terminal else "",
-    )  # fmt: skip
-
-
 # --- the record of a build, a row for each condition: what a report changes, and which messages follow a
 # change
 
@@ -273,11 +254,6 @@ def announcement(state: BuildState, sequence: int = 10, **more: Any) -> BuildEve
 def test_a_query_by_a_column_without_an_index_is_a_search(name: str) -> None:
     assert is_search(BuildQuery(**{name: "x"})) and is_search(BuildQuery(**{name: ""}))
     assert not is_search(BuildQuery(project_id="p", state=ACTIVE, before=1.0, gang=INSTANCE))
-
-
-def test_a_line_is_written_by_its_author_at_that_time() -> None:
-    line = Actor("me", 7.0).entry("what", "detail")
-    assert (line.at, line.actor, line.what, line.detail) == (7.0, "me", "what", "detail")
 
 
 @pytest.mark.parametrize("state", BuildState)

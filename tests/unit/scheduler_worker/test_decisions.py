@@ -327,7 +327,7 @@ async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
     counted = ("first_record", "effects", "conclude", "outbox_messages")
     owners = (PendingBuild, engine_module, dispatcher, dispatcher)
     steps = Turns(monkeypatch, *zip(owners, counted, strict=True), (engine_module, "admit"))
-    monkeypatch.setattr(placer, "step", steps.counted("step", placer.step))
+    monkeypatch.setattr(placer, "apply_answer", steps.counted("step", placer.apply_answer))
     store = MemoryBuilds(MemoryBuildTable(cluster.clock).session())
     store.publish_through(Sent())  # type: ignore[arg-type]
     engine = SchedulingEngine(

@@ -14,8 +14,9 @@ from bus.contracts.deploy import NetworkRequest
 from bus.contracts.objects import Flavor
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import GroupPolicy, LocatePage, ServerGroup
-from scheduler_worker.action.action_checks import CELL_DRAIN_USER, Located
+from scheduler_worker.action.action_checks import CELL_DRAIN_USER
 from scheduler_worker.action.destination import Chosen
+from scheduler_worker.action.destination_request import Located
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.records.action_record import ActionContext

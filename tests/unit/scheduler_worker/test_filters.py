@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
+from msgspec.structs import replace
 
 from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceStates
 from scheduler_worker import filters, plugins, weighers
@@ -23,7 +24,7 @@ from scheduler_worker.filters.image import AggregateImagePropertiesIsolation, Im
 from scheduler_worker.filters.project import AggregateMultiTenancyIsolation, ProjectHostFilter
 from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.selection.explain import message_of
-from scheduler_worker.selection.host_view import HostView
+from scheduler_worker.selection.host_view import HostView, Membership
 from scheduler_worker.selection.plugin import HostFilter, applies_to
 from scheduler_worker.selection.request_spec import RequestSpec, Unsatisfiable
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts, aggregate
@@ -139,14 +140,6 @@ def test_an_extra_spec_without_a_scope_concerns_hosts_that_have_the_attribute() 
     assert result.rejected == {"capability.ssd": 1}
 
 
-def test_an_extra_spec_in_the_scope_rejects_hosts_that_lack_the_attribute() -> None:
-    flavor = Flavor(vcpus=1, extra_specs={"capabilities:ssd": "true"})
-    hosts = Hosts(
-        [PLENTY] * 2, config=SchedulerConfig(flavors={"f": flavor}), reports={0: {"attributes": {"ssd": "true"}}}
-    )
-    assert ComputeCapabilitiesFilter().filter(hosts.view(), hosts.spec("f")).passed.tolist() == [True, False]
-
-
 class OnlyEven(HostFilter):
     """An operator's own."""
 
@@ -156,6 +149,18 @@ class OnlyEven(HostFilter):
         """By name."""
         assert host.free("VCPU") == 16 and host.cell == "c1" and host.up
         return None if int(host.name[1:]) % 2 == 0 else "odd"
+
+
+def test_a_host_is_in_the_aggregates_whose_hosts_are_named() -> None:
+    ours, theirs = aggregate("ours"), aggregate("theirs")
+    hosts = Hosts([PLENTY] * 2, config=SchedulerConfig(aggregates=(ours, theirs)), members={theirs.uuid: [0, 1]})
+    named = {ours.uuid: {hosts.uuids[1]}, theirs.uuid: {hosts.uuids[0]}}
+    view = replace(hosts.view(), membership=Membership((ours, theirs), named))
+    for position, expected in ((0, (theirs,)), (1, (ours,))):
+        assert view.host(position).aggregates == expected
+        assert [bool(view.member_of(one.uuid)[position]) for one in (ours, theirs)] == [
+            one in expected for one in (ours, theirs)
+        ]
 
 
 def test_an_operators_filter_is_loaded_by_class_path_and_counts_in_the_funnel() -> None:
@@ -176,6 +181,12 @@ def test_an_unknown_filter_fails_the_start(enabled: str) -> None:
         plugins.filters(SchedulerConfig(enabled_filters=(*DEFAULT_FILTERS, enabled)))
     with pytest.raises(plugins.PluginInvalid, match="PYTHONPATH"):
         plugins.filters(SchedulerConfig(available_filters=("no.such.module.Filter",), enabled_filters=("Filter",)))
+
+
+@pytest.mark.parametrize("enabled", ["RAMWeigher", "scheduler_worker.weighers.free_amounts.RAMWeigher"])
+def test_a_weigher_is_enabled_by_class_name_or_class_path(enabled: str) -> None:
+    (weighing,) = plugins.weighings(SchedulerConfig(enabled_weighers=(enabled,)))
+    assert weighing.weigher.name == "ram"
 
 
 @pytest.mark.parametrize("package", [filters, weighers], ids=["filters", "weighers"])
@@ -333,23 +344,3 @@ def test_a_forced_host_passes_the_filters_by_and_must_have_room_all_the_same() -
         refused = hosts.selector.request_spec(hosts.request(forced=True, **more))
         assert isinstance(refused, Unsatisfiable)
         assert refused.code == "host.not_forced"
-
-
-def test_isolated_aggregates_are_for_those_who_require_their_traits() -> None:
-    """Each required trait of the metadata must be required by the flavor, of the host or of a group."""
-    licensed = aggregate("licensed", **{"trait:CUSTOM_WINDOWS": "required", "trait:CUSTOM_FAST": "preferred"})
-    flavors = {
-        "plain": Flavor(vcpus=1),
-        "windows": Flavor(vcpus=1, extra_specs={"root_required": "CUSTOM_WINDOWS"}),
-        "other": Flavor(vcpus=1, extra_specs={"root_required": "CUSTOM_OTHER"}),
-    }
-
-    def forbidden(flavor: str, *, enabled: bool = True) -> tuple[str, ...]:
-        config = SchedulerConfig(flavors=flavors, aggregates=(licensed,), enable_isolated_aggregate_filtering=enabled)
-        hosts = Hosts([PLENTY] * 2, config=config, members={licensed.uuid: [0]})
-        return hosts.spec(flavor).query.root_forbidden_aggregates
-
-    assert forbidden("plain") == forbidden("other") == (licensed.uuid,)
-    assert forbidden("windows") == forbidden("plain", enabled=False) == ()
-    config = SchedulerConfig(flavors=flavors, aggregates=(licensed,), enable_isolated_aggregate_filtering=True)
-    assert passing(Hosts([PLENTY] * 2, config=config, members={licensed.uuid: [0]}), flavor="plain") == ["h1"]

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from bus.contracts.placement import ClaimOption, ProviderState
-from placement_worker.replica.request import Group
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.selection.choice import MAX_OPTIONS, Choice
 from scheduler_worker.selection.explain import NoValidHost, message_of
-from scheduler_worker.selection.flavor import parse
 from tests.unit.scheduler_worker.hosts import Hosts
 
 SHARES = "MISC_SHARES_VIA_AGGREGATE"
@@ -20,46 +18,6 @@ ROOM = {"VCPU": 8, "MEMORY_MB": 8192, "DISK_GB": 100}
 
 def child(number: int) -> str:
     return f"00000000-0000-4000-8000-{number:012d}"
-
-
-def test_words_of_groups_become_a_query() -> None:
-    flavor = Flavor(
-        vcpus=2,
-        memory_mb=512,
-        extra_specs={
-            "resources1:SRIOV_NET_VF": "1",
-            "trait1:CUSTOM_PHYSNET_A": "required",
-            "trait1:CUSTOM_SLOW": "forbidden",
-            "trait1:in:CUSTOM_X,CUSTOM_Y": "required",
-            "resources_DISK:DISK_GB": "10",
-            "in_tree_DISK": child(9),
-            "trait_NUMA:HW_NUMA_ROOT": "required",
-            "same_subtree": "1,_NUMA",
-            "group_policy": "isolate",
-            "root_required": "COMPUTE_NODE,!CUSTOM_OLD",
-            "trait:CUSTOM_NICE": "preferred",
-            "resources:VGPU": "preferred",
-            "capabilities:arch": "x",
-        },
-    )
-    requested = parse("f", flavor)
-    query = requested.query
-    assert query.resources == {"VCPU": 2, "MEMORY_MB": 512}
-    assert query.groups == (
-        Group(
-            suffix="1",
-            resources={"SRIOV_NET_VF": 1},
-            required=(("CUSTOM_PHYSNET_A",), ("CUSTOM_X", "CUSTOM_Y")),
-            forbidden=("CUSTOM_SLOW",),
-        ),
-        Group(suffix="_DISK", resources={"DISK_GB": 10}, in_tree=child(9)),
-        Group(suffix="_NUMA", required=(("HW_NUMA_ROOT",),)),
-    )
-    assert (query.group_policy, query.same_subtree) == ("isolate", (("1", "_NUMA"),))
-    assert query.root_required == (("COMPUTE_NODE",),)
-    assert query.root_forbidden == ("COMPUTE_STATUS_DISABLED", "CUSTOM_OLD")
-    assert (requested.preferred_traits, requested.preferred_classes) == (("CUSTOM_NICE",), ("VGPU",))
-    assert requested.extra_specs == {"capabilities:arch": "x"}
 
 
 class Cluster:
@@ -210,13 +168,6 @@ def test_no_cell_has_both() -> None:
     assert cluster.place() is not None  # cell 0 has both
     assert cluster.place() is None  # CPUs are gone there, and the free device is in the other cell
     assert "have no provider with enough free for group NIC" not in cluster.why_not()
-
-
-def test_groups_that_fit_only_apart_are_reported() -> None:
-    cluster = numa_cluster((4, 2))
-    cluster.hosts.replica.assume("the device beside the free CPUs", {child(20): {"SRIOV_NET_VF": 1}})
-    assert cluster.place() is None
-    assert "have room for each of groups CPU, NIC, but not for all of them together" in cluster.why_not()
 
 
 def test_storage_shared_by_aggregate() -> None:

@@ -18,10 +18,8 @@ from scheduler_worker.selection.flavor import (
     FlavorInvalid,
     matches,
     parse,
-    scoped_specs,
-    unscoped_specs,
 )
-from scheduler_worker.selection.flavor_query import request_spec, traits_of_image
+from scheduler_worker.selection.flavor_query import request_spec
 from scheduler_worker.selection.host_view import Membership
 from scheduler_worker.selection.request_spec import RequestSpec, Unsatisfiable
 from tests.unit.scheduler_worker.hosts import aggregate
@@ -64,14 +62,6 @@ def test_what_a_flavor_asks_for(specs: dict[str, str], query: dict[str, Any]) ->
     parsed = parse("f", Flavor(vcpus=1, extra_specs=specs))
     assert parsed.query == replace(PLAIN, **query)
     assert parsed.extra_specs == {} and parsed.preferred_traits == parsed.preferred_classes == ()
-
-
-def test_what_a_flavor_prefers_and_what_filters_read() -> None:
-    specs = {"trait:A": "preferred", "resources:VGPU": "preferred", "hw:x": "y", "berth:on_host_failure": "fail"}
-    parsed = parse("f", Flavor(vcpus=1, memory_mb=2, disk_gb=3, extra_specs=specs))
-    assert parsed.query == replace(PLAIN, resources={"VCPU": 1, "MEMORY_MB": 2, "DISK_GB": 3})
-    assert (parsed.preferred_traits, parsed.preferred_classes) == (("A",), ("VGPU",))
-    assert parsed.extra_specs == {"hw:x": "y", "berth:on_host_failure": "fail"}
 
 
 def required(count: int, group: str = "") -> dict[str, str]:
@@ -237,22 +227,6 @@ def test_what_a_request_adds_to_the_query_of_its_flavor(
         assert isinstance(spec, RequestSpec) and spec.query == replace(query, **found)
 
 
-def test_requests_with_one_key_share_a_ranking() -> None:
-    query, plain = shaped({})
-    assert plain == RequestSpec(query=query, flavor="f", project_id="demo", key=("f", "demo", "", "", ""))
-    properties = A | B | {"os": "x"}
-    request = {"host": "h", "forced": True, "availability_zone": "west", "image_properties": properties}
-    specs = {"trait:C": "preferred", "resources:VGPU": "preferred", "hw:x": "y"}
-    _, spec = shaped(request, specs=specs, hosts=("u",), aggregates=ZONES, force_host_projects=("demo",))
-    assert isinstance(spec, RequestSpec)
-    assert spec == RequestSpec(
-        query=spec.query, flavor="f", project_id="demo", extra_specs={"hw:x": "y"}, preferred_traits=("C",),
-        preferred_classes=("VGPU",), availability_zone="west", image_properties=properties, forced=True,
-        key=("f", "demo", "west", "h", "forced", "A required", "B forbidden"),
-    )  # fmt: skip
-    assert traits_of_image(properties) == {"A": "required", "B": "forbidden"}
-
-
 @pytest.mark.parametrize(
     ("value", "wanted", "passes"),
     [
@@ -308,9 +282,3 @@ def test_requests_with_one_key_share_a_ranking() -> None:
 )
 def test_whether_a_hosts_value_meets_an_extra_spec(value: str | None, wanted: str, passes: bool) -> None:
     assert matches(value, wanted) is passes
-
-
-def test_the_extra_specs_of_one_scope_and_those_of_none() -> None:
-    specs = {"a:x": "1", "a:y:z": "2", "b:w": "3", "a": "4", "x": "5"}
-    assert scoped_specs(specs, "a") == {"x": "1", "y:z": "2"}
-    assert unscoped_specs(specs) == {"a": "4", "x": "5"}

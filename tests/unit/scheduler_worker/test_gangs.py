@@ -390,14 +390,6 @@ async def test_a_later_member_of_a_gang_whose_first_has_ended_ends_when_it_was_t
     assert (build.state, build.code) == (BuildState.FAILED, "claim.unlocatable")
 
 
-async def test_a_later_member_of_a_gang_whose_first_was_purged_is_taken_up_again(site: Site) -> None:
-    _, second = await gang_of_two(site, None)
-    for tries in range(3 * MAX_RETRIES):
-        assert await site.handler.resume({second.instance_uuid: tries}) == set()
-    build = await site.build_of(second.instance_uuid)
-    assert (build.state, build.code) == (BuildState.FAILED, "claim.unlocatable")
-
-
 # --- A gang of which enough have started before: only the members of this pass are counted.
 
 

@@ -35,6 +35,7 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.transport import Outgoing
 from lab.simulation.loop import SimClock
 from scheduler_worker.action import action_checks as moves
+from scheduler_worker.action import destination_request
 from scheduler_worker.action.action_checks import (
     CELL_DRAIN_USER,
     CHANGED,
@@ -249,13 +250,13 @@ def test_a_rebuild_changes_the_image_or_its_properties(
     assert moves.needs_hosts(request_, known) is looks
     after = moves.in_progress(request_, known)
     both = {moves.image_of(known): moves.image_properties_of(known), request_.image: properties}
-    assert after.image_properties == (both if changes else known.now.image_properties)
+    assert after.image_properties == (both if changes else known.current.image_properties)
     assert after.under_way == MOVE
 
 
 def test_an_abort_leaves_the_request_under_way_that_it_is_to_end() -> None:
     known = instance(under_way=OTHER)
-    assert moves.in_progress(requested(ActionKind.ABORT), known) == known.now
+    assert moves.in_progress(requested(ActionKind.ABORT), known) == known.current
 
 
 @pytest.mark.parametrize(
@@ -335,14 +336,14 @@ SOURCE = ImageSource(source="https://images/1")
 def test_hosts_are_chosen_for_the_instance_as_it_will_be(
     request_: ActionRequest, known: ActionContext, flavor: str, image: str, properties: dict[str, str]
 ) -> None:
-    placed = moves.build_request_for(request_, known)
+    placed = destination_request.build_request_for(request_, known)
     assert (placed.flavor, placed.image, placed.image_properties) == (flavor, image, properties)
     assert (placed.image_source, placed.host, placed.max_attempts) == (request_.image_source, None, None)
 
 
 def test_hosts_are_chosen_as_the_request_says_and_not_as_its_build_did() -> None:
     more: dict[str, Any] = {"host": "x", "forced": True, "ignore_hosts": ("y",), "max_attempts": 3}
-    placed = moves.build_request_for(requested(ActionKind.MIGRATE, **more), KNOWN)
+    placed = destination_request.build_request_for(requested(ActionKind.MIGRATE, **more), KNOWN)
     assert {name: getattr(placed, name) for name in more} == more and placed.instance_uuid == UUID
 
 
@@ -592,5 +593,5 @@ async def test_the_last_delivery_of_a_request_whose_instance_changed_is_refused_
     assert (row.message.state, row.message.terminal, row.message.code) == (ActionState.REFUSED, True, CHANGED.code)
     async with MemoryBuilds.operation(store) as unit:
         ((_, known),) = (await unit.known([(OVERTAKEN, INSTANCE)])).items()
-    assert known.action is not None and known.action.state is ActionState.REFUSED and known.now.under_way is None
+    assert known.action is not None and known.action.state is ActionState.REFUSED and known.current.under_way is None
     assert await outcome_of(store, 0) == Done(reply=refusal), "a repeat is answered from the record"

@@ -10,7 +10,6 @@ import pytest
 from msgspec import structs
 
 from bus.clock import SystemClock, new_uuid
-from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest
 from bus.contracts.feed import Change
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, GroupPolicy, ProviderState, ServerGroup
@@ -158,21 +157,6 @@ async def test_full_or_gone_walks_the_whole_list_and_never_claims_a_host_twice(
     assert cluster.refreshes >= 1  # "none" is only answered on the newest state
 
 
-async def test_full_or_gone_goes_to_the_next_host(cluster: Cluster) -> None:
-    outcomes = iter([ClaimOutcome.NO_CAPACITY, ClaimOutcome.PROVIDER_REMOVED])
-    cluster.answer = lambda claim: result(kind) if (kind := next(outcomes, None)) else cluster.claimed(claim)
-    (placed,) = await cluster.place(cluster.hosts.request())
-    assert isinstance(placed, HostClaimed) and placed.claims == 3
-    assert len({cluster.host_of(claim) for claim in cluster.claims}) == 3
-    assert placed.selections[0].host == cluster.host_of(cluster.claims[2])
-    first, second, _ = map(cluster.host_of, cluster.claims)
-    lost = [loss.what for loss in placed.lost]
-    assert lost == [f"{first}: no_capacity", f"{second}: provider_removed"], (
-        "a build's timeline names each claim's outcome"
-    )
-    assert not {s.host for s in placed.selections} & {cluster.host_of(claim) for claim in cluster.claims[:2]}
-
-
 async def test_what_is_claimed_is_not_decided_again_while_another_is_tried_once_more() -> None:
     room = {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}  # of one instance
     cluster = Cluster(Hosts([room] * 3, config=CONFIG), CONFIG)
@@ -215,22 +199,6 @@ async def test_a_conflict_folds_the_newer_shape_in_and_claims_the_same_host(clus
     ) == [2]
 
 
-async def test_a_host_that_keeps_racing_is_given_up_within_its_bound(cluster: Cluster) -> None:
-    refused: list[str] = []
-
-    def races(claim: Claim) -> ClaimResult:
-        host = cluster.host_of(claim)
-        if not refused or host == refused[0]:
-            refused.append(host)
-            return result(ClaimOutcome.CONFLICT)
-        return cluster.claimed(claim)
-
-    cluster.answer = races
-    (placed,) = await cluster.place(cluster.hosts.request())
-    assert isinstance(placed, HostClaimed) and placed.selections[0].host != refused[0]
-    assert len(refused) == CONFIG.conflict_retries + 1
-
-
 @pytest.mark.parametrize(
     ("outcome", "code"),
     [(ClaimOutcome.CONSUMER_CONFLICT, "claim.consumer_conflict"), (ClaimOutcome.INVALID, "claim.invalid")],
@@ -242,18 +210,6 @@ async def test_a_foreign_consumer_and_the_impossible_stop_at_once(
     (stopped,) = await cluster.place(cluster.hosts.request())
     assert isinstance(stopped, HostSearchRefused) and stopped.code == code
     assert len(cluster.claims) == 1 and list(cluster.hosts.replica.assumptions.keys()) == []
-
-
-async def test_no_answer_is_not_no_host(cluster: Cluster) -> None:
-    cluster.answer = lambda _: None
-    (unreachable,) = await cluster.place(cluster.hosts.request())
-    assert isinstance(unreachable, PlacementUnavailable) and list(cluster.hosts.replica.assumptions.keys()) == []
-
-
-async def test_a_refusal_stops_with_its_code(cluster: Cluster) -> None:
-    cluster.answer = lambda _: Refusal(code="claim.nonsense", reason="no")
-    (stopped,) = await cluster.place(cluster.hosts.request())
-    assert isinstance(stopped, HostSearchRefused) and stopped.code == "claim.nonsense"
 
 
 async def test_the_bound_on_rounds_is_not_no_host_either(cluster: Cluster) -> None:
@@ -270,20 +226,6 @@ def nowhere(cluster: Cluster) -> BuildRequest:
     """A request that no host can take."""
     hosts = cluster.hosts
     return hosts.request(ignore_hosts=tuple(hosts.selector.name_of(uuid) for uuid in hosts.uuids))
-
-
-async def test_an_earlier_claim_of_ours_is_where_it_is_built(cluster: Cluster) -> None:
-    """A crash before the record: placement answers with what the first run holds, wherever we would go now."""
-    hosts = cluster.hosts
-    held = hosts.uuids[4]
-    holding = {held: {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}}
-    request = cluster.holds(holding)
-    (placed,) = await cluster.place(request)
-    assert isinstance(placed, HostClaimed) and placed.cell == "c2"
-    main = placed.selections[0]
-    assert main.host_uuid == held and main.allocations == holding
-    assert held not in [selection.host_uuid for selection in placed.selections[1:]]
-    assert list(hosts.replica.assumptions.keys()) == []
 
 
 async def test_an_earlier_claim_that_is_released_before_it_is_taken_over_is_built_nowhere(cluster: Cluster) -> None:
@@ -414,16 +356,6 @@ async def test_a_request_is_tried_on_as_many_hosts_as_it_allows(cluster: Cluster
     endings = await cluster.place(*(cluster.hosts.request(max_attempts=attempts) for attempts in most))
     hosts = [len(ending.selections) for ending in endings if isinstance(ending, HostClaimed)]
     assert hosts == [attempts or CONFIG.max_attempts for attempts in most]
-
-
-async def test_one_bad_item_does_not_fail_its_neighbours(cluster: Cluster) -> None:
-    requests = [cluster.hosts.request() for _ in range(20)]
-    bad = requests[7].instance_uuid
-    cluster.answer = lambda claim: result(ClaimOutcome.INVALID) if claim.consumer == bad else cluster.claimed(claim)
-    endings = await cluster.place(*requests)
-    assert [isinstance(ending, HostClaimed) for ending in endings] == [at != 7 for at in range(20)]
-    taken = [ending.selections[0].host for ending in endings if isinstance(ending, HostClaimed)]
-    assert len(set(taken)) == 6  # spread, not herded
 
 
 async def test_a_full_child_does_not_make_its_host_full(cluster: Cluster) -> None:

@@ -170,18 +170,6 @@ async def test_a_host_that_is_not_reported_differs_from_one_that_is_down() -> No
     assert found["h3"].admin == hosts.table.decision_of(NOT_IN_PLACEMENT)
 
 
-async def test_a_host_that_its_service_reported_and_that_has_left_placement_is_listed_while_it_is_fenced() -> None:
-    hosts = Hosts([PLENTY] * 2)
-    left = hosts.uuids[1]
-    hosts.table.apply_decisions({left: HostAdminState(host_uuid=left, host="h1", state=AdminState.FENCED)})
-    hosts.replica.load(hosts.states[:1], 1)
-    found = {host.name: host for host in (await hosts_page(HostsQuery(), hosts.selector, {})).hosts}
-    assert {name: (host.reported, host.cell, host.up) for name, host in found.items()} == {
-        "h0": (True, "c1", True),
-        "h1": (True, "c1", True),
-    }
-
-
 @pytest.mark.parametrize("leaves_at", [None, 2, 6])
 async def test_item_16_hosts_are_listed_in_parts_less_one_that_leaves_placement_meanwhile(
     monkeypatch: pytest.MonkeyPatch, leaves_at: int | None

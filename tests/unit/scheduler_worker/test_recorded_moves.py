@@ -18,7 +18,7 @@ from bus.contracts.actions import (
 )
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildRequest, BuildState
 from bus.contracts.cell import InstanceSpec
-from scheduler_worker.action.pending_action import PendingAction, recorded
+from scheduler_worker.action.pending_action import PendingAction, record_of
 from scheduler_worker.cell_events.cell_event_batch import apply_action_event
 from scheduler_worker.records.action_record import ActionContext, RecordedAction, Transfer, event_of, given_up
 from scheduler_worker.records.build_record import FAILED_OR_REFUSED, SCHEDULED, Actor, RecordedBuild, SinceBuild
@@ -213,7 +213,7 @@ def test_what_an_event_leaves(told: ActionEvent, records: tuple[RecordedAction, 
 def test_the_record_of_a_decision_and_its_event(state: ActionState, sequence: int, ended: bool) -> None:
     request = ActionRequest(request_id=MOVE, instance_uuid=VM, project_id="p", kind=ActionKind.STOP)
     pending = PendingAction(batch_index=0, request=request, taken_at=1.0)
-    action = recorded(pending, state, Actor(name="s", at=3.0), code="a.b", reason="why", host="h1", cell="c1")
+    action = record_of(pending, state, Actor(name="s", at=3.0), code="a.b", reason="why", host="h1", cell="c1")
     assert action == RecordedAction(
         request_id=MOVE, instance_uuid=VM, project_id="p", kind=ActionKind.STOP, digest=pending.digest, state=state,
         sequence=sequence, terminal=ended, created_at=3.0, code="a.b", reason="why", host="h1", cell="c1",

@@ -12,8 +12,8 @@ from bus.contracts.actions import ActionKind, ActionRequest, ResizePolicy
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.placement import LocatePage, ProviderState
 from bus.contracts.placement_queries import ConsumerRecord
-from scheduler_worker.action.action_checks import Located
 from scheduler_worker.action.destination import Chosen, DestinationChooser
+from scheduler_worker.action.destination_request import Located
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.records.action_record import ActionContext

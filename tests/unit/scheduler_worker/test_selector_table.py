@@ -100,9 +100,10 @@ def test_the_last_steps_and_the_most_frequent_reasons_come_first(limit: int, wor
         ("traits", "lacks X", "lack X"),
         ("aggregates", "in X", "are in aggregate X, which is forbidden"),
         ("aggregates", "lacks X", "were rejected by aggregates (lacks X)"),
-        ("f", "capability.x", "do not have the requested x"),
-        ("f", "aggregate.x", "are in no aggregate with the requested x"),
-        ("f", "image.x", "are reserved for images with another x"),
+        ("ComputeCapabilitiesFilter", "capability.x", "do not have the requested x"),
+        ("AggregateInstanceExtraSpecsFilter", "aggregate.x", "are in no aggregate with the requested x"),
+        ("AggregateImagePropertiesIsolation", "image.x", "are reserved for images with another x"),
+        ("f", "aggregate.excluded", "were rejected by f (aggregate.excluded)"),
         ("f", "f", "were rejected by f"),
     ],
 )

@@ -33,7 +33,7 @@ def test_the_newest_whole_digest_of_a_cell_names_which_services_are_down() -> No
 
     def applied(of: ServiceStates, now_s: float) -> list[bool] | None:
         """What is down then; None: the digest counts for nothing."""
-        return None if directory.apply_digest(of, now_s) is None else directory.down().tolist()
+        return None if directory.apply_states(of, now_s) is None else directory.down().tolist()
 
     assert applied(digest(5, "a"), 1.0) == [True, False, True]
     assert applied(digest(5, "b"), 1.0) is None and applied(digest(4), 1.0) is None, "older, or the same again"

@@ -19,21 +19,19 @@ from bus.faults import DatabaseUnavailable
 from scheduler_worker.build import build_metrics
 from scheduler_worker.build.claim_answer import DELETED, FOREIGN
 from scheduler_worker.build.decision import DecidedBuild, PlacedBuild, conclude, conclude_unplaced
-from scheduler_worker.build.decision_round import DecisionRound
-from scheduler_worker.build.gang import apply_gang_results
-from scheduler_worker.build.host_search import HostClaimed, HostSearchRefused, HostSearchRequest, new_host_search
+from scheduler_worker.build.host_search import HostClaimed, HostSearchRefused, HostSearchRequest
 from scheduler_worker.build.pending_build import expand_gang
-from scheduler_worker.config import Flavor, SchedulerConfig
+from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.hosts.host_table import HostTable
-from scheduler_worker.records.build_record import Actor, Gang
+from scheduler_worker.records.build_record import Actor
 from scheduler_worker.requests.request_delivery import MAX_RETRIES, resumed_delivery
 from scheduler_worker.selection.choice import Spread
 from scheduler_worker.selection.explain import NoValidHost, reason_text
 from scheduler_worker.selection.host_view import Membership
 from scheduler_worker.selection.request_spec import RelatedInstances, Unsatisfiable
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts, aggregate
-from tests.unit.scheduler_worker.test_gangs import REFUSED, SELECTION, results, states, taken
 from tests.unit.scheduler_worker.test_gangs import REQUEST as BUILD_REQUEST
+from tests.unit.scheduler_worker.test_gangs import SELECTION, taken
 from tests.unit.scheduler_worker.test_hosts import announce
 from tests.unit.scheduler_worker.test_step import ClaimCase
 from tests.unit.scheduler_worker.test_transfers import LEFT, applied, on_record
@@ -147,26 +145,6 @@ def test_a_decision_about_a_host_that_nobody_reports_is_about_no_other_one() -> 
     assert hosts.view().host(0).enabled
 
 
-def test_a_project_may_request_the_flavors_that_it_is_allowed() -> None:
-    hosts = Hosts([])
-    own = Flavor(vcpus=1, memory_mb=1, projects=("p",))
-    flavors = {"own": own, "all": replace(own, projects=())}
-    known = Hosts([], config=replace(hosts.config, flavors=flavors)).selector.config
-    assert [{*flavors} & {*known.flavors_for(project)} for project in ("p", "q")] == [{"own", "all"}, {"all"}]
-
-
-def test_an_aggregate_that_names_its_hosts_has_those_that_one_name_means() -> None:
-    hosts = Hosts([PLENTY, PLENTY])
-    named = replace(aggregate("rack"), hosts=("h0", "nowhere"))
-    assert hosts.selector.members_named([named]) == {named.uuid: frozenset({hosts.uuids[0]})}
-
-
-def test_a_spec_without_peers_is_shared_as_it_is() -> None:
-    spec = Hosts([PLENTY]).spec()
-    assert spec.without_related() is spec
-    assert replace(spec.with_related(RelatedInstances(), UUID), related=RelatedInstances()).without_related() == spec
-
-
 # --- gangs and claims
 
 
@@ -181,34 +159,12 @@ def test_a_member_whose_gang_did_not_fit_stays_on_its_host_unless_all_share_one(
     assert after.same_host is stays
 
 
-def test_a_member_that_is_left_alone_is_placed_when_no_host_takes_the_largest() -> None:
-    hosts = Hosts([{"VCPU": 1, "MEMORY_MB": 1024, "DISK_GB": 20}])
-    related = RelatedInstances(server_group=ServerGroup(uuid=UUID, policy=GroupPolicy.AFFINITY))
-    gang = Gang(uuid=UUID, size=2, min_count=1)
-    members = []
-    for flavor in ("m1.large", "m1.tiny"):
-        request = hosts.request(flavor)
-        spec = hosts.spec(flavor).with_related(related, request.instance_uuid)
-        members.append(new_host_search(HostSearchRequest(request=request, spec=spec, gang=gang), hosts.selector))
-    deciding = DecisionRound(hosts.selector, hosts.rng, subset=1).decide_gang(members)
-    try:
-        while True:
-            next(deciding)
-    except StopIteration as ended:
-        assert [one.choice is not None for one in ended.value] == [False, True]
-
-
 @pytest.mark.parametrize(
     ("more", "reason"), [({}, DELETED), ({"consumer_generation": 3}, FOREIGN), ({"reason": "its own"}, "its own")]
 )
 def test_a_consumer_that_is_not_the_requests_is_refused_with_why(more: dict[str, Any], reason: str) -> None:
     result = ClaimCase().step(ClaimOutcome.CONSUMER_CONFLICT, **more).state.result
     assert isinstance(result, HostSearchRefused) and result.reason == reason
-
-
-def test_builds_beside_a_gang_mean_nothing_for_it_nor_it_for_them() -> None:
-    alone, gang = states(None, least=1, gang=False), states(None, REFUSED, least=2)
-    assert results(apply_gang_results([*alone, *gang]))[0] is None
 
 
 @pytest.mark.parametrize(("least", "queried"), [(1, False), (2, True)])
@@ -300,8 +256,6 @@ def test_a_source_that_is_gone_has_one_line_in_its_own_cell() -> None:
         ("groups _A and _B", "groups do not fit together", "each of groups _A and _B"),
         ("other", "groups do not fit together", "rejected by other"),
         ("groups _A", "else", "rejected by groups _A (else)"),
-        ("filter", "image.os_distro", "images with another os_distro"),
-        ("filter", "capability.arch", "requested arch"),
         ("filter", "filter", "rejected by filter"),
     ],
 )

@@ -17,10 +17,9 @@ from bus.contracts.placement import ClaimOption, ClaimOutcome, ClaimResult, Grou
 from bus.contracts.placement_queries import ConsumerRecord
 from scheduler_worker.build.claim_answer import (
     MAX_PARTLY_USED_UP_RETRIES,
+    apply_answer,
     apply_recovered,
-    refusal_step,
     search_again_or_end,
-    step,
 )
 from scheduler_worker.build.decision_round import DecisionRound
 from scheduler_worker.build.host_search import (
@@ -64,7 +63,7 @@ class ClaimCase:
 
     def step(self, outcome: ClaimOutcome, *, state: HostSearch | None = None, **more: Any) -> HostSearchStep:
         answer = ClaimResult(outcome=outcome, **more)
-        return step(state or self.state, answer, self.hosts.selector, now=7.0)
+        return apply_answer(state or self.state, answer, self.hosts.selector, now=7.0)
 
 
 def test_the_only_host_that_passes_is_claimed_without_weights() -> None:
@@ -233,14 +232,6 @@ def test_a_hold_ends_at_its_time_and_all_end_when_they_are_released() -> None:
     assert (room.free(0), room.free(1)) == (8, 8) and room.holds.next_until is None
 
 
-def test_many_holds_of_one_time_end_together() -> None:
-    room = Room()
-    for number in range(8):
-        room.hold(str(number), number % 2, until=1.0)
-    room.holds.expire(1.0)
-    assert (room.free(0), room.free(1), room.holds.next_until) == (8, 8, None)
-
-
 # --- the step of a placement, a row for each condition: the state and the commands after each answer to its claim
 
 
@@ -275,7 +266,7 @@ class Case:
         return RankedHost(self.uuids[at], row, at, 2.5, offered, "s")
 
     def step(self, outcome: ClaimOutcome, *, state: HostSearch | None = None, **more: Any) -> HostSearchStep:
-        return step(state or self.state, ClaimResult(outcome=outcome, **more), self.hosts.selector, now=7.0)
+        return apply_answer(state or self.state, ClaimResult(outcome=outcome, **more), self.hosts.selector, now=7.0)
 
     def held(self, *at: int, **more: Any) -> ConsumerRecord:
         fields: dict[str, Any] = {
@@ -502,8 +493,3 @@ def test_hosts_are_looked_at_again_on_the_newest_state(
         return
     assert (after.result, after.retried_searches, after.partly_used_up) == (None, retried_searches + 1, ())
     assert list(after.rejected) == case.uuids[partly_used_up:]
-
-
-def test_a_refused_placement_has_no_choice() -> None:
-    after = refusal_step(Case().state, "x", "why")
-    assert (after.choice, after.result) == (None, HostSearchRefused("x", "why"))

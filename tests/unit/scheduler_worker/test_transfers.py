@@ -107,7 +107,7 @@ def kept(batch: CellEventBatch) -> Transfer:
 def test_a_departure_counts_by_its_attempt_whatever_its_number(first_attempt: int, sequence: int) -> None:
     batch = applied(on_record(first_attempt=first_attempt, sequence=sequence), LEFT)
     (command,) = sent(batch, "c2")
-    assert (batch.builds[UUID].cell, batch.builds[UUID].now.first_attempt) == ("c2", 6)
+    assert (batch.builds[UUID].cell, batch.builds[UUID].current.first_attempt) == ("c2", 6)
     number = max(sequence, 20)
     departure = replace(DEPARTURE, spec=SPEC, sequence=number)
     assert command == replace(BUILD, transfer=departure, sequence=number)
@@ -232,16 +232,8 @@ def test_what_the_other_cell_does_not_take_comes_home(
     hosts = (HOME, *others) if kind is ActionKind.MIGRATE else fitting
     assert (command.selections, command.to_cell, command.spec) == (hosts[:9], None, None)
     assert asked == [((REQUEST, UUID), "c1")]
-    assert (batch.builds[UUID].cell, batch.builds[UUID].now.first_attempt) == ("c1", 10)
+    assert (batch.builds[UUID].cell, batch.builds[UUID].current.first_attempt) == ("c1", 10)
     assert command.transfer.code == (code or "max_retries_exceeded"), "with it its cell ends the move"
-
-
-def test_a_move_that_ends_at_home_has_failed_as_its_cell_says() -> None:
-    home = replace(AWAY, command=replace(BUILD, transfer=BACK))
-    event = replace(DONE, state=ActionState.FAILED, sequence=50, code="image.broken")
-    batch = applied(on_record(cell="c1", first_attempt=10, transfer=home), event)
-    assert of_api(batch) == [(ActionState.FAILED, "image.broken")]
-    assert sent(batch, "c2") == [replace(DEPARTS, to_cell="c1", attempt=9, ended=True)]
 
 
 # --- a cell whose database was restored to before the departure
@@ -301,8 +293,8 @@ def test_the_owner_s_word_counts_whatever_is_known_of_its_request(
     for event, host in ((DONE, "host-2"), (rests, None)):
         batch = applied(known, event, cell="c2")
         after = batch.builds[UUID]
-        assert (after.now.condition, after.host, after.sequence) == (event.condition, host, 30)
-        assert batch.messages == [] and after.now.under_way == under_way
+        assert (after.current.condition, after.host, after.sequence) == (event.condition, host, 30)
+        assert batch.messages == [] and after.current.under_way == under_way
         assert UUID in batch.timelines, "it is written"
     assert applied(known, DONE, cell="c1").builds[UUID] == known.build, "another cell's counts for nothing"
     assert applied(known, replace(DONE, sequence=3), cell="c2").builds[UUID] == known.build, "nor does a late one"

@@ -236,17 +236,6 @@ def test_sources_are_bounded_and_the_last_place_is_shared(monkeypatch: pytest.Mo
     assert named == ["a", "b", "other", "other", "a", "b"]
 
 
-def test_a_column_grows_with_the_hosts() -> None:
-    hosts = Hosts([PLENTY] * 4)
-    table = HostMetricsTable(hosts.table, max_age_s=AGE)
-    for number in range(3):
-        for at, uuid in enumerate(hosts.uuids):
-            table.apply(reading(uuid, NOW, power_watts=float(at)), None, now=NOW, now_s=0.0)
-        hosts.uuids.append(UUID[:-1] + str(number))
-        hosts.announce(["c1"] * len(hosts.uuids), {}, sequence=2 + number)
-    assert table.values(WATTS, np.arange(6)).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-
-
 # --- builds that wait
 
 

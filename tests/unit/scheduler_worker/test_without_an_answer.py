@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.consuming.outcome import DEAD_LETTERED, EXPIRED, Done, Outcome, Received, Retry, RetryWhenAvailable
+from bus.consuming.outcome import DEAD_LETTERED, EXPIRED, Done, Outcome, Received, RetryWhenAvailable
 from bus.contracts.actions import ActionEvent, ActionKind, ActionRequest, ActionState, CellAction
 from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildRequest, BuildState
@@ -33,7 +33,7 @@ from scheduler_worker.objects.object_registry import ObjectRegistry
 from scheduler_worker.records.build_record import BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.records.object_records import ChangeActor
 from scheduler_worker.request_handler import RequestHandler
-from scheduler_worker.requests.request_delivery import DEAD_LETTERS, LAST, MAX_RETRIES, RequestDelivery
+from scheduler_worker.requests.request_delivery import DEAD_LETTERS, LAST, RequestDelivery
 from scheduler_worker.selection.flavor import parse
 from scheduler_worker.selection.selector import Selector
 from scheduler_worker.selection.selector_config import SelectorConfig
@@ -147,38 +147,6 @@ async def test_a_build_that_placement_does_not_answer_about_waits_and_the_others
         ended, done = await site.process(taken(policy_violated), taken(fits))
         assert isinstance(ended, Done) and isinstance(done, Done)
     assert (await site.build_of(policy_violated.instance_uuid)).code == "no_valid_host"
-
-
-async def test_a_build_of_which_placement_refuses_to_tell_what_it_holds_ends_and_releases_nothing(site: Site) -> None:
-    policy_violated, fits = nowhere(site.cluster), site.cluster.hosts.request()
-    site.cluster.port.refused = REFUSED
-    retried, done = await site.process(taken(policy_violated), taken(fits))
-    assert isinstance(retried, Retry) and retried.code == "claim.unlocatable" and isinstance(done, Done)
-    await ends_by_its_last_look(site, policy_violated)
-
-
-async def test_a_build_whose_claim_placement_refuses_to_hand_over_ends(site: Site) -> None:
-    def answer(claim: Claim) -> ClaimResult | Refusal:
-        return Refusal(code=REFUSED, reason="") if claim.transfers_from else site.cluster.claimed(claim)
-
-    site.cluster.answer = answer
-    policy_violated, fits = nowhere(site.cluster), site.cluster.hosts.request()
-    hold(site.cluster, policy_violated)
-    retried, done = await site.process(taken(policy_violated), taken(fits))
-    assert isinstance(retried, Retry) and isinstance(done, Done)
-    await ends_by_its_last_look(site, policy_violated)
-
-
-async def ends_by_its_last_look(site: Site, request: BuildRequest) -> None:
-    """It stays open when its message is retried no more, and is looked after a bounded number of times."""
-    uuid = request.instance_uuid
-    (left,) = await site.process(taken(request, LAST))
-    assert isinstance(left, Done) and (await site.build_of(uuid)).state is BuildState.ACCEPTED
-    for tries in (0, MAX_RETRIES - 1, MAX_RETRIES):
-        assert (await site.build_of(uuid)).state is BuildState.ACCEPTED
-        assert await site.handler.resume({uuid: tries}) == set()
-    build = await site.build_of(uuid)
-    assert (build.state, build.code) == (BuildState.FAILED, "claim.unlocatable")
 
 
 async def test_a_build_whose_host_is_reported_after_the_last_retry_goes_to_its_cell(site: Site) -> None:
@@ -440,18 +408,8 @@ async def test_two_moves_of_one_id_in_a_batch_are_each_judged_by_their_own_insta
         known = (await unit.known([(request_id, first)]))[request_id, first]
     assert known.action is not None
     assert (command.instance_uuid, known.action.instance_uuid, known.action.cell) == (first, first, "c1")
-    assert (await site.build_of(first)).now.under_way == request_id
-    assert (await site.build_of(second)).now.under_way is None, "and nothing would ever end it there"
-
-
-async def test_a_build_that_waited_is_given_to_the_removed_cell_of_its_claim(site: Site) -> None:
-    """The other half of the one before: it holds on the present code."""
-    request = await accepted(site)
-    site.cluster.hosts.table.disabled_cells = frozenset({"c2"})
-    hold(site.cluster, request, on=4, claim_owner="r")
-    site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT)
-    await site.handler.resume({request.instance_uuid: 0})
-    assert (await site.build_of(request.instance_uuid)).cell == "c2"
+    assert (await site.build_of(first)).current.under_way == request_id
+    assert (await site.build_of(second)).current.under_way is None, "and nothing would ever end it there"
 
 
 async def test_an_evacuation_is_not_refused_by_a_scheduler_that_has_not_loaded_the_fence(site: Site) -> None:

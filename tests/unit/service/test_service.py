@@ -132,13 +132,6 @@ def test_heartbeats_carry_the_counts_of_all_parts() -> None:
     assert service.counts() == {"a": 5, "b": 2}
 
 
-async def test_a_check_names_what_is_not_ready() -> None:
-    service = service_of(Recorder())
-    service.add_check("bus api", lambda: False)
-    service.add_check("database", lambda: True)
-    assert service.not_ready() == ["service is new", "bus api"]
-
-
 async def test_a_bus_reports_why_nothing_can_be_published_on_it() -> None:
     class UnavailableBusPort:
         unavailable_reason = "not connected"

@@ -129,25 +129,10 @@ def test_every_step_runs_and_one_that_fails_ends_no_other(clone: Path) -> None:
     assert done.stderr.endswith("==== failed: fails\n")
 
 
-def test_named_steps_alone_run_with_the_arguments_of_the_list(clone: Path) -> None:
-    done = nightly(clone, "demo", "works")
-    assert (done.returncode, done.stdout.split("\n")) == (0, ["works", "now works", ""])
-    assert nightly(clone, "works").stdout == "now works\n"
-
-
 def test_a_step_with_arguments_has_these_alone_and_its_own_exit_status(clone: Path) -> None:
     done = nightly(clone, "works", "--seed", "2")
     assert (done.returncode, done.stdout, done.stderr) == (0, "--seed 2 works\n", "")
     assert nightly(clone, "fails", "once").returncode == 3
-
-
-def test_a_step_that_rests_is_run_when_it_is_given_arguments(clone: Path) -> None:
-    assert nightly(clone, "late", "--short").stdout == "--short late\n"
-
-
-def test_a_command_without_a_step_runs_by_its_name(clone: Path) -> None:
-    assert nightly(clone, "acts", "COMMIT").stdout == "COMMIT acts\n"
-    assert nightly(clone, "acts").stdout == "acts\n"
 
 
 @pytest.mark.parametrize("words", [("invented",), ("works", "demo", "invented"), ("invented", "--seed", "2")])
@@ -155,12 +140,6 @@ def test_a_step_that_is_not_there_is_refused_before_any_runs(clone: Path, words:
     done = nightly(clone, *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert "no step invented" in done.stderr
-
-
-def test_the_list_names_each_step_and_each_command(clone: Path) -> None:
-    listed = nightly(clone, "--list").stdout.split()
-    assert {"works", "fails", "demo", "acts"} <= set(listed)
-    assert nightly(ROOT, "--list").returncode == 0
 
 
 def test_each_step_that_a_page_names_is_there() -> None:
@@ -205,19 +184,6 @@ def folder(tmp_path: Path) -> Path:
     for name, content in FIGURES.items():
         (tmp_path / name).write_text(json.dumps(content))
     return tmp_path
-
-
-def test_what_every_step_did_is_printed_in_one_line(folder: Path) -> None:
-    assert executed(folder, tuple(STEPS)) == (
-        "all passed: 2858 tests (pytest), 90 tests of more seeds and examples, "
-        "71 tests of deliberate defects, 20 drills, "
-        "130 tests on PostgreSQL 16.2, Ironic 7 tests, Ironic 2 drills, demo 1000 boots, "
-        "conformance 1315, conformance in memory 1314, differential 3000 requests, "
-        "simulation 4466 requests, simulation alone 540 requests, mutation 38 killed, clients 57 calls, "
-        "bad input 1524 requests, bad input to the HTTP API 2262 requests, pages 10 steps, fuzz 15000 inputs, "
-        "chaos 2000 builds, street 20000 boots, in front of Nova 1 checks, two versions side by side 304 builds"
-    )
-    assert executed(folder, ("demo.json", "drills.xml")) == "all passed: demo 1000 boots, 20 drills"
 
 
 def test_no_file_and_one_that_no_step_leaves_are_no_pass(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The consumers of a scheduler on each bus: clients' requests on the API bus, events and reports on each cell's."""
+"""The wiring of a scheduler: what its parts share, the relay, and its consumers on the API bus and on each cell's."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""A trial beside a running Nova: it listens, decides, and changes nothing."""

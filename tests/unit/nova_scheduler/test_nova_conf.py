@@ -1,0 +1,90 @@
+"""A nova.conf as settings: what is translated, what is named as left out, and files that are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from berth.config.settings import Settings
+from nova_scheduler.nova_conf import MAX_BYTES, TRANSLATED, UNTRANSLATED, NovaConfUnreadable, translate
+
+LISTS = "[filter_scheduler]\nenabled_filters = ComputeFilter ,\n  ImagePropertiesFilter,\n"
+
+VALUES = ("True", "1", "none", "PLAIN")  # of which each option takes one
+FILES: tuple[tuple[str, str, dict[str, Any], set[str]], ...] = (
+    # name, file, settings, options that are left out
+    ("empty", "", {}, set()),
+    (
+        "addresses",
+        "[DEFAULT]\ntransport_url=rabbit://n:p%23$$@r:5672/nova\n[api_database]\nconnection = mysql+pymysql://n@m/nova_api\n",
+        {"nova": {
+            "transport_url": "rabbit://n:p%23$@r:5672/nova", "api": {"cells_database": "mysql+pymysql://n@m/nova_api"}
+        }},
+        set(),
+    ),
+    ("a list of two lines", LISTS, {"nova": {"enabled_filters": ("ComputeFilter", "ImagePropertiesFilter")}}, set()),
+    (
+        "numbers and the words of oslo.config",
+        "[filter_scheduler]\nhost_subset_size: 3\nram_weight_multiplier=-1.5\npci_in_placement = Yes\n"
+        "[oslo_messaging_rabbit]\nrabbit_quorum_queue=on\n[workarounds]\ndisable_fallback_pcpu_query=1\n",
+        {
+            "scheduler": {"host_subset_size": 3, "multipliers": {"ram": -1.5}},
+            "nova": {
+                "prefilters": {"pci_in_placement": True, "disable_fallback_pcpu_query": True},
+                "rabbit": {"rabbit_quorum_queue": True},
+            },
+        },
+        set(),
+    ),
+    ("the last value", "[scheduler]\nmax_attempts=2\nmax_attempts=4\n", {"scheduler": {"max_attempts": 4}}, set()),
+    ("a section of another service", "[libvirt]\nvirt_type = kvm\n[DEFAULT]\nmy_ip = 10.0.0.1\n", {}, set()),
+    (
+        "what berth lacks",
+        "[scheduler]\nworkers=4\n[filter_scheduler]\nio_ops_weight_multiplier=1\nodd=1\n[metrics]\nrequired=true\n",
+        {},
+        {"workers", "io_ops_weight_multiplier", "odd", "required"},
+    ),
+    (
+        "values out of bounds, and one of another option's",
+        "[scheduler]\nmax_attempts=30\n[filter_scheduler]\npci_in_placement=perhaps\n[DEFAULT]\nhost=$my_ip\n",
+        {},
+        {"max_attempts", "pci_in_placement", "host"},
+    ),
+    (
+        "filters that berth does not have",
+        "[filter_scheduler]\nenabled_filters = NUMATopologyFilter, IoOpsFilter, AllHostsFilter\n",
+        {"nova": {"enabled_filters": ("NUMATopologyFilter", "IoOpsFilter", "AllHostsFilter")}},
+        {"enabled_filters"},
+    ),
+    (
+        "a broker that berth does not speak to",
+        "[oslo_messaging_rabbit]\nkombu_compression = gzip\n",
+        {"nova": {"rabbit": {"kombu_compression": "gzip"}}},
+        {""},
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "settings", "left_out"), [row[1:] for row in FILES], ids=[row[0] for row in FILES])
+def test_files(text: str, settings: dict[str, Any], left_out: set[str]) -> None:
+    found = translate(text.encode())
+
+    assert found.settings == settings
+    assert {one.option for one in found.left_out} == left_out
+    assert msgspec.convert(found.settings, Settings)
+
+
+@pytest.mark.parametrize(
+    "body", [b"\xff\xfe", b"a = b", b"[scheduler", b"[scheduler]\n = 3\n", b"#" * (MAX_BYTES + 1)], ids=range(5)
+)
+def test_no_nova_conf(body: bytes) -> None:
+    with pytest.raises(NovaConfUnreadable):
+        translate(body)
+
+
+def test_each_option_is_translated_or_named() -> None:
+    assert not TRANSLATED.keys() & UNTRANSLATED.keys()
+    for name, path in TRANSLATED.items():
+        assert any(translate(f"[{name[0]}]\n{name[1]} = {text}\n".encode()).settings for text in VALUES), path
