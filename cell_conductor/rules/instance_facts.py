@@ -69,8 +69,14 @@ class InstanceFacts:
         # A machine without this database's tag is not proved to be another's: the instance's may have lost its tag.
         self.unseen = {*absent, *(one.host_uuid for one in machines if one.foreign)}
         self.base = _base(self.record, known)
-        if self.base is None and self.known is not None and self.known.is_deleted:
+        if self.base is None and self.is_deleted_above:
+            assert self.known is not None
             self.base = _to_destroy(self.known, self.own, self.unseen)
+
+    @property
+    def is_deleted_above(self) -> bool:
+        """Whether its client has deleted it by the map. What another cell has, that cell destroys and releases."""
+        return self.known is not None and self.known.is_deleted and not self.known.is_in_other_cell
 
     @cached_property
     def desired_state(self) -> DesiredState:

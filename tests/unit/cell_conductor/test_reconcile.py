@@ -129,6 +129,7 @@ WORDS = (
     known_at(attempt=2, is_deleted=True),
     known_at(attempt=9, is_deleted=True),
     known_at(attempt=9, is_in_other_cell=True),
+    known_at("C", attempt=1, is_deleted=True, is_in_other_cell=True),  # seed 911
     KnownInstance(exists=False),
 )
 Case: TypeAlias = tuple[Instance | None, Sequence[ListedMachine], KnownInstance | None, frozenset[str]]
@@ -141,8 +142,12 @@ def cases() -> Iterator[Case]:
             yield record, machines, known, absent
 
 
+def is_deleted_above(known: KnownInstance | None) -> bool:
+    return known is not None and known.is_deleted and not known.is_in_other_cell
+
+
 def is_delete_recorded(record: Instance | None, known: KnownInstance | None) -> bool:
-    return (record is not None and record.phase in DELETE_REQUESTED) or (known is not None and known.is_deleted)
+    return (record is not None and record.phase in DELETE_REQUESTED) or is_deleted_above(known)
 
 
 def wanted_of(result: Reconciled) -> set[tuple[str | None, int]]:
@@ -185,8 +190,10 @@ def faults_about_the_record(case: Case, result: Reconciled) -> Iterator[str]:
     own, after = [one for one in machines if not one.foreign], result.record
     if after is None or result.blocked_reason:
         return
-    if known is not None and known.is_deleted and desired_state_of(after).current is MachineTarget.ABSENT and own:
+    if is_deleted_above(known) and desired_state_of(after).current is MachineTarget.ABSENT and own:
         yield "its delete is over, and it has a machine"
+    if after.phase in DELETE_REQUESTED and not is_delete_recorded(record, known):
+        yield "it is deleted, and its client has not deleted it in this cell"
     if after.phase not in DESIRED_STATES:
         yield "no row of the desired states"
     row = desired_state_of(after)
