@@ -27,8 +27,10 @@ from bus.contracts.queues import (
     DEAD,
     DEAD_LETTERS,
     EVENTS,
+    FEED,
     FRONTEND,
     QUEUES,
+    QUEUES_OF_FRONTENDS,
     REPLAY,
     REPLY,
     RETURN,
@@ -86,10 +88,8 @@ OF_A_CELL = (PermissionRole.CONDUCTOR, PermissionRole.COMPUTE)
 # (RabbitMQ requires that where a queue has a dead-letter exchange), so the others find it there: there are many of
 # them, on every host one.
 MAKERS = (PermissionRole.PLACEMENT, PermissionRole.SCHEDULER, PermissionRole.CONDUCTOR, PermissionRole.OPERATOR)
-FEED = "scheduler.feed.{process}"
 # The operator's load runs watch the feed as a scheduler does.
 _WATCHED = (FEED,)
-_OF_FRONTENDS = (FEED, "scheduler.metrics.{process}")  # the queues of a scheduler that a frontend of Nova has, too
 
 
 class BusLocation(Struct, frozen=True):
@@ -408,7 +408,7 @@ def _nova_scheduler(settings: Settings, bus: BusLocation, user: str) -> list[Gra
     if config.transport_url and settings.bus.url != MEMORY:
         names = QueueNames(bus.prefix)
         for row in QUEUES:
-            if row.name in _OF_FRONTENDS:
+            if row.name in QUEUES_OF_FRONTENDS:
                 _allow_queue(at(bus), row, names)
         _allow_messages(at(bus), FRONTEND, Where.API, names)
     if config.transport_url:

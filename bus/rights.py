@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bus.contracts.catalogue import queues_taking
 from bus.contracts.publishers import message_keys, sample_of
-from bus.contracts.queues import DEAD, QUEUES, REPLY, QueueKind, QueueRow, Where
+from bus.contracts.queues import DEAD, FRONTEND, QUEUES, QUEUES_OF_FRONTENDS, REPLY, QueueKind, QueueRow, Where
 from bus.contracts.replies import sample_reply_keys
 from bus.topology import delay_exchange
 
@@ -20,6 +20,9 @@ def sample_answers(row: QueueRow) -> list[tuple[str, str]]:
 
 def sample_keys(package: str, where: Where) -> list[tuple[str, str]]:
     """The same of all that a worker publishes on a bus of this kind, with a word for each placeholder."""
-    consumed = [row for row in QUEUES if row.consumer == package and row.where in (where, Where.BOTH)]
+    queues = [row for row in QUEUES if row.where in (where, Where.BOTH)]
+    consumed = [
+        row for row in queues if row.consumer == package or (package == FRONTEND and row.name in QUEUES_OF_FRONTENDS)
+    ]
     found = [*message_keys(package, where), *(one for row in consumed for one in sample_answers(row))]
     return list(dict.fromkeys(found))

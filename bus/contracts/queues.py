@@ -54,6 +54,8 @@ SCHEDULER, PLACEMENT, CONDUCTOR = "scheduler_worker", "placement_worker", "cell_
 COMPUTE, IRONIC, GATEWAY = "compute_agent", "ironic_sync", "gateway"
 CLIENT, OPERATOR = "client", "operator"
 FRONTEND = "nova_scheduler"  # a frontend of Nova publishes some of a scheduler's messages
+FEED = "scheduler.feed.{process}"
+QUEUES_OF_FRONTENDS = (FEED, "scheduler.metrics.{process}")  # a scheduler's, of which a frontend has its own, too
 
 
 class QueueKind(StrEnum):

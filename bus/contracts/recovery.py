@@ -95,6 +95,5 @@ class CellKnown(Message, frozen=True, kw_only=True, tag="cell.known.v1"):
     # of hosts of the cell, and of hosts of which the cell is not known
     fences: Annotated[tuple[CellFence, ...], Bound(max_length=MAX_KNOWN)] = ()
     last: Uuid | Literal[""] = ""  # the page ends with this uuid ("": nothing follows)
-    old: bool = False  # the schedulers' or placement's database was restored, too: what it lacks, it may have lost
     # of the cell's database, as placement and the schedulers have heard them (none: of instances that were asked for)
     marks: Annotated[tuple[DatabaseMark, ...], Bound(max_length=2)] = ()

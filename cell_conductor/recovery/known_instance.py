@@ -46,7 +46,7 @@ def contents_of(query: CellRecovering, page: CellKnown) -> PageContents | None:
         found = {one.instance_uuid: one for one in page.instances if one.instance_uuid in asked}
         if any(uuid not in found for uuid in asked if not last or uuid <= last) or not found:
             return None
-        return PageContents({uuid: known_instance(one, page) for uuid, one in found.items()}, last=last)
+        return PageContents({uuid: known_instance(one, page.cell) for uuid, one in found.items()}, last=last)
     if last and last <= query.after:
         return None
 
@@ -54,25 +54,24 @@ def contents_of(query: CellRecovering, page: CellKnown) -> PageContents | None:
         return query.after < uuid and (not last or uuid <= last)
 
     return PageContents(
-        {one.instance_uuid: known_instance(one, page) for one in page.instances if is_within(one.instance_uuid)},
+        {one.instance_uuid: known_instance(one, page.cell) for one in page.instances if is_within(one.instance_uuid)},
         tuple(one for one in page.fences if is_within(one.host_uuid)),
         last,
         page.marks,
     )
 
 
-def known_instance(record: KnownRecord, page: CellKnown) -> KnownInstance:
-    """The schedulers' record of one instance, for the cell that a page is for. A build that no cell has, or that has
+def known_instance(record: KnownRecord, cell: str) -> KnownInstance:
+    """The schedulers' record of one instance, for this cell. A build that no cell has, or that has
     failed, is nowhere by the map.
     """
     state = record.state
     is_mapped = record.cell is not None and state in _MAPPED
     return KnownInstance(
-        is_old=page.old,
         exists=is_mapped,
         is_active=is_mapped and state is BuildState.ACTIVE,
         is_deleted=state in _DELETED,
-        is_in_other_cell=is_mapped and record.cell != page.cell,
+        is_in_other_cell=is_mapped and record.cell != cell,
         cell=record.cell or "",
         attempt=record.attempt,
         sequence=record.sequence,

@@ -34,7 +34,7 @@ from cell_conductor.state.instance import BlockedReason, Instance, Power, State
 
 
 class InstanceFacts:
-    """All that is known of an instance. record: on record. known: the schedulers' record, if that counts. base: the
+    """All that is known of an instance. record: on record. known: the schedulers' record. base: the
     newer of both. own: the machines with the cell's tag about which no operator has decided, newest last. failed: what
     failed builds may have left, which is no machine of it.
     """
@@ -50,7 +50,7 @@ class InstanceFacts:
         protected: Collection[str],
         off: Collection[str],
     ) -> None:
-        self.known = None if known is None or known.is_old else known
+        self.known = known
         destroyed = decision.host_uuid if decision is not None and decision.verb is Verb.DESTROY else None
         self.record = None if record is None or record.state is State.ABSENT else record
         # Up to this number neither a machine nor what placement has is the instance's: its build was refused because
@@ -69,8 +69,14 @@ class InstanceFacts:
         # A machine without this database's tag is not proved to be another's: the instance's may have lost its tag.
         self.unseen = {*absent, *(one.host_uuid for one in machines if one.foreign)}
         self.base = _base(self.record, known)
-        if (self.base is None or self.base.spec is None) and self.known is not None and self.known.is_deleted:
+        if (self.base is None or self.base.spec is None) and self.is_deleted_above:
+            assert self.known is not None
             self.base = _to_destroy(self.known, self.own, self.unseen) or self.base
+
+    @property
+    def is_deleted_above(self) -> bool:
+        """Whether its client has deleted it by the map. What another cell has, that cell destroys and releases."""
+        return self.known is not None and self.known.is_deleted and not self.known.is_in_other_cell
 
     @cached_property
     def desired_state(self) -> DesiredState:
@@ -152,7 +158,7 @@ def _base(record: Instance | None, known: KnownInstance | None) -> Instance | No
             and record.action is None
             and record.phase not in DELETE_REQUESTED
         )
-        if known.is_old or not is_over or known.attempt <= record.last_attempt:
+        if not is_over or known.attempt <= record.last_attempt:
             return record
     of_map = record or Instance(uuid=known.spec.instance_uuid, power=known.power or Power.RUNNING)
     state = State.BUILDING

@@ -113,7 +113,7 @@ def delete(facts: InstanceFacts) -> Reconciled | None:
     is_by_record = base is not None and (
         base.phase in DELETE_REQUESTED or (base.action is not None and base.action.delete)
     )
-    is_by_top = known is not None and known.is_deleted
+    is_by_top = facts.is_deleted_above
     if not (is_by_record or is_by_top):
         return None
     numbers, others = [0], [one.attempt for one in facts.complete]

@@ -36,7 +36,7 @@ def restatement(result: Reconciled, known: KnownInstance | None) -> Restate | No
     """What placement is to have of it; None: what it has is released as of any other instance, or was never told."""
     # Of each that has a machine: its generation on record may be from before, and older claims are to be refused.
     record = result.record
-    if record is None or record.spec is None or result.blocked_reason or known is None or known.is_old:
+    if record is None or record.spec is None or result.blocked_reason or known is None:
         return None
     row, allocations = desired_state_of(record), None
     if row.current in DESIRED and row.condition is not Condition.RESIZED:
@@ -152,7 +152,7 @@ def recovered(
 
 def _is_otherwise(record: Instance, known: KnownInstance | None) -> bool:
     """Whether the map has this instance in another condition than it is in."""
-    if known is None or known.is_old or not (known.is_in_this_cell and known.is_active):
+    if known is None or not (known.is_in_this_cell and known.is_active):
         return False
     row = desired_state_of(record)
     if row.condition is Condition.OFFLOADED:

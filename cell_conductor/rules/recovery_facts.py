@@ -18,7 +18,6 @@ NO_SERVICE = "unknown"
 class KnownInstance(Struct, frozen=True, kw_only=True):
     """The schedulers' record of one instance."""
 
-    is_old: bool = False  # whether the schedulers' database was restored itself
     exists: bool = True  # whether the schedulers' map has it
     is_active: bool = True
     is_deleted: bool = False

@@ -81,9 +81,7 @@ MAX_ENDED_ATTEMPTS = 32
 class BlockedReason(StrEnum):
     """Why nothing is started with an instance."""
 
-    SCHEDULERS_SILENT = (
-        "schedulers_silent"  # no scheduler has answered, or their record is old: nothing is released or ended
-    )
+    SCHEDULERS_SILENT = "schedulers_silent"  # no scheduler has answered: nothing is released or ended
     BUSY = "busy"  # a machine is being changed or destroyed
     HOST_ABSENT = "host_absent"  # a host that may have its machine has not listed
     INCOMPLETE = "incomplete"  # a machine is destroyed unless it is complete: the answer is awaited

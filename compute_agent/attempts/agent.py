@@ -231,7 +231,7 @@ class Agent:
         found = {(m.host_uuid, m.instance_uuid): m for machines in listed.values() for m in machines}
         for key, entry in self._records.entries():
             self._resume(key, entry, found.pop(key, None), seen=key[0] in listed)
-        self._destroys.resume_checks()
+        self._destroys.resume_owed()
         for key, machine in found.items():
             log.warning(
                 "machine.unrecorded", instance=key[1], cause=key[1], host=key[0], database_id=machine.database_id or ""

@@ -33,9 +33,7 @@ log = structlog.get_logger()
 # A destruction is repeated as often as the service's limits allow, and so is a look before it.
 DESTROY = RetryPolicy(first_s=0.2, longest_s=30.0, least=0.0)
 DESTROY_RETRY_S = 60.0  # the interval at which failed destructions are tried again
-MAX_DESTROY_RETRIES = (
-    1_000  # the number of them that are tried at a time, because the driver may have just been unavailable
-)
+MAX_RETRIES = 1_000  # the number of them that are tried at a time, because the driver may have just been unavailable
 
 
 class Destroys:
@@ -115,8 +113,8 @@ class Destroys:
         self._failed.pop(key, None)
 
     def settle(self, key: Key) -> None:
-        """Nothing is under way there that is to be destroyed; unless that has failed, nothing is left of it."""
-        if key not in self._failed:
+        """Nothing is under way there that is to be destroyed; unless that is owed, nothing is left of it."""
+        if not self._is_owed(key):
             self._on_done(key)
 
     async def retry(self) -> None:
@@ -125,26 +123,24 @@ class Destroys:
         # its host.
         while True:
             await self._clock.sleep(DESTROY_RETRY_S)
-            self.resume_failed()
-            self.resume_checks()
+            self.resume_owed()
 
-    def resume_failed(self) -> None:
-        """Start the oldest failed destructions, unless their records have changed meanwhile."""
-        for key in list(itertools.islice(self._failed, MAX_DESTROY_RETRIES)):
-            del self._failed[key]
-            if self._jobs.chain(key) is not None:
-                continue  # what is under way ends it
+    def resume_owed(self) -> None:
+        """Start the oldest of what is owed where nothing is under way, as far as the records still say so."""
+        idle = (key for key in self._owed() if self._jobs.chain(key) is None)
+        for key in list(itertools.islice(idle, MAX_RETRIES)):
+            self._failed.pop(key, None)
             entry = self._records.get(key)
             if entry is not None and entry.phase is AttemptPhase.DESTROYING:
                 self.start(key, entry.max_ended_attempt, entry.database_id)
-            else:
+            for command in self._records.checks.get(key, ()):
+                self._handle_again(command, self._records.note_check(command, is_due=False))
+            if self._jobs.chain(key) is None:
                 self.settle(key)
 
     def pending(self) -> list[Key]:
-        """The (host, instance) pairs of machines that are being destroyed, and of those whose destruction has failed so
-        far.
-        """
-        found = dict.fromkeys(self._failed)
+        """The (host, instance) pairs of machines that are being destroyed, and of those for which that is owed."""
+        found = self._owed()
         for key, chain in self._jobs.chains():
             entry = self._records.get(key)
             if chain.clearing or entry is None or entry.phase is AttemptPhase.DESTROYING:
@@ -152,24 +148,25 @@ class Destroys:
         return list(found)
 
     def is_busy(self, key: Key) -> bool:
-        """Whether a machine is being changed or destroyed, or its destruction has failed so far; a build is neither."""
+        """Whether a machine is being changed or destroyed, or its destruction is owed; a build is neither."""
         chain, entry = self._jobs.chain(key), self._records.get(key)
-        if chain is None:
-            return key in self._failed or (entry is not None and entry.phase is AttemptPhase.DESTROYING)
-        return chain.clearing or entry is None or entry.phase is not AttemptPhase.BUILDING
+        if self._is_owed(key) or (entry is not None and entry.phase is AttemptPhase.DESTROYING):
+            return True
+        return chain is not None and (chain.clearing or entry is None or entry.phase is not AttemptPhase.BUILDING)
+
+    def _owed(self) -> dict[Key, None]:
+        """Where a destruction has failed so far, or a host is yet to be looked at for one."""
+        return dict.fromkeys((*self._failed, *self._records.checks))
+
+    def _is_owed(self, key: Key) -> bool:
+        return key in self._failed or key in self._records.checks
 
     def _start_check(self, key: Key, command: Destroy, known: HostAttempt | None) -> CheckRow | None:
-        if command in self._records.checks and self._jobs.chain(key) is not None:
+        if command in self._records.checks.get(key, ()) and self._jobs.chain(key) is not None:
             return None
         chain = self._jobs.without_build(key)
         self._jobs.start(key, chain, self._verify_then_destroy(key, chain, command, known))
         return self._records.note_check(command, is_due=True)
-
-    def resume_checks(self) -> None:
-        """Look at the hosts for which that is due, and where nothing is under way."""
-        for command in list(self._records.checks):
-            if self._jobs.chain((command.host_uuid, command.instance_uuid)) is None:
-                self._handle_again(command, self._records.note_check(command, is_due=False))
 
     async def _verify_then_destroy(self, key: Key, chain: Chain, command: Destroy, known: HostAttempt | None) -> None:
         """Handle a Destroy of what is not on record: the machine's own tag shows whether the attempt is complete,
@@ -177,10 +174,12 @@ class Destroys:
         """
         async with chain.lock:
             try:
-                machines = await self._look(key)
+                machines = await self._destroying.call(
+                    partial(self._look, key), lambda error: isinstance(error, DriverUnavailable)
+                )
             except DriverUnavailable as fault:
                 # It stays due: a recovery commands about a leftover only once.
-                self._log_not_checked(key, str(fault))
+                log.warning("destroy.not_checked", instance=key[1], cause=key[1], host=key[0], reason=str(fault))
                 return
             looked = self._records.note_check(command, is_due=False)
             entry = HostAttempt(command.attempt, AttemptPhase.RUNNING, database_id=command.database_id)
@@ -188,33 +187,20 @@ class Destroys:
                 entry = replace(entry, max_ended_attempt=known.max_ended_attempt, project=known.project)
             if self._records.get(key) is not known:  # another command has arrived meanwhile
                 self._handle_again(command, looked)
-            elif machines is None:  # it may be complete: its conductor repeats the command, or decides by a report
-                self._log_not_checked(key, "the driver does not list the host")
-                self._records.write([looked])
             elif any(m.instance_uuid == key[1] and m.built and is_of_attempt(entry, m) for m in machines):
                 self._records.write([looked, self._records.note(key, entry)])
                 self._results.send_result(key, entry)
             else:
                 self._handle_again(replace(command, keep_if_complete=False), looked)
 
-    async def _look(self, key: Key) -> Sequence[Machine] | None:
-        """The machines on this host now; None: the driver has left it out each time, which proves nothing. Raises
-        DriverUnavailable.
+    async def _look(self, key: Key) -> Sequence[Machine]:
+        """The machines on this host now. Raises DriverUnavailable, also where the driver leaves the host out, which
+        proves nothing.
         """
-        machines: Sequence[Machine] | None = None
-
-        async def is_seen() -> bool:
-            nonlocal machines
-            machines = (await self._driver.list((key[0],))).get(key[0])
-            return machines is not None
-
-        await self._destroying.call(
-            partial(self._destroying.until, is_seen), lambda error: isinstance(error, DriverUnavailable)
-        )
+        machines = (await self._driver.list((key[0],))).get(key[0])
+        if machines is None:
+            raise DriverUnavailable("the driver does not list the host")
         return machines
-
-    def _log_not_checked(self, key: Key, reason: str) -> None:
-        log.warning("destroy.not_checked", instance=key[1], cause=key[1], host=key[0], reason=reason)
 
     def _handle_again(self, command: Destroy, *rows: CheckRow) -> None:
         row = self.handle(command)

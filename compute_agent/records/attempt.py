@@ -142,11 +142,14 @@ def on_destroy(
         return DestroyAction.DESTROY, replace(
             after, phase=AttemptPhase.DESTROYING, database_id=database_id or entry.database_id
         )
-    if attempt < entry.attempt:
+    # A newer attempt that failed may have failed to clear away the older one, and its own remains are of no use.
+    if attempt < entry.attempt and (entry.phase in LIVE or is_lost(entry)):
         return DestroyAction.STALE, after
-    owner = database_id or entry.database_id
     return DestroyAction.DESTROY, HostAttempt(
-        entry.attempt, AttemptPhase.DESTROYING, max_ended_attempt=attempt, database_id=owner
+        entry.attempt,
+        AttemptPhase.DESTROYING,
+        max_ended_attempt=max(attempt, entry.attempt),
+        database_id=database_id or entry.database_id,
     )
 
 

@@ -131,7 +131,7 @@ class Records:
         self._journal: Journal[Row] | None = Journal(path, Row, synced=synced) if path else None  # type: ignore[arg-type]
         self._entries: dict[Key, HostAttempt] = {}
         self._spawns: dict[Key, Spawn] = {}
-        self.checks: dict[Destroy, bool] = {}  # for which the host is yet to be looked at
+        self.checks: dict[Key, tuple[Destroy, ...]] = {}  # for which the host is yet to be looked at
         self._specs: dict[Key, SpecRow] = {}  # of machines that are there, or are being built
         self._failed: dict[Key, None] = {}  # that may have left something
         self._ended: dict[Key, None] = {}  # in the order they ended: the oldest is deleted first
@@ -364,7 +364,9 @@ class Records:
             case HostAttemptRow(host, instance, entry, spawn):
                 self._apply_entry((host, instance), entry, spawn)
             case CheckRow(command, is_due):
-                _set(self.checks, command, is_due)
+                key = (command.host_uuid, command.instance_uuid)
+                others = tuple(one for one in self.checks.get(key, ()) if one != command)
+                _set(self.checks, key, (*others, command) if is_due else others)
             case PurgeRow(host, instance):
                 for forgetful in (self._entries, self._spawns, self._specs, self._ended, self._failed, self._lost):
                     forgetful.pop((host, instance), None)
@@ -416,8 +418,8 @@ class Records:
         for key, entry in self._entries.items():
             yield HostAttemptRow(key[0], key[1], entry, self._spawns.get(key))
         yield from self._specs.values()
-        for command in self.checks:
-            yield CheckRow(command, is_due=True)
+        for commands in self.checks.values():
+            yield from (CheckRow(command, is_due=True) for command in commands)
 
 
 def _set(table: dict[K, V], key: K, value: V | None) -> None:

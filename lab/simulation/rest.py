@@ -244,9 +244,8 @@ def unclearable(world: World) -> set[str]:
 
 
 def _unlocatable(world: World) -> set[str]:
-    """Instances that are to be destroyed, or are blocked, on a host that burnt down.
-
-    Or a change waits for a node that its operator has removed from Ironic: only the node shows what it carried out.
+    """Instances that are to be destroyed on a host that burnt down, or are blocked by one that has left, and changes of
+    such on a node that its operator has removed from Ironic: only the host shows what it carried out.
     """
     return {
         uuid
@@ -259,7 +258,8 @@ def _unlocatable(world: World) -> set[str]:
         )
         and (
             "dead" in (world.left.get(instance.host_uuid or ""), world.left.get(instance.source_host_uuid or ""))
-            or (instance.action is not None and _is_removed(world, instance.host_uuid or ""))
+            or ((instance.action or instance.blocked_reason) and _is_removed(world, instance.host_uuid or ""))
+            or (instance.blocked_reason and instance.host_uuid in world.left)  # an operator states what it has
         )
     }
 

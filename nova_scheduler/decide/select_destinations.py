@@ -28,7 +28,7 @@ from nova_scheduler.request.resource_request import named_nodes
 from nova_scheduler.wire.envelope import Call, RemoteFault, no_such_method, no_valid_host
 from scheduler_worker.build.decision import CONTENDED
 from scheduler_worker.build.host_search import ClaimsContended, HostClaimed, HostSearchRequest, HostSearchResult
-from scheduler_worker.build.placer import NEWEST_WAIT_S, ReplicaFollower
+from scheduler_worker.build.placer import ReplicaFollower, await_newest
 from scheduler_worker.placement_client import PlacementUnavailable
 from scheduler_worker.selection.explain import NoValidHost, message_of
 from scheduler_worker.selection.request_spec import RequestSpec, Unsatisfiable
@@ -214,10 +214,13 @@ class Destinations:
         return no_valid_host(ended.reason)
 
     async def _is_news(self) -> bool:
-        """Whether placement or Nova has changed since what a call was decided by: a host that is new, or has room."""
+        """Whether placement or Nova has changed since what a call was decided by: a host that is new, or has room.
+
+        Raises PlacementUnavailable.
+        """
         replica = self._selector.replica
         before = replica.sequence
-        await self._follower.refresh(timeout_s=NEWEST_WAIT_S)
+        await await_newest(self._follower)
         is_changed = await self._source.ask(self._unknown())
         return is_changed or replica.sequence != before
 

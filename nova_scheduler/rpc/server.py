@@ -328,8 +328,10 @@ class RpcServer:
             try:
                 async with asyncio.timeout(delivered.call.answer_timeout_s):
                     await unblocked(self._transport, self._clock)
-            except TimeoutError as error:  # its client has given up, perhaps: delivered again, Nova is asked
-                raise BusUnavailable(self._transport.blocked) from error
+            except TimeoutError as error:  # its client has given up, perhaps
+                if delivered.deliveries:  # delivered again, Nova is asked
+                    raise BusUnavailable(self._transport.blocked) from error
+                raise ForwardFailed(self._transport.blocked) from error
             await delivered.acknowledge_first()
             self._open_intakes()
 

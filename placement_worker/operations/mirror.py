@@ -94,12 +94,12 @@ class PlacementMirror:
             await self._passed.wait_for(lambda: self._ended >= wanted)
 
     async def refresh(self, *, timeout_s: float) -> bool:
-        """As the follower of a feed has it."""
+        """Wait for the next pass, which nobody can hasten. False: it did not come, and the replica is too old."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.next_pass()
         except TimeoutError:
-            return False
+            return not self.unavailable_reason
         return True
 
     def hosts_of(self, consumer: str) -> tuple[str, ...]:

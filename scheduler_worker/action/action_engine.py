@@ -34,6 +34,7 @@ from scheduler_worker.build.decision import NO_HOST, instance_spec
 from scheduler_worker.build.host_search import HostSearchRefused, result_of_fault
 from scheduler_worker.build.pending_build import Answered
 from scheduler_worker.build.quota import Rooms, rooms_of
+from scheduler_worker.placement_client import PlacementUnavailable
 from scheduler_worker.records.action_record import (
     ActionContext,
     RecordedAction,
@@ -99,7 +100,11 @@ class ActionEngine:
         if isinstance(located, Fault):
             return _without_answer(located)
         await yield_to_loop()  # each looks at every host
-        chosen, request = await self._destinations.choose(pending, known, located), pending.request
+        request = pending.request
+        try:
+            chosen = await self._destinations.choose(pending, known, located)
+        except PlacementUnavailable as fault:
+            return _without_answer(fault)
         if isinstance(chosen, Retry):
             return chosen
         return replace(chosen, limits=limits_of(request, rooms[request.project_id]))

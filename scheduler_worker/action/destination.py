@@ -34,7 +34,7 @@ from scheduler_worker.action.destination_request import Located, added_by, build
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.build.decision import NO_HOST
 from scheduler_worker.build.host_search import HostSearchRequest, new_host_search
-from scheduler_worker.build.placer import NEWEST_WAIT_S, ReplicaFollower
+from scheduler_worker.build.placer import ReplicaFollower, await_newest
 from scheduler_worker.build.recovered_claim import scores_of
 from scheduler_worker.placement_client import ClaimPort
 from scheduler_worker.records.action_record import ActionContext, RequestKey
@@ -118,8 +118,9 @@ class DestinationChooser:
         *,
         planned: Mapping[str, str] | None = None,
     ) -> Chosen | Retry:
-        """Hosts in order for one request, or why there are none; tried again if a failure would be premature. planned:
-        {host: why it may not be chosen} of a plan, for which this call holds nothing and does not wait.
+        """Hosts in order for one request, or why there are none; tried again if a failure would be premature. Raises
+        Transient. planned: {host: why it may not be chosen} of a plan, for which this call holds nothing and does not
+        wait.
         """
         request, source = pending.request, located.source
         if source is None and known.current.condition is not Condition.OFFLOADED:
@@ -131,7 +132,7 @@ class DestinationChooser:
             return Chosen()  # its cell offloads it
         chosen = self._decide(pending, known, located, planned, is_newest=False)
         if chosen is None and planned is None:
-            await self._follower.refresh(timeout_s=NEWEST_WAIT_S)
+            await await_newest(self._follower)
             await yield_to_loop()
             # Beside the choices of those that have waited with it, which a release would forget.
             is_newest = self._selector.assumed.next_until is None

@@ -59,6 +59,14 @@ class ReplicaFollower(Protocol):
         """Apply the newest changes now; False: they did not come in time."""
 
 
+async def await_newest(follower: ReplicaFollower, timeout_s: float = NEWEST_WAIT_S) -> None:
+    """Have the replica apply the newest changes. Raises PlacementUnavailable: they did not come in time, and an older
+    state never proves "no host".
+    """
+    if not await follower.refresh(timeout_s=timeout_s):
+        raise PlacementUnavailable("the newest changes of placement did not come in time")
+
+
 class Placer:
     """Decides and claims for many requests at once. One per scheduler process; it may place several batches at once."""
 
@@ -158,12 +166,11 @@ class Placer:
 
     async def _decide(self, states: Sequence[HostSearch]) -> list[HostSearch]:
         """One pass, in parts: each choice is assumed, so that the next one sees it."""
-        unresolved, decided = [state for state in states if state.result is None], list[HostSearch]()
         selector = self._selector
         config = selector.config.settings  # in force: the settings, with the objects that operators have defined since
         selector.assumed.drop_confirmed()
-        if any(state.needs_refresh for state in unresolved):
-            await self._follower.refresh(timeout_s=NEWEST_WAIT_S)  # one round trip, shared
+        states = await self._with_newest(states)
+        unresolved, decided = [state for state in states if state.result is None], list[HostSearch]()
         subset = self._spread.subset(config.host_subset_size)
         metrics_module.SUBSET.set(subset)
         with metrics_module.measured("decide", self._clock):
@@ -177,6 +184,17 @@ class Placer:
             decided_at = self._clock.time()
             decided = [one if one.decided_at else replace(one, decided_at=decided_at) for one in decided]
             return apply_gang_results(merged(states, decided))
+
+    async def _with_newest(self, states: Sequence[HostSearch]) -> Sequence[HostSearch]:
+        """One round trip, shared by those that need the newest state; without it they are tried again."""
+        waiting = [one for one in states if one.result is None and one.needs_refresh]
+        if not waiting:
+            return states
+        try:
+            await await_newest(self._follower)
+        except PlacementUnavailable as fault:
+            return apply_gang_results(merged(states, [replace(one, result=fault) for one in waiting]))
+        return states
 
     async def _with_gangs(
         self, claims: Sequence[Claim], gangs: Sequence[Sequence[HostSearch]]

@@ -258,7 +258,7 @@ class DrainController:
             actor = ChangeActor(self._who, code, now)
             body = await unit.lock_object(ObjectKind.DRAIN, drain)
             record = None if body is None else drain_of(drain, body)
-            if record is None or end_of(record, await unit.begun(drain), now, is_empty=code == DONE) != code:
+            if record is None or end_of(record, await unit.begun(drain, now), now, is_empty=code == DONE) != code:
                 return (), actor  # a command, or another scheduler, was first
             after, is_first = replace(record, state=DrainState.ENDED, code=code), True
             return [changed_object(ObjectKind.DRAIN, drain, record, after)], actor

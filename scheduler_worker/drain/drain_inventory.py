@@ -16,7 +16,7 @@ from bus.contracts.operations import AdminState
 from bus.contracts.placement_queries import MAX_CONSUMERS, HostTree, HostTreeQuery, TreeConsumer
 from bus.faults import Transient
 from bus.transport import BusError
-from scheduler_worker.build.placer import ReplicaFollower
+from scheduler_worker.build.placer import ReplicaFollower, await_newest
 from scheduler_worker.drain.drain_steps import instances_on, is_migration
 from scheduler_worker.fleet.host_listener import Warmup, hosts_of_services
 from scheduler_worker.hosts.host_table import CELL_SILENT
@@ -163,8 +163,7 @@ class DrainInventory:
                     (there[one.host_uuid or ""], one.instance_uuid, one, None) for one in page if one.host_uuid in there
                 ]
                 after = page[-1].request_id
-            if not await self._follower.refresh(timeout_s=ANSWER_S):
-                raise PlacementUnavailable("the newest changes of placement did not come in time")
+            await await_newest(self._follower, ANSWER_S)
             hosts = self.in_use(hosts)
         holders = await self._consumers(hosts)
         requests = await self._known({one.consumer for _, one in holders if is_migration(one)})

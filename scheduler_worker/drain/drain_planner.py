@@ -5,6 +5,7 @@ choices. No instance goes to a host of the drain, so a plan that fits in this or
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from msgspec import Struct
@@ -20,7 +21,7 @@ from bus.yielding import yield_to_loop
 from placement_worker.replica.request import total_resources
 from scheduler_worker.action.action_checks import check_action
 from scheduler_worker.action.destination import Chosen, DestinationChooser
-from scheduler_worker.action.destination_request import Located
+from scheduler_worker.action.destination_request import Located, added_by
 from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.drain.drain_inventory import DrainInventory
 from scheduler_worker.drain.drain_steps import DRAIN_KINDS, UNCONFIRMED, NextMove, level_of, next_moves
@@ -37,6 +38,9 @@ WITHIN_CELL = Refusal(
 )
 NO_OTHER_CELL = Refusal(code=ACROSS_CELLS, reason="no other cell has a host here to which its instances could go")
 KINDS_ONLY = Refusal(code="request.invalid", reason="a drain moves instances live or cold: live-migrate or migrate")
+
+
+GroupKey: TypeAlias = tuple[str, str]  # the project, and the uuid of its server group
 
 
 class MadePlan(Struct, frozen=True):
@@ -57,7 +61,7 @@ class _Choices:
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
         self._taken: dict[str, Mapping[str, Mapping[str, int]]] = {}
-        self._moved: dict[str, list[tuple[str, str]]] = {}  # {server group: (from, to)}
+        self._moved: dict[GroupKey, list[tuple[str, str]]] = {}  # (from, to)
         self._to: dict[str, str] = {}  # {instance: host}
 
     def hold(self) -> None:
@@ -70,11 +74,11 @@ class _Choices:
         for key in self._taken:
             self._selector.replica.drop_assumed(key)
 
-    def add(self, key: str, one: InstanceOnHost, chosen: Chosen) -> None:
-        """Add a choice; it counts as used at once."""
+    def add(self, key: str, one: InstanceOnHost, located: Located, chosen: Chosen) -> None:
+        """Add a choice; what it adds to the usage counts as used at once."""
         first = chosen.selections[0]
-        self._taken[key] = first.allocations
-        self._selector.replica.assume(key, first.allocations)
+        self._taken[key] = added_by(first.allocations, located.allocations)
+        self._selector.replica.assume(key, self._taken[key])
         self._to[one.instance_uuid] = first.host_uuid
         group = _group_of(one)
         if group is not None:
@@ -83,7 +87,8 @@ class _Choices:
     def seen(self, one: InstanceOnHost, page: LocatePage) -> LocatePage:
         """Where the instances that this one depends on are, once the earlier moves are done."""
         members = dict(page.members)
-        for source, target in self._moved.get(_group_of(one) or "", ()):
+        group = _group_of(one)
+        for source, target in () if group is None else self._moved.get(group, ()):
             members[source] = members.get(source, 0) - 1
             members[target] = members.get(target, 0) + 1
         hosts = {uuid: (self._to[uuid],) if uuid in self._to else found for uuid, found in page.hosts.items()}
@@ -168,7 +173,7 @@ class DrainPlanner:
                 place = replace(place, page=choices.seen(move.instance, place.page))
                 chosen = await self._chosen(request, move.instance, place, blocked)
                 if chosen.selections:
-                    choices.add(request.request.request_id, move.instance, chosen)
+                    choices.add(request.request.request_id, move.instance, place, chosen)
                 hosts = tuple(selection.host for selection in chosen.selections)
                 failure = chosen.failure
                 found.append(
@@ -191,9 +196,9 @@ class DrainPlanner:
         return Chosen(failure=Refusal(code=found.code, reason=found.reason)) if isinstance(found, Retry) else found
 
 
-def _group_of(one: InstanceOnHost) -> str | None:
+def _group_of(one: InstanceOnHost) -> GroupKey | None:
     built = one.known.build_request
-    return None if built is None or built.server_group is None else built.server_group.uuid
+    return None if built is None or built.server_group is None else (built.project_id, built.server_group.uuid)
 
 
 def _planned(one: InstanceOnHost, hosts: tuple[str, ...] = (), code: str = "", reason: str = "") -> PlannedMove:

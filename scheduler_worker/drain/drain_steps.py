@@ -22,6 +22,7 @@ from bus.contracts.operations import AdminState, EvacuationPolicy
 from bus.contracts.placement_queries import TreeConsumer
 from bus.retrying import doubled_s
 from scheduler_worker.action.action_checks import BUSY, CELL_DRAIN_USER, DRAIN_USER
+from scheduler_worker.build.decision import NO_HOST
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.records.action_record import ActionContext, RecordedAction, flavor_of
 from scheduler_worker.records.build_record import RecordedBuild
@@ -152,8 +153,8 @@ def _next_step(
         kind = ActionKind.MIGRATE
     elif refused:
         last = refused[0]
-        outages = sum(request.state is ActionState.FAILED for request in refused) if kind is ActionKind.MIGRATE else 0
-        is_last = outages >= STUCK or (level.most_refusals is not None and counted >= level.most_refusals)
+        stops = 0 if kind is not ActionKind.MIGRATE else sum(map(_has_begun, refused))
+        is_last = stops >= STUCK or (level.most_refusals is not None and counted >= level.most_refusals)
         is_stuck = is_last or counted >= STUCK
         waits = WaitingInstance(instance=one, code=last.code, reason=last.reason, is_stuck=is_stuck, is_last=is_last)
         pause_s = doubled_s(FIRST_PAUSE_S, level.longest_pause_s, len(refused) - 1)
@@ -188,6 +189,11 @@ def _refused(drain: str, ended: Sequence[EndedRequest]) -> list[EndedRequest]:
                 break
             found.append(one)
     return found
+
+
+def _has_begun(request: EndedRequest) -> bool:
+    """Whether a request that moved nothing was sent to a cell, which may have stopped the instance for it."""
+    return request.state is ActionState.FAILED and request.code != NO_HOST
 
 
 def _blocked(level: EmptyingLevel, one: InstanceOnHost) -> Refusal | None:

@@ -86,7 +86,7 @@ class HostEmptier:
     async def begun(self, drain: str | None) -> BegunMoves:
         """The requests of a level on record. Raises Transient."""
         async with self._store.operation() as unit:
-            return await unit.begun(drain)
+            return await unit.begun(drain, self._clock.time())
 
     async def found(
         self, of: HostsToEmpty, level: EmptyingLevel, instances: Iterable[InstanceOnHost], begun: BegunMoves
@@ -123,7 +123,7 @@ class HostEmptier:
             level = await of.lock(unit)
             if level is None:
                 return ()
-            begun, hosts = await unit.begun(of.drain), of.hosts()
+            begun, hosts = await unit.begun(of.drain, self._clock.time()), of.hosts()
             known = await unit.known([one.key for one in ready], lock=True)
             same = [
                 one

@@ -16,7 +16,7 @@ from bus.contracts.operations import AdminState, CellFence, FenceState, HostAdmi
 from scheduler_worker.hosts.host_table import CELL_UNKNOWN
 from scheduler_worker.objects.cell_consequences import known_cells, only_cell
 from scheduler_worker.objects.consistency import changed_object
-from scheduler_worker.records.object_records import ChangePlan, Key, RecordedObjects, cells_of, fence_of
+from scheduler_worker.records.object_records import ChangePlan, Key, RecordedObjects, cells_of, fence_of, is_fence
 
 
 def fence_from_decision(change: ObjectsChange) -> list[str]:
@@ -26,6 +26,12 @@ def fence_from_decision(change: ObjectsChange) -> list[str]:
         for one in change.changes
         if one.kind is ObjectKind.HOST and one.body is not None and one.body.get("state") == AdminState.FENCED
     ]
+
+
+def hosts_fenced(changed: Iterable[ChangedObject], present: Mapping[Key, StoredObject]) -> list[str]:
+    """The uuids of the hosts that get a fence and have none that is to stay."""
+    kept = {name for (kind, name), one in present.items() if kind is ObjectKind.FENCE and not fence_of(one).unfencing}
+    return [one.name for one in changed if one.kind is ObjectKind.HOST and is_fence(one.after) and one.name not in kept]
 
 
 def fence_after_change(
@@ -69,12 +75,15 @@ def fence_after_change(
 def acknowledge(host_uuid: str, known: FenceRecord, report: HostFence) -> ChangedObject | None:
     """The change of a fence that a cell's report leads to (None: none). Late reports about older decisions, and those
     of a cell that does not have the host, are ignored. A cell with a later decision than this (restored) record is
-    notified with a version above that one.
+    notified with a version above that one; a fence that it had, and has lifted since, stays lifted.
     """
     if known.cell not in (None, report.cell) or report.version < known.version:
         return None
     if report.version > known.version:
-        return changed_object(ObjectKind.FENCE, host_uuid, known, replace(known, version=report.version + 1))
+        # The host is in use again. A fence that the cell never had may be newer: its number began again by the restore.
+        is_unfenced = known.is_acknowledged and report.state is not FenceState.FENCED
+        after = replace(known, version=report.version + 1, unfencing=known.unfencing or is_unfenced)
+        return changed_object(ObjectKind.FENCE, host_uuid, known, after)
     if report.state is FenceState.UNFENCED:
         # else the cell's record was restored: notified again
         return changed_object(ObjectKind.FENCE, host_uuid, known, None) if known.unfencing else None
@@ -140,7 +149,7 @@ def fence_changes(
     known = known_cells(settings, decided)
     only = only_cell(settings, decided)
     cells: dict[str, str] = {}
-    for uuid in planned.hosts_fenced:
+    for uuid in hosts_fenced(planned.changed, present.objects):
         stored = present.objects.get((ObjectKind.FENCE, uuid))
         shown = last_cell_of(uuid) or (None if stored is None else fence_of(stored).cell)
         cell = shown or named or only

@@ -127,7 +127,7 @@ class OperatorChanges:
     async def _impact(self, present: RecordedObjects, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
         """The objections to a change that is not forced."""
         return (
-            self._fenced_alive(planned)
+            self._fenced_alive(present, planned)
             or self._without_cells(present, planned)
             or await self._occupied_cells(planned)
             or self._unknown_hosts(planned)
@@ -174,12 +174,12 @@ class OperatorChanges:
         problem = unknown_class(planned.changed)
         return None if problem is None else Refusal(code=UNKNOWN, reason=problem[:MAX_REASON])
 
-    def _fenced_alive(self, planned: ChangePlan) -> Refusal | None:
+    def _fenced_alive(self, present: RecordedObjects, planned: ChangePlan) -> Refusal | None:
         """A fence states that a host is off. One that a service reports, or may report, may be running: a name may be
         mistyped.
         """
         table, now_s = self._selector.table, self._clock.monotonic()
-        for uuid in planned.hosts_fenced:
+        for uuid in fence_rules.hosts_fenced(planned.changed, present.objects):
             shown = table.last_cell_of(uuid)
             problem = table.reported(uuid, self._registry.cells_in_use() if shown is None else (shown,), now_s)
             if problem is not None:

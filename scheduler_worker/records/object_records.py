@@ -142,15 +142,6 @@ class ChangePlan(Struct, frozen=True):
         """The decisions about cells that are made, changed or taken back."""
         return tuple(one for one in self.changed if one.kind is ObjectKind.CELL)
 
-    @property
-    def hosts_fenced(self) -> tuple[str, ...]:
-        """The uuids of hosts that get a fence and had none."""
-        return tuple(
-            one.name
-            for one in self.changed
-            if one.kind is ObjectKind.HOST and is_fence(one.after) and not is_fence(one.before)
-        )
-
 
 def _without_projects(flavor: Mapping[str, Any]) -> Flavor:
     return replace(msgspec.convert(flavor, Flavor), projects=())

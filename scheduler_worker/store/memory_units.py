@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 from msgspec.structs import replace
 
+from bus.clock import CLOCKS_APART_S
 from bus.contracts.actions import ActionKind, ActionState
 from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildRecord, TimelineEntry
@@ -241,14 +242,15 @@ class MemoryUnit:
         stored = self._table.objects.present.objects.get((kind, name))
         return None if stored is None else stored.body
 
-    async def begun(self, drain: str | None) -> BegunMoves:
+    async def begun(self, drain: str | None, now: float) -> BegunMoves:
         """A scan."""
         await self._transaction.statement()
         made = [one for one, _ in self._table.actions.values() if one.drain is not None]
         if drain is None:
             return BegunMoves(sum(one.kind is ActionKind.EVACUATE and not one.terminal for one in made))
         found = [one for one in made if one.drain == drain]
-        return BegunMoves(sum(not one.terminal for one in found), max((one.created_at for one in found), default=0.0))
+        made_at = [one.created_at for one in found if one.created_at <= now + CLOCKS_APART_S]
+        return BegunMoves(sum(not one.terminal for one in found), max(made_at, default=0.0))
 
     async def ended(self, instances: Collection[str], limit: int) -> dict[str, list[EndedRequest]]:
         """A scan."""

@@ -31,6 +31,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSON
 
+from bus.clock import CLOCKS_APART_S
 from bus.contracts.actions import ActionQuery
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery, StoredObject
 from scheduler_worker.records.action_record import RecordedAction
@@ -165,7 +166,8 @@ LOCK = "SELECT body FROM objects WHERE kind = $1 AND name = $2 FOR UPDATE"
 BEGUN = """
 SELECT (SELECT count(*) FROM instance_actions WHERE drain = $1 AND NOT terminal), coalesce(max(m.created_at), 0)
 FROM (VALUES (true), (false)) t(ended) CROSS JOIN LATERAL (
-    SELECT created_at FROM instance_actions WHERE drain = $1 AND terminal = t.ended ORDER BY created_at DESC LIMIT 1) m
+    SELECT created_at FROM instance_actions WHERE drain = $1 AND terminal = t.ended AND created_at <= $2
+    ORDER BY created_at DESC LIMIT 1) m
 """
 EVACUATING = "SELECT count(*) FROM instance_actions WHERE NOT terminal AND kind = 'evacuate' AND drain IS NOT NULL"
 ENDED = f"""
@@ -212,11 +214,11 @@ class ObjectRows:
         """By its row."""
         return _body(await self._connection.fetchval(LOCK, kind.value, name))
 
-    async def begun(self, drain: str | None) -> BegunMoves:
+    async def begun(self, drain: str | None, now: float) -> BegunMoves:
         """Along the index of drains: those under way, and two rows. Evacuations: along that of all under way."""
         if drain is None:
             return BegunMoves(await self._connection.fetchval(EVACUATING))
-        return BegunMoves(*await self._connection.fetchrow(BEGUN, drain))
+        return BegunMoves(*await self._connection.fetchrow(BEGUN, drain, now + CLOCKS_APART_S))
 
     async def ended(self, instances: Collection[str], limit: int) -> dict[str, list[EndedRequest]]:
         """Along the index of instances."""

@@ -123,8 +123,11 @@ class OperationUnit(BuildUnit, Protocol):
         After `lock_objects`, where a unit needs both.
         """
 
-    async def begun(self, drain: str | None) -> BegunMoves:
-        """The requests of a drain on record; None: the evacuations under way, whichever fence they were begun under."""
+    async def begun(self, drain: str | None, now: float) -> BegunMoves:
+        """The requests of a drain on record; None: the evacuations under way, whichever fence they were begun under.
+
+        The newest is none that was made long after now: the clock was set back since.
+        """
 
     async def ended(self, instances: Collection[str], limit: int) -> dict[str, list[EndedRequest]]:
         """The requests about these instances that have ended, the newest first; so many of each."""

@@ -5,7 +5,7 @@ now is dropped: the cell asks again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 
@@ -46,7 +46,6 @@ class RecoveryAnswers:
         *,
         bus: Bus,  # the cell's
         api: Bus,  # the bus to placement
-        is_old: Callable[[], bool] = lambda: False,  # whether the schedulers' or placement's database was restored, too
     ) -> None:
         self._store = store
         self._claims = claims
@@ -54,7 +53,6 @@ class RecoveryAnswers:
         self._selector = selector
         self._bus = bus
         self._api = api
-        self._is_old = is_old
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """A cell asks about itself only."""
@@ -75,7 +73,7 @@ class RecoveryAnswers:
         """The page that a question asks for, as of now. Raises Transient, or RequestRefused."""
         await self._registry.reload()
         wanted, marks = await self._wanted(question)
-        page = KnownPage(question, wanted, self._fences(question.cell), old=self._is_old(), marks=marks)
+        page = KnownPage(question, wanted, self._fences(question.cell), marks=marks)
         uuids = page.wanted.uuids
         for start in range(0, len(uuids), AT_ONCE):
             if page.is_full:

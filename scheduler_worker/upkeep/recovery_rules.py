@@ -117,7 +117,6 @@ class KnownPage:
         wanted: UuidRange,
         fences: Collection[CellFence],
         *,
-        old: bool,
         marks: tuple[DatabaseMark, ...] = (),
     ) -> None:
         there = () if question.asked else (one for one in fences if one.host_uuid > question.after)
@@ -126,7 +125,6 @@ class KnownPage:
         self.wanted = wanted.upto(hosts.last)
         self.is_full = False
         self._question = question
-        self._old = old
         self._marks = marks
         self._records: list[KnownRecord] = []
         self._bytes = 0
@@ -149,6 +147,5 @@ class KnownPage:
             instances=tuple(self._records),
             fences=tuple(one for one in self._fences if not last or one.host_uuid <= last),
             last=last,
-            old=self._old,
             marks=self._marks,
         )

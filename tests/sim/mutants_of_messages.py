@@ -127,8 +127,8 @@ def draining_acknowledges() -> AbstractContextManager[Any]:
 
 
 def destroys_given_up() -> AbstractContextManager[Any]:
-    """A compute service does not try again by itself to destroy a machine that it could not destroy at once."""
-    return patch.object(Destroys, "resume_failed", lambda self: None)
+    """A compute service does not try again by itself to destroy, or to look at, what it could not at once."""
+    return patch.object(Destroys, "resume_owed", lambda self: None)
 
 
 def whatever_is_held_is_what_was_claimed() -> AbstractContextManager[Any]:

@@ -298,6 +298,26 @@ def test_a_node_that_leaves_available_under_a_take_is_no_breach(
         harm.acted("compute-m0", "PUT", node, None, b'{"target":"active"}')
 
 
+@pytest.mark.parametrize(
+    ("state", "was_active", "breach_text"),
+    [
+        ("deploy failed", False, ""),  # seed 905: the record of its build was lost with the database
+        ("deploy failed", True, "was active as attempt 1"),
+        ("deploying", False, "no record ever gave it up"),
+        ("active", False, "no record ever gave it up"),
+    ],
+)
+def test_a_node_is_given_up_by_a_record_or_by_its_failure(state: str, breach_text: str, *, was_active: bool) -> None:
+    harm = HarmWatch(lambda: 100.0)
+    harm.requested[INSTANCE] = None
+    if was_active:
+        harm.record({INSTANCE: instance(State.ACTIVE)})
+    node = {"uuid": HERE, "instance_uuid": INSTANCE, "provision_state": state}
+    harm.looked("compute-m0", node, 100.0)
+    with breach(breach_text, when=bool(breach_text)):
+        harm.acted("compute-m0", "PUT", node, 1, b'{"target":"deleted"}')
+
+
 @pytest.mark.parametrize(("job", "breaks"), [("build", False), ("other", True)])
 def test_what_a_build_acts_upon_is_what_it_has_seen_itself(job: str, *, breaks: bool) -> None:
     """Seed 61056 at d0562af: the service's own listing came between, and saw the node that was enrolled anew."""

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bus.clock import SystemClock
+from bus.clock import CLOCKS_APART_S, SystemClock
 from bus.consuming.outcome import Refuse
 from bus.contracts.actions import ActionKind, ActionState, Condition
 from bus.contracts.base import DatabaseMark, Refusal
@@ -342,9 +342,11 @@ async def drains(store: SchedulerStore) -> SchedulerStore:
 
 async def test_the_requests_of_drains_are_counted(drains: SchedulerStore) -> None:
     async with drains.operation() as unit:
-        assert await unit.begun(DRAIN) == BegunMoves(2, 10.0)
-        assert await unit.begun(OTHER) == BegunMoves(1, 9.0)
-        assert await unit.begun(UNKNOWN) == await unit.begun(None) == BegunMoves(0, 0.0)
+        assert await unit.begun(DRAIN, 11.0) == BegunMoves(2, 10.0)
+        assert await unit.begun(OTHER, 11.0) == BegunMoves(1, 9.0)
+        assert await unit.begun(UNKNOWN, 11.0) == await unit.begun(None, 11.0) == BegunMoves(0, 0.0)
+        for at, last_at in ((9.5, 8.0), (0.5, 0.0)):  # the clock was set back: until then no rate would let one begin
+            assert await unit.begun(DRAIN, at - CLOCKS_APART_S) == BegunMoves(2, last_at)
         newest = [next(one for one, _ in ASKED if one.created_at == at) for at in (8, 10, 5)]
         assert await unit.newest(DRAIN, 10) == newest and await unit.newest(DRAIN, 2) == newest[:2]
         assert await unit.newest(UNKNOWN, 10) == []
@@ -359,7 +361,7 @@ async def test_evacuations_under_way_are_counted_of_whatever_fence(drains: Sched
     async with drains.operation() as unit:
         await unit.insert_actions([replace(one, kind=ActionKind.EVACUATE) for one, _ in made], 30.0)
     async with drains.operation() as unit:
-        assert await unit.begun(None) == BegunMoves(2, 0.0)
+        assert await unit.begun(None, 30.0) == BegunMoves(2, 0.0)
 
 
 async def test_the_requests_of_an_instance_that_have_ended_come_newest_first(drains: SchedulerStore) -> None:
@@ -387,7 +389,7 @@ async def test_a_drain_is_held_by_one_transaction_at_a_time(drains: SchedulerSto
             order.append("waits")
             begun.set()
             assert await unit.lock_object(ObjectKind.DRAIN, DRAIN) == msgspec.to_builtins(RECORD)
-            order.append((await unit.begun(DRAIN)).under_way)
+            order.append((await unit.begun(DRAIN, 30.0)).under_way)
 
     waiting = asyncio.create_task(second())
     async with drains.operation() as unit:

@@ -166,7 +166,6 @@ async def test_everything_that_the_map_or_placement_has_in_the_cell_is_told(worl
     one = found[elsewhere.instance_uuid]
     assert (one.is_in_other_cell, one.is_in_this_cell, hosts(one)) == (True, False, [away])
     assert found[nobody] == KnownInstance(exists=False, is_active=False)
-    assert not any(one.is_old for one in found.values())
 
     asked = told(await answer(world, ended.instance_uuid))
     assert not asked[ended.instance_uuid].exists

@@ -145,7 +145,7 @@ def test_the_tops_word_as_reconcile_takes_it(record: dict[str, Any], expected: d
     assert found.instances[uuid(1)] == KnownInstance(**named, **expected)
 
 
-def test_what_a_record_names_is_passed_on_and_an_old_top_is_named_so() -> None:
+def test_what_a_record_names_is_passed_on() -> None:
     at, source = selection(1), selection(2)
     places = (
         KnownPlace(host_uuid=at.host_uuid, host=at.host, service=at.service, allocations=at.allocations),
@@ -153,10 +153,10 @@ def test_what_a_record_names_is_passed_on_and_an_old_top_is_named_so() -> None:
     )
     more: dict[str, Any] = {"spec": SPEC, "request_id": uuid(9), "kind": ActionKind.MIGRATE, "project_id": "p"}
     record = KnownRecord(instance_uuid=uuid(1), places=places, attempt=7, sequence=12, **HERE, **more)
-    found = contents_of(ASKS, page(ASKS, record, old=True))
+    found = contents_of(ASKS, page(ASKS, record))
     assert found is not None
     selections = (replace(at, spec_generations={}), replace(source, spec_generations={}, service=NO_SERVICE))
-    expected = KnownInstance(**EXISTS, **more, selections=selections, attempt=7, sequence=12, is_old=True)
+    expected = KnownInstance(**EXISTS, **more, selections=selections, attempt=7, sequence=12)
     expected = replace(expected, cell="c1", own_count=1, migrations=(uuid(9),))
     assert found.instances[uuid(1)] == expected
 

@@ -377,7 +377,7 @@ def test_a_loss_that_its_host_has_answered_is_not_recorded_again() -> None:
             now = e.Released(at=900.0, consumer=q.consumer, attempt=q.attempt or 0)
         steps = FenceSteps()
         one = steps.apply(one, step(one, now, context), now, context).instance
-        found.append(sum(map(len, steps.abandoned.values())))
+        found.append(sum(map(len, steps.stale.values())))
     assert one.state is State.DELETED
     assert found == [1, 0], found  # between the two its host has answered that it is gone
 

@@ -82,12 +82,11 @@ class World:
 
     name, process, rng = "c1", "conductor-1", random.Random(1)
 
-    def __init__(self, *machines: ListedMachine, told: KnownRecord | None = None, old: bool = False) -> None:
+    def __init__(self, *machines: ListedMachine, told: KnownRecord | None = None) -> None:
         self.clock = SystemClock()
         self.no_wait = NoWait()
         self.machines = machines
         self.told = told or KnownRecord(instance_uuid=UUID)
-        self.old = old
         self.fences: tuple[CellFence, ...] = ()
         self.marks: tuple[DatabaseMark, ...] = ()
         self.services: set[str] = {"s1", "s2", "s3"}
@@ -136,7 +135,6 @@ class World:
                 query_id=message.query_id,
                 instances=wanted,
                 fences=() if message.asked else self.fences,
-                old=self.old,
                 marks=self.marks,
             )
             received = Received(page, Meta(id="m"), "c1", "conductor.known.conductor-1")
@@ -383,13 +381,12 @@ async def test_what_is_blocked_is_judged_by_no_report_and_begins_nothing() -> No
     assert (refused.state, refused.code) == (ActionState.REFUSED, "instance.blocked")
 
 
-@pytest.mark.parametrize(("old", "told"), [(True, known(2)), (False, KnownRecord(instance_uuid=UUID))])
-async def test_an_emptied_database_has_what_the_services_list(old: bool, told: KnownRecord) -> None:
-    world = World(listed(2, 5), told=replace(told, project_id="p"), old=old)
+async def test_an_emptied_database_has_what_the_services_list() -> None:
+    world = World(listed(2, 5), told=KnownRecord(instance_uuid=UUID, project_id="p"))
     cell = await cell_of(world)
     found = await cell.recover()
     assert found is not None and (found.state, found.attempt, found.highest_attempt) == (State.ACTIVE, 5, FLOOR)
-    assert len(world.restated) == (not old), "an old word proves nothing about what is held"
+    assert len(world.restated) == 1
 
 
 async def test_the_older_of_two_machines_stays_and_is_quarantined_when_it_is_reported() -> None:

@@ -295,7 +295,6 @@ def test_a_move_ends_no_machine_that_an_operator_keeps(complete: bool) -> None:
         (here(4, 5), (5,), "host_absent"),
         (None, (), "schedulers_silent"),
         (None, (9,), "host_absent"),
-        (here(3, 2, is_old=True), (), "schedulers_silent"),
     ],
 )
 def test_an_arrival_is_offloaded_once_its_hosts_have_listed_that_none_is_there(
@@ -336,11 +335,10 @@ def before_it_left() -> list[Scenario]:
     return [Scenario(active()), leaving(), kept, holds]
 
 
-@pytest.mark.parametrize("known", [None, elsewhere(9, is_old=True)])
-def test_a_record_from_before_its_departure_ends_no_move_that_may_go_on_elsewhere(known: KnownInstance | None) -> None:
+def test_a_record_from_before_its_departure_ends_no_move_that_may_go_on_elsewhere() -> None:
     for made in before_it_left():
         before = made.instance.phase
-        recover(made, known=known)
+        recover(made, known=None)
         assert (made.instance.phase, made.instance.blocked_reason) == (before, "schedulers_silent")
         assert made.commands == [] and awaited_request_of(made.instance) is None
 

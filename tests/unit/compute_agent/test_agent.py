@@ -363,7 +363,7 @@ async def test_a_drivers_bug_in_a_destruction_is_tried_again_and_ends_no_service
     assert not watching.done()
     assert service.results[-1].code == "destroy.failed"
     driver.destroy_bug = None
-    service.destroys.resume_failed()
+    service.destroys.resume_owed()
     await service.rest()
     assert service.results[-1].outcome is ComputeOutcome.DESTROYED
     watching.cancel()
@@ -427,7 +427,7 @@ async def test_a_newer_attempt_is_not_taken_for_what_could_not_be_destroyed() ->
     await service.carry_out(destroy(0))
     await service.carry_out(spawn(0, 2))
     destroys_before = driver.destroys
-    service.destroys.resume_failed()
+    service.destroys.resume_owed()
     await service.rest()
     assert driver.machines == {(HOSTS[0], INSTANCES[0]): 2} and driver.destroys == destroys_before
 
@@ -552,31 +552,39 @@ async def test_what_is_commanded_while_its_host_is_looked_at_counts() -> None:
 
 @pytest.mark.parametrize("complete", [True, False])
 @pytest.mark.parametrize("is_restarted", [True, False])
-async def test_a_host_that_cannot_be_read_is_read_later_and_holds_up_nothing(
-    complete: bool, is_restarted: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("fault", [DriverUnavailable("away"), None], ids=["unavailable", "left out"])
+async def test_a_host_that_cannot_be_read_is_read_later_and_its_machine_is_busy_until_then(
+    fault: Exception | None, complete: bool, is_restarted: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The command is acknowledged, and a recovery gives one about a leftover only once."""
     driver, records = Scripted(), Records(tmp_path / "records")
     records.open()
     service = await started(driver, records)
-    driver.machines[KEY], faults = 1, [DriverUnavailable("away")] * DESTROY_CALLS
+    driver.machines[KEY], faults = 1, [fault] * DESTROY_CALLS
+    settled: list[Key] = []
+    service.destroys._on_done = settled.append
 
     async def scan(hosts: object = None) -> Mapping[str, Sequence[Machine]]:
         if faults:
-            raise faults.pop()
+            if (fault := faults.pop()) is None:
+                return {}
+            raise fault
         return {HOSTS[0]: [Machine(*KEY, 1, built=complete)]}
 
     monkeypatch.setattr(driver, "list", scan)
     await service.carry_out(ENDED, ENDED)
     assert not faults and not service.results and not driver.destroys and service.jobs.chain(KEY) is None
+    assert service.destroys.pending() == [KEY] and service.destroys.is_busy(KEY) and not settled
     if is_restarted:
         records.close()
         records = Records(tmp_path / "records")
         records.open()
         service = await started(driver, records)
+        service.destroys._on_done = settled.append
     else:
-        service.destroys.resume_checks()
+        service.destroys.resume_owed()
     await service.rest()
+    assert settled == [KEY] and not service.destroys.pending()
     assert [one.outcome for one in service.results] == [ComputeOutcome.ACTIVE if complete else ComputeOutcome.DESTROYED]
     assert driver.machines == ({KEY: 1} if complete else {}) and not records.checks
     records.close()

@@ -559,15 +559,27 @@ async def test_a_host_is_offered_when_nothing_is_owed_there_any_more_though_noth
     await here.service.carry_out(spawn(0, 2))
     entry = here.service.records.get(KEY)
     assert entry is not None and entry.phase is AttemptPhase.FAILED
-    here.service.destroys.resume_failed()
+    here.service.destroys.resume_owed()
     await here.service.rest()
     assert here.offering.is_ready(HOSTS[0]) and not here.service.destroys.pending()
+    await here.service.carry_out(destroy(0))
+    assert here.service.results[-1].outcome is ComputeOutcome.DESTROYED and not here.driver.machines
+
+
+async def test_a_retry_in_the_turn_in_which_a_destruction_fails_does_not_drop_it() -> None:
+    here = Owing()
+    loop, retry = asyncio.get_running_loop(), here.service.destroys.resume_owed
+    here.service.agent._results._send = lambda one: (here.service.results.append(one), loop.call_soon(retry))[0]
+    await here.gives_up()
+    retry()
+    await here.service.rest()
+    assert here.offering.is_ready(HOSTS[0]) and not here.driver.machines
 
 
 async def test_a_host_is_offered_when_the_service_itself_has_destroyed_what_was_given_up() -> None:
     here = Owing()
     await here.gives_up()
-    here.service.destroys.resume_failed()
+    here.service.destroys.resume_owed()
     await here.service.rest()
     assert here.service.results[-1].outcome is ComputeOutcome.DESTROYED
     assert here.offering.is_ready(HOSTS[0]) and not here.service.destroys.pending()

@@ -21,6 +21,7 @@ from bus.faults import Forbidden
 from compute_agent.driver import Machine
 from compute_agent.records import records as records_module
 from compute_agent.records.attempt import (
+    LOST,
     AttemptPhase,
     DestroyAction,
     HostAttempt,
@@ -430,6 +431,13 @@ def test_spawn(entry: HostAttempt | None, attempt: int, action: SpawnAction, aft
             HostAttempt(3, R, max_ended_attempt=2, reported=True),
         ),
         (HostAttempt(3, B, max_ended_attempt=2), 1, DestroyAction.STALE, HostAttempt(3, B, max_ended_attempt=2)),
+        (HostAttempt(3, F, code=LOST), 2, DestroyAction.STALE, HostAttempt(3, F, code=LOST, max_ended_attempt=2)),
+        (
+            HostAttempt(3, F, code="x", max_ended_attempt=2),
+            2,
+            DestroyAction.DESTROY,
+            HostAttempt(3, D, max_ended_attempt=3),
+        ),
     ],
 )
 def test_destroy(entry: HostAttempt | None, attempt: int, action: DestroyAction, after: HostAttempt) -> None:

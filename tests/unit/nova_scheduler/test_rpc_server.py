@@ -291,6 +291,22 @@ async def test_a_call_whose_client_gives_up_in_an_alarm_does_not_leave() -> None
 
 
 @on_virtual_time
+async def test_a_call_that_does_not_come_again_is_answered_when_an_alarm_is_over() -> None:
+    async with World().started() as world:
+        world.nova.refuses = NotSent("not connected")
+        world.dispatcher.holds = True
+        world.nova.call(1)
+        await asyncio.sleep(1)
+        world.nova.blocked = "memory"
+        world.dispatcher.decide()
+        await asyncio.sleep(SILENT_S + 1)
+        world.nova.blocked = ""
+        await asyncio.sleep(60)
+        assert len(world.nova.failures()) == 1 and world.server.in_flight == 0
+        assert world.stock.sent_to(TOPIC) == []
+
+
+@on_virtual_time
 async def test_answers_in_a_long_alarm_are_given_up_together() -> None:
     async with World(in_flight=0).started() as world:
         world.dispatcher.holds = True

@@ -478,6 +478,22 @@ async def test_no_answer_of_placement_is_never_no_host() -> None:
     assert await here.select(VMS[0])
 
 
+@pytest.mark.parametrize("fields", [{}, {"force_hosts": ["h9"]}], ids=["it is full", "it is another one"])
+async def test_there_is_no_host_by_no_older_state(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = await cloud(1, each=ONE)
+    await here.hold(VMS[0], 0)
+
+    async def silent(*, timeout_s: float) -> bool:
+        return False
+
+    monkeypatch.setattr(here, "refresh", silent)
+    with pytest.raises(PlacementUnavailable):
+        await here.select(VMS[1], **fields)
+    monkeypatch.undo()
+    with pytest.raises(RemoteFault):
+        await here.select(VMS[1], **fields)
+
+
 async def test_a_host_that_is_to_be_ignored_is_asked_for_before_it_can_be_chosen() -> None:
     here = await cloud(2, late={1})
     here.deaf = True

@@ -171,6 +171,15 @@ async def test_a_deleted_consumer_is_seen_when_its_provider_has_its_turn() -> No
     assert shown(mirror.replica) == true(source)
 
 
+async def test_a_mirror_is_as_new_as_it_gets_while_it_may_be_decided_by() -> None:
+    """Its next pass begins when it is due, not when it is asked for."""
+    mirror = PlacementMirror(Source(random.Random(1)), Replica(), clock=Stopped(), interval_s=1.0, whole_s=5.0)
+    assert not await mirror.refresh(timeout_s=0.0)
+    await mirror.read()
+    mirror.ready.set()
+    assert await mirror.refresh(timeout_s=0.0)
+
+
 async def test_what_a_claim_lets_go_is_seen_with_it() -> None:
     source = Source(random.Random(1))
     hosts = [source.make() for _ in range(10)]

@@ -13,13 +13,16 @@ from msgspec.structs import replace
 from bus.clock import CLOCKS_APART_S, SystemClock
 from bus.contracts.actions import ActionKind, ActionRequest, ActionState, Condition
 from bus.contracts.base import MAX_REASON, Message, Refusal
-from bus.contracts.build import BuildState
+from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceStates
 from bus.contracts.drains import DrainAction, DrainCommand, DrainQuery, DrainRecord, DrainState, DrainTarget
 from bus.contracts.objects import HostDecision
 from bus.contracts.operations import AdminState
-from bus.contracts.placement_queries import ServiceHostsPage, ServiceHostsQuery, TreeConsumer
+from bus.contracts.placement import GroupPolicy, LocatePage, LocateRequest, ServerGroup
+from bus.contracts.placement_queries import ConsumerRecord, ServiceHostsPage, ServiceHostsQuery, TreeConsumer
 from bus.faults import Fault, RequestRefused, RequestTimeout
+from scheduler_worker.action.destination import DestinationChooser
+from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.drain.drain_inventory import PAGE_HOSTS, PAGES, DrainInventory
 from scheduler_worker.drain.drain_planner import DrainPlanner, MadePlan
 from scheduler_worker.drain.drain_steps import (
@@ -46,6 +49,7 @@ from scheduler_worker.selection.selector import Selector
 from scheduler_worker.selection.selector_config import SelectorConfig
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
+from tests.kit.claims import PlacementClaims
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
 from tests.unit.scheduler_worker.test_placing import cluster
 from tests.unit.scheduler_worker.test_without_an_answer import Site, site
@@ -251,14 +255,20 @@ def test_an_evacuation_moves_what_is_shelved_and_is_given_up_after_many_refusals
 
 @pytest.mark.parametrize("record", [{"kind": ActionKind.MIGRATE}, {"target": DrainTarget.CELL}], ids=["cold", "a cell"])
 @pytest.mark.parametrize(
-    ("state", "count", "is_last"),
-    [(ActionState.FAILED, 2, False), (ActionState.FAILED, 3, True), (ActionState.REFUSED, 29, False)],
+    ("state", "code", "count", "is_last"),
+    [
+        (ActionState.FAILED, "image.broken", 2, False),
+        (ActionState.FAILED, "image.broken", 3, True),
+        (ActionState.FAILED, "no_valid_host", 29, False),
+        (ActionState.REFUSED, "image.broken", 29, False),
+    ],
 )
 def test_a_cold_move_that_began_and_failed_is_tried_three_times(
-    record: dict[str, Any], state: ActionState, count: int, is_last: bool
+    record: dict[str, Any], state: ActionState, code: str, count: int, is_last: bool
 ) -> None:
     """Each stopped the instance; that of a cell took it down and built it again, every minute for ever."""
-    found = decided(ACTIVE, tries(*range(700, 700 + count), state=state), level_of(replace(RECORD, **record), NOW))
+    requests = tries(*range(700, 700 + count), state=state, code=code)
+    found = decided(ACTIVE, requests, level_of(replace(RECORD, **record), NOW))
     assert isinstance(found, WaitingInstance) is is_last
     assert not isinstance(found, WaitingInstance) or (found.is_last and found.is_stuck)
 
@@ -438,6 +448,83 @@ async def test_a_query_that_placement_refuses_for_good_refuses_the_plan() -> Non
         await planned(RequestRefused("too long", code="message.invalid"))
     with pytest.raises(PlacementUnavailable):
         await planned(RequestTimeout("no answer"))
+
+
+# --- a plan whose moves depend on each other
+
+POOL, RACK = (f"{n}0000000-0000-4000-8000-000000000001" for n in "fe")
+THREE = [f"{n}0000000-0000-4000-8000-000000000001" for n in "123"]
+
+
+class OnOneHost:
+    """A host that holds these instances, for a planner."""
+
+    def __init__(self, host: DrainedHost, builds: Sequence[BuildRequest]) -> None:
+        self._host, self._builds = host, builds
+
+    async def hosts_of(self, *_: object) -> tuple[DrainTarget, tuple[DrainedHost, ...]]:
+        return DrainTarget.HOST, (self._host,)
+
+    async def instances_on(self, *_: object, **__: object) -> list[InstanceOnHost]:
+        found = []
+        for one in self._builds:
+            known = replace(context(host_uuid=self._host.uuid), build_request=one)
+            build = replace(known.build, instance_uuid=one.instance_uuid, project_id=one.project_id)
+            fields = {"instance_uuid": one.instance_uuid, "project_id": one.project_id}
+            found.append(InstanceOnHost(source=self._host, known=replace(known, build=build), **fields))
+        return found
+
+
+async def destinations_of(
+    hosts: Hosts, holding: dict[str, dict[str, int]], builds: Sequence[BuildRequest]
+) -> list[Any]:
+    """By the plan of a drain of the first host, where each of these instances is and holds so much."""
+    clock, host = SystemClock(), DrainedHost(hosts.uuids[0], "h0", drain=DRAIN)
+
+    class Where(PlacementClaims):
+        async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
+            return [LocatePage(members={host.uuid: 1}, hosts={one.consumers[0]: (host.uuid,)}) for one in requests]
+
+    claims = Where()
+    claims.held = {
+        one.instance_uuid: ConsumerRecord(
+            consumer=one.instance_uuid, project_id=one.project_id, consumer_generation=1, allocations=holding,
+            hosts=(host.uuid,),
+        )
+        for one in builds
+    }  # fmt: skip
+    chooser = DestinationChooser(
+        claims, hosts.selector, cast("Any", None), clock=clock, rng=hosts.rng, reload=cast("Any", None)
+    )
+    holders = cast("Any", OnOneHost(host, builds))
+    made = await DrainPlanner(hosts.selector, chooser, holders, clock=clock).plan(DrainQuery(host=host.uuid))
+    assert isinstance(made, MadePlan)
+    return [one.hosts or one.code for one in made.plan.moves]
+
+
+async def test_a_plan_counts_what_moves_within_a_shared_pool_once() -> None:
+    """Of a pool with room for half of one more, each move but the first was planned to have no host."""
+    flavor = Flavor(vcpus=1, memory_mb=0, disk_gb=20)
+    hosts = Hosts([{"VCPU": 8}] * 2, config=SchedulerConfig(flavors={"f": flavor}), cells=["c", "c"])
+    both = [replace(one, aggregates=(RACK,)) for one in hosts.states]
+    pool = replace(both[0], uuid=POOL, name="pool", root_uuid=POOL, traits=("MISC_SHARES_VIA_AGGREGATE",))
+    pool = replace(pool, inventories={"DISK_GB": (70, 1, 70, 1, 70, 0, 1.0)}, used={"DISK_GB": 60})
+    hosts.replica.load([replace(both[0], used={"VCPU": 3}), both[1], pool], 0)
+    builds = [BuildRequest(instance_uuid=uuid, flavor="f", project_id="p") for uuid in THREE]
+    holding = {hosts.uuids[0]: {"VCPU": 1}, POOL: {"DISK_GB": 20}}
+    assert await destinations_of(hosts, holding, builds) == [("h1",)] * 3
+
+
+async def test_a_plan_counts_the_members_of_a_group_by_its_project() -> None:
+    """Two projects may call their groups alike: the member of one kept that of the other from its host."""
+    hosts = Hosts([PLENTY] * 2, cells=["c", "c"])
+    group = ServerGroup(uuid=RACK, policy=GroupPolicy.ANTI_AFFINITY)
+    builds = [
+        BuildRequest(instance_uuid=uuid, flavor="m1.small", project_id=project, server_group=group)
+        for uuid, project in zip(THREE, "pqq", strict=True)
+    ]
+    found = await destinations_of(hosts, {hosts.uuids[0]: {"VCPU": 1}}, builds)
+    assert found == [("h1",), ("h1",), "no_valid_host"]
 
 
 # --- what a drained host still holds of instances

@@ -27,6 +27,7 @@ from scheduler_worker.objects.fence_rules import (
     command,
     fence_after_change,
     fence_from_decision,
+    hosts_fenced,
     unfence_unknown,
 )
 from scheduler_worker.records.action_record import ActionContext
@@ -49,6 +50,13 @@ def changed(before: FenceRecord | None, after: FenceRecord | None) -> ChangedObj
     return ChangedObject(kind=ObjectKind.FENCE, name=HOST, before=next(of), after=next(of))
 
 
+def on_record(fence: FenceRecord | None) -> dict[tuple[ObjectKind, str], StoredObject]:
+    if fence is None:
+        return {}
+    stored = StoredObject(kind=ObjectKind.FENCE, name=HOST, body=msgspec.to_builtins(fence), version=fence.version)
+    return {(ObjectKind.FENCE, HOST): stored}
+
+
 @pytest.mark.parametrize(
     ("kind", "state", "fences"),
     [
@@ -63,9 +71,30 @@ def test_a_change_fences_by_a_decision_about_a_host(kind: ObjectKind, state: Adm
     assert fence_from_decision(ObjectsChange(actor="me", changes=(one,))) == ([HOST] if fences else [])
 
 
+@pytest.mark.parametrize(
+    ("kind", "decided", "known", "fences"),
+    [
+        (ObjectKind.HOST, FENCED, None, True),
+        (ObjectKind.HOST, FENCED, replace(FENCE, unfencing=True), True),
+        (ObjectKind.HOST, FENCED, FENCE, False),
+        (ObjectKind.HOST, ENABLED, None, False),
+        (ObjectKind.HOST, None, None, False),
+        (ObjectKind.CELL, FENCED, None, False),
+    ],
+)
+@pytest.mark.parametrize("before", [None, ENABLED, FENCED])
+def test_a_host_gets_a_fence_if_it_has_none_whatever_was_decided_before(
+    before: AdminState | None, kind: ObjectKind, decided: AdminState | None, known: FenceRecord | None, fences: bool
+) -> None:
+    bodies = {name: None if one is None else body(one) for name, one in (("before", before), ("after", decided))}
+    one = ChangedObject(kind=kind, name=HOST, **bodies)
+    assert hosts_fenced([one], on_record(known)) == ([HOST] if fences else [])
+
+
 OFF = FenceRecord(host="now", version=9)
 AGAIN = replace(FENCE, host="now", version=9)
 LIFTED = replace(FENCE, version=9, unfencing=True)
+HAD = replace(FENCE, acknowledged=4)
 
 
 @pytest.mark.parametrize(
@@ -93,10 +122,7 @@ LIFTED = replace(FENCE, version=9, unfencing=True)
 def test_what_a_decision_about_a_host_makes_of_its_fence(
     decided: AdminState | None, known: FenceRecord | None, of: dict[str, Any], after: FenceRecord | None
 ) -> None:
-    present = {}
-    if known is not None:
-        stored = StoredObject(kind=ObjectKind.FENCE, name=HOST, body=msgspec.to_builtins(known), version=known.version)
-        present[ObjectKind.FENCE, HOST] = stored
+    present = on_record(known)
     decision = None if decided is None else body(decided)
     one = ChangedObject(kind=of.get("kind", ObjectKind.HOST), name=HOST, after=decision)
     kept = {name: of[name] for name in ("force", "token") if name in of}
@@ -115,6 +141,10 @@ def test_what_a_decision_about_a_host_makes_of_its_fence(
         (FENCE, FenceState.FENCED, 3, "none"),
         (FENCE, FenceState.FENCED, 7, replace(FENCE, version=8)),
         (FENCE, FenceState.UNFENCED, 7, replace(FENCE, version=8)),
+        (HAD, FenceState.FENCED, 7, replace(HAD, version=8)),
+        (HAD, FenceState.UNFENCED, 7, replace(HAD, version=8, unfencing=True)),
+        (HAD, FenceState.UNFENCING, 7, replace(HAD, version=8, unfencing=True)),
+        (replace(HAD, unfencing=True), FenceState.FENCED, 7, replace(HAD, version=8, unfencing=True)),
         (replace(FENCE, unfencing=True), FenceState.UNFENCED, 4, None),
         (FENCE, FenceState.UNFENCED, 4, "none"),
         (

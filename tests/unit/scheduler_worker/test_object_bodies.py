@@ -248,7 +248,7 @@ def test_objects_of_one_kind_are_bounded(
 
 
 OF_GROUP = ServerGroup(uuid=U1, policy=GroupPolicy.AFFINITY)
-NOTHING = {"deleted": (), "remade": (), "groups": (), "named": (), "cells": (), "fenced": ()}
+NOTHING = {"deleted": (), "remade": (), "groups": (), "named": (), "cells": ()}
 HOSTS, MORE = rack(hosts=["h1"]), rack(hosts=["h1", "h2"])
 
 
@@ -272,12 +272,6 @@ HOSTS, MORE = rack(hosts=["h1"]), rack(hosts=["h1", "h2"])
         (K.AGGREGATE, HOSTS, None, {}),
         (K.CELL, None, {"state": "disabled"}, {"cells": ("p/x",)}),
         (K.CELL, {"state": "disabled"}, None, {"cells": ("p/x",)}),
-        (K.HOST, None, FENCED, {"fenced": ("p/x",)}),
-        (K.HOST, ENABLED, FENCED, {"fenced": ("p/x",)}),
-        (K.HOST, FENCED, FENCED, {}),
-        (K.HOST, FENCED, None, {}),
-        (K.HOST, FENCED, ENABLED, {}),
-        (K.HOST, None, ENABLED, {}),
         (K.CELL, None, {"state": "fenced", "hosts": ["h1"]}, {"cells": ("p/x",)}),
     ],
 )
@@ -288,7 +282,6 @@ def test_what_a_change_of_one_object_leads_to(
     assert NOTHING | leads_to == {
         "deleted": planned.flavors_deleted, "remade": planned.flavors_remade, "groups": planned.groups_changed,
         "named": planned.hosts_named, "cells": tuple(one.name for one in planned.cells_decided),
-        "fenced": planned.hosts_fenced,
     }  # fmt: skip
 
 

@@ -45,7 +45,7 @@ class Cluster:
         self.port.answer = self.claimed
         self.on_record: dict[str, str] = {}  # runs of other records than this process's
         self.refreshed: Callable[[], None] = lambda: None
-        self.refreshes = 0
+        self.refreshes, self.is_newest = 0, True
         self.placer = self.make_placer(config)
 
     def make_placer(self, config: SchedulerConfig) -> Placer:
@@ -70,7 +70,7 @@ class Cluster:
     async def refresh(self, *, timeout_s: float) -> bool:
         self.refreshes += 1
         self.refreshed()
-        return True
+        return self.is_newest
 
     def claimed(self, claim: Claim, option: int = 0) -> ClaimResult:
         providers = claim.options[option].allocations
@@ -155,6 +155,22 @@ async def test_full_or_gone_walks_the_whole_list_and_never_claims_a_host_twice(
     assert ended.funnel[-1].step == "claim" and ended.funnel[-1].rejected == {f"claim.{outcome}": 6}
     assert list(cluster.hosts.replica.assumptions.keys()) == []
     assert cluster.refreshes >= 1  # "none" is only answered on the newest state
+
+
+@pytest.mark.parametrize("outcome", [ClaimOutcome.NO_CAPACITY, ClaimOutcome.CONFLICT])
+@pytest.mark.parametrize("gang", [None, Gang(uuid=RUN, size=2, min_count=1)])
+async def test_without_the_newest_state_a_search_that_needs_it_is_tried_again(
+    cluster: Cluster, outcome: ClaimOutcome, gang: Gang | None
+) -> None:
+    """While placement took longer than a refresh waits, builds ended as if no host had room."""
+    cluster.is_newest = False
+    first, other = cluster.hosts.request(), cluster.hosts.request()
+    cluster.answer = lambda one: cluster.claimed(one) if one.consumer == other.instance_uuid else result(outcome)
+    asked = [structs.replace(cluster.asking(one), gang=gang) for one in (first, other)]
+    ended, beside = await cluster.placer.place(asked)
+    assert isinstance(ended, PlacementUnavailable)
+    assert isinstance(beside, HostClaimed if gang is None else PlacementUnavailable)
+    assert {*cluster.hosts.replica.assumptions.keys()} == ({other.instance_uuid} if gang is None else set())
 
 
 async def test_what_is_claimed_is_not_decided_again_while_another_is_tried_once_more() -> None:

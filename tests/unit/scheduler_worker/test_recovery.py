@@ -111,7 +111,7 @@ def filled(
     question: CellRecovering, wanted: UuidRange, fences: Sequence[int] = (), drive: int = 0
 ) -> tuple[list[str], list[str], str]:
     """The instances, the fenced hosts and the end of a page. drive: the bytes of each configuration drive."""
-    page = KnownPage(question, wanted, [fence(n) for n in fences], old=False)
+    page = KnownPage(question, wanted, [fence(n) for n in fences])
     for one in page.wanted.uuids:
         config = ConfigDrive(user_data="x" * drive) if drive else None
         spec = InstanceSpec(instance_uuid=one, project_id="p", config_drive=config)
@@ -146,7 +146,7 @@ def test_a_page_ends_before_it_is_too_large_and_its_fences_with_it() -> None:
 
 def test_what_is_larger_than_a_page_may_be_is_sent_alone() -> None:
     """Else no answer would ever be whole."""
-    page = KnownPage(ask(), some(1, 2), [], old=False)
+    page = KnownPage(ask(), some(1, 2), [])
     huge = InstanceSpec(instance_uuid=uuid(1), project_id="p", name="x" * (MAX_KNOWN_BYTES + 1))
     for n in (1, 2):
         page.add(KnownRecord(instance_uuid=uuid(n), spec=huge))
