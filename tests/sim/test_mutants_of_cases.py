@@ -70,7 +70,7 @@ def requests_end_with_their_requesters() -> AbstractContextManager[Any]:
 def moves_of_drains_are_not_followed() -> AbstractContextManager[Any]:
     """The end of a move that a drain has begun is never read."""
 
-    async def begun(self: MemoryUnit, drain: str | None) -> BegunMoves:
+    async def begun(self: MemoryUnit, drain: str | None, now: float) -> BegunMoves:
         made = [one for one, _ in self._table.actions.values() if one.drain is not None and drain in (None, one.drain)]
         return BegunMoves(len(made), max((one.created_at for one in made), default=0.0))
 
@@ -95,7 +95,7 @@ def drains_end_without_a_look_at_their_hosts() -> AbstractContextManager[Any]:
 def moves_of_drains_have_no_bound() -> AbstractContextManager[Any]:
     """Requests are put on record without a look at those that are there."""
 
-    async def begun(self: MemoryUnit, drain: str | None) -> BegunMoves:
+    async def begun(self: MemoryUnit, drain: str | None, now: float) -> BegunMoves:
         return BegunMoves()
 
     return patch.object(MemoryUnit, "begun", begun)

@@ -31,6 +31,7 @@ from cell_conductor.state import events as e
 from cell_conductor.state.events import SourceQuery
 from cell_conductor.state.fence import Fence
 from cell_conductor.state.instance import Power, State
+from cell_conductor.state.ownership_proof import is_provably_ended
 from cell_conductor.transition import FenceSteps, step
 from tests.unit.cell_conductor.move_scenario import (
     ACTION,
@@ -41,6 +42,7 @@ from tests.unit.cell_conductor.move_scenario import (
     begun,
     changes,
     claimed,
+    ended,
     refused,
     request,
     seen,
@@ -270,6 +272,52 @@ def test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_com
     assert made.instance.spec == SPEC
 
 
+@pytest.mark.parametrize("state", [State.CHANGING, State.RESTARTING])
+def test_a_machine_that_is_being_changed_is_wanted_where_it_is(state: State) -> None:
+    """A report that lists it comes while it is being stopped, or started again after a move that was rolled back."""
+    made = begun(ActionKind.STOP) if state is State.CHANGING else begun(ActionKind.MIGRATE, 2)
+    if state is State.RESTARTING:
+        made.apply(claimed())
+        made.end(2, 2)
+        made.end(1, 1, done=False, code="broken", runs=True)
+        made.apply(e.Reverted(at=205.0, attempt=3))
+    assert made.instance.state is state
+    assert not is_provably_ended(made.instance, 1, host(1))
+    made.apply(e.MachineRunning(at=206.0, attempt=1, host_uuid=host(1), service="s1"))
+    assert (made.instance.state, made.destroys) == (state, [])
+
+
+def test_a_source_that_does_not_hand_over_is_started_again() -> None:
+    made = begun(ActionKind.MIGRATE, 2)
+    made.apply(claimed())
+    made.end(2, 2)
+    late = ended(made.instance, 1, 1)
+    made.apply(e.TimedOut(at=600.0))
+    assert made.instance.state is State.REVERTING  # the destination was never commanded
+    (start,) = changes(made.apply(e.Reverted(at=601.0, attempt=3)))
+    assert start.change is ChangeKind.START
+    assert not changes(made.apply(late))  # its answer to the older order counts for nothing
+    assert made.instance.state is State.RESTARTING
+    made.apply(e.TimedOut(at=602.0))
+    assert made.terminals == [(ActionKind.MIGRATE, ActionState.FAILED, "action.timeout")]
+    made.end(1, 1, runs=True)
+    assert made.instance.state is State.ACTIVE
+    assert len(made.terminals) == 1
+
+
+def test_a_stopped_machine_is_stopped_where_it_has_been_moved_to() -> None:
+    made = begun(ActionKind.STOP)
+    made.end(1, 1, runs=False)
+    made.apply(request(ActionKind.MIGRATE, 2, request_id=OTHER), claimed())
+    made.end(2, 2)
+    made.end(1, 1, runs=False)
+    (spawn,) = made.spawns
+    assert spawn.origin is not None
+    assert not spawn.origin.runs
+    made.apply(spawned(attempt=2, at=210.0))
+    assert (made.instance.state, made.instance.power) == (State.RESIZED, Power.STOPPED)
+
+
 # --- Machines that are lost while they move, and evacuations, as scenarios of the table.
 
 
@@ -291,6 +339,17 @@ def test_what_a_finished_resize_is_after_it_was_undone_by_itself_is_announced() 
 
 
 QUERIED = SourceQuery(host(1), "s1", 1, 202001)
+
+
+def test_a_revert_queries_for_its_source_first_and_gives_nothing_up() -> None:
+    made = to_resized()
+    made.commands.clear()
+    made.apply(request(ActionKind.REVERT, request_id=OTHER))
+    assert (made.instance.state, made.commands) == (State.RESIZED, [])
+    assert awaited_request_of(made.instance) == QUERIED
+    made.apply(seen())
+    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.REVERTING), [(2, host(2))])
+    assert awaited_request_of(made.instance) is None
 
 
 # --- a revert
