@@ -39,7 +39,9 @@ T = TypeVar("T")
 MAX_PROVIDERS = 200_000
 LATE_S = 10.0  # without a complete pass, after which the replica is too old; of a longer interval, two of them
 
-_age = Gauge("berth_mirror_age_seconds", "Seconds since the last complete read of another Placement began")
+_read_at = Gauge(
+    "berth_mirror_read_timestamp_seconds", "When the last complete read of another Placement began (0: none yet)"
+)
 
 Held = dict[str, dict[str, int]]  # {consumer: {class: amount}} of one provider
 
@@ -127,7 +129,6 @@ class PlacementMirror:
 
     async def run(self) -> None:
         """Read until cancelled. What cannot be read is read by the next pass; what is known counts until then."""
-        _age.set_function(lambda: self.age_s if self.ready.is_set() else 0.0)
         while True:
             begun_s = self._clock.monotonic()
             try:
@@ -138,10 +139,11 @@ class PlacementMirror:
 
     async def read(self) -> None:
         """One pass. Raises InvalidExport; the replica is then as it was."""
-        begun_s = self._clock.monotonic()
+        begun_at, begun_s = self._clock.time(), self._clock.monotonic()
         self._begun += 1
         await self._pass(begun_s - self._read_s)
         self._read_s, self._ended = begun_s, self._begun
+        _read_at.set(begun_at)
         self.ready.set()
         async with self._passed:
             self._passed.notify_all()
