@@ -46,12 +46,12 @@ class QueryHandler:
         """Builds queried by name take one statement: after a long silence a client queries each of its builds, at a
         time when the scheduler is slow anyway. The other queries, which are rare, are answered one after another.
         """
-        named = {uuid for received in batch if (uuid := _named_by(received.message)) is not None}
-        by_name = await _or_refused(self._store.builds_named(sorted(named))) if named else {}
+        named = {one.instance_uuid for received in batch if (one := _of_one_build(received.message)) is not None}
+        by_name = await _or_refused(self._store.builds_named(sorted(filter(None, named)))) if named else {}
         return [
             await self._answer(received)
-            if (uuid := _named_by(received.message)) is None
-            else self._one_of(by_name, uuid)
+            if (query := _of_one_build(received.message)) is None
+            else self._one_of(by_name, query)
             for received in batch
         ]
 
@@ -77,11 +77,14 @@ class QueryHandler:
         more = len(wanted) > query.limit
         return ObjectsPage(revision=found.revision, objects=tuple(wanted[: query.limit]), more=more)
 
-    def _one_of(self, found: dict[str, BuildRecord] | Refuse, uuid: str) -> Outcome:
-        """The answer about one build; an empty page if it is not on record."""
+    def _one_of(self, found: dict[str, BuildRecord] | Refuse, query: BuildQuery) -> Outcome:
+        """The answer about one build; an empty page if it is not on record, or another project's."""
         if isinstance(found, Refuse):
             return found
-        return Done(reply=BuildPage(builds=(self._with_timeline(found[uuid]),) if uuid in found else ()))
+        build = found.get(query.instance_uuid or "")
+        if build is None or query.project_id not in (None, build.project_id):
+            return Done(reply=BuildPage())
+        return Done(reply=BuildPage(builds=(self._with_timeline(build),)))
 
     def _with_timeline(self, build: BuildRecord) -> BuildRecord:
         """The build with its timeline in order, and what it waits for now as the last line."""
@@ -121,12 +124,12 @@ async def _or_refused(answer: Awaitable[T]) -> T | Refuse:
         return Refuse(fault.code, fault.reason)
 
 
-def _named_by(message: Message) -> str | None:
-    """The uuid of the instance, if a query names its build and nothing else."""
+def _of_one_build(message: Message) -> BuildQuery | None:
+    """The query, if it names a build, with or without its project, and nothing else."""
     if not isinstance(message, BuildQuery) or message.instance_uuid is None:
         return None
-    uuid = message.instance_uuid
-    return uuid if message == BuildQuery(instance_uuid=uuid, limit=message.limit) else None
+    named = BuildQuery(instance_uuid=message.instance_uuid, project_id=message.project_id, limit=message.limit)
+    return message if message == named else None
 
 
 def _with_sorted_timeline(build: BuildRecord) -> BuildRecord:

@@ -250,12 +250,19 @@ async def test_builds_queried_by_name_in_one_batch_are_one_statement() -> None:
     store, nothing = cast("Any", database), cast("Any", None)
     handler = QueryHandler(store, nothing, WaitingTable(), clock=SystemClock(), cells=nothing)
     other = BuildQuery(instance_uuid=PAGE, state=BuildState.FAILED)
-    queries = [BuildQuery(instance_uuid=UNKNOWN, limit=1), BuildQuery(instance_uuid=KNOWN), other] * 20
+    named: list[tuple[BuildQuery, list[str]]] = [
+        (BuildQuery(instance_uuid=UNKNOWN, limit=1), []),
+        (BuildQuery(instance_uuid=KNOWN), [KNOWN]),
+        (BuildQuery(instance_uuid=KNOWN, project_id="p"), [KNOWN]),
+        (BuildQuery(instance_uuid=KNOWN, project_id="q"), []),
+        (other, []),
+    ]
+    queries = [query for query, _ in named] * 20
     meta = Meta(id="q", cause="q", sent_at=1.0)
     outcomes = await handler([Received(message=query, meta=meta, bus="api", queue="q") for query in queries])
     assert database.requested == [[KNOWN, UNKNOWN], *[other] * 20]
     found = [[one.instance_uuid for one in outcome.reply.builds] for outcome in outcomes]  # type: ignore[union-attr]
-    assert found == [[], [KNOWN], []] * 20
+    assert found == [answer for _, answer in named] * 20
 
 
 class UnavailableDatabase:
