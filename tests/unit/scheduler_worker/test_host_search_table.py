@@ -156,7 +156,9 @@ def test_so_many_hosts_are_tried_for_a_gang_where_none_is_known_to_be_too_small(
 
 
 @pytest.mark.parametrize("gang", [False, True])
-@pytest.mark.parametrize(("newest", "is_move", "ends"), [(True, True, False), (False, True, False), (True, False, True)])
+@pytest.mark.parametrize(
+    ("newest", "is_move", "ends"), [(True, True, False), (False, True, False), (True, False, True)]
+)
 def test_no_host_is_left_only_on_the_newest_state_and_beside_no_move(
     newest: bool, is_move: bool, ends: bool, gang: bool
 ) -> None:

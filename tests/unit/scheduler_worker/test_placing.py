@@ -181,7 +181,7 @@ async def test_a_move_that_is_chosen_while_builds_are_decided_never_proves_that_
 ) -> None:
     """Of builds alone it did not; a gang's members were told that no host has room."""
     monkeypatch.setattr(decision_round, "PART_COST", 0)  # each choice lets others run
-    assumed, room = cluster.hosts.selector.assumed, {uuid: PLENTY for uuid in cluster.hosts.uuids}
+    assumed, room = cluster.hosts.selector.assumed, dict.fromkeys(cluster.hosts.uuids, PLENTY)
 
     def move() -> None:
         assumed.add("move", room, cluster.clock.monotonic() + 60.0)
