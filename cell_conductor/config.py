@@ -76,9 +76,9 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     any message can be under way.
     """
     failed_retention_s: Annotated[float, Bound(gt=0)] = 8 * 86_400.0
-    """Seconds that a failed instance stays on record, and one that has left for another cell. Longer than the
-    schedulers keep its request (`scheduler.ended_retention_s`), because a delete there waits for the cell's
-    confirmation, and than the age of a backup that they may be restored from.
+    """Seconds that a failed instance stays on record, one that has left for another cell, and the end of a fence.
+    Longer than the schedulers keep its request (`scheduler.ended_retention_s`), because a delete there waits for the
+    cell's confirmation, and than the age of a backup that they may be restored from.
     """
     purge_interval_s: Seconds = 60.0
     """Seconds between two purges of those records."""

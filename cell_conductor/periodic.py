@@ -71,7 +71,7 @@ async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorCon
             )
             oldest = min(awaited, default=math.inf) - CLOCKS_APART_S
             deleted = await store.purge(PURGEABLE, min(before, oldest), config.purge_batch)
-            await store.fences.purge_ended(before, config.purge_batch)
+            await store.fences.purge_ended(failed_before, config.purge_batch)
             failed = await store.purge(PURGEABLE_FAILED, min(failed_before, oldest), config.purge_batch)
         except Transient as fault:
             log.warning("purge.waiting", code=fault.code, reason=str(fault))

@@ -30,6 +30,8 @@ _BOOLEANS: Final = {
     **dict.fromkeys(("false", "0", "off", "no"), False),
 }
 _REFERS = re.compile(r"(?<![\\$])\$(?!\$)")  # to another option
+_DOLLAR = re.compile(r"\\\$|\$\$")
+_QUOTED = re.compile(r"(['\"])(.*)\1")
 _PREFILTER_GROUPS: Final = {"pci_in_placement": "filter_scheduler", "disable_fallback_pcpu_query": "workarounds"}
 
 TRANSLATED: Final[Mapping[Name, Path]] = {
@@ -160,10 +162,12 @@ def _options(body: bytes) -> Iterator[tuple[Name, str]]:
 
 def _value(path: Path, text: str) -> Any:
     """A value as the setting has it. Raises ValidationError, ValueError."""
+    if quoted := _QUOTED.fullmatch(text):
+        text = quoted[2]
     if _REFERS.search(text):
         raise ValueError("it refers to another option ($)")
     kind = _kind(path)
-    given: Any = text.replace("$$", "$").strip()
+    given: Any = _DOLLAR.sub("$", text).strip()
     found = inspect.type_info(kind)
     if isinstance(found, inspect.VarTupleType):
         given = [part for one in given.split(",") if (part := one.strip())]

@@ -83,8 +83,8 @@ class FenceStore(KeyedStore):
     @in_transaction
     async def purge_ended(self, rows: KeyedRows, before: float, limit: int) -> int:
         """Delete fences that were ended before this time, up to a bound; returns how many."""
-        # A message of an older decision is not under way for so long; a scheduler that still publishes one was
-        # restored, and means it. One that cannot be read stays until its host is decided on again.
+        # A message of an older decision is not under way for so long, and no scheduler repeats one that was restored
+        # from a backup since. One that cannot be read stays until its host is decided on again.
 
         def is_over(fence: Fence) -> bool:
             return fence.state is FenceState.UNFENCED and fence.at < before and not fence.stale

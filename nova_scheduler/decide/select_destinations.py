@@ -220,7 +220,7 @@ class Destinations:
         """
         replica = self._selector.replica
         before = replica.sequence
-        await await_newest(self._follower)
+        await await_newest(self._follower, self._selector.config.settings.claim_timeout_s)
         is_changed = await self._source.ask(self._unknown())
         return is_changed or replica.sequence != before
 

@@ -41,7 +41,7 @@ class CallListener:
         await self._transport.open()
 
     async def start(self) -> None:
-        """Listen from now on. Raises QueueMissing: Nova's exchange is not there."""
+        """Listen from now on; waits for Nova's exchange."""
         await self._transport.declare_listening(self._queue)
         self._subscription = await self._transport.consume_external(
             self._queue.name, self._on_delivery, prefetch=PREFETCH

@@ -132,7 +132,7 @@ class DestinationChooser:
             return Chosen()  # its cell offloads it
         chosen = self._decide(pending, known, located, planned, is_newest=False)
         if chosen is None and planned is None:
-            await await_newest(self._follower)
+            await await_newest(self._follower, self._selector.config.settings.claim_timeout_s)
             await yield_to_loop()
             # Beside the choices of those that have waited with it, which a release would forget.
             is_newest = self._selector.assumed.next_until is None

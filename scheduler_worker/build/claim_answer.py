@@ -105,8 +105,11 @@ def _is_claimed_elsewhere(answer: ClaimResult) -> bool:
 
 
 def search_again_or_end(state: HostSearch, selector: Selector) -> HostSearch:
-    """No candidate is left: look again on the newest state."""
-    if not state.retried_searches or (state.partly_used_up and state.retried_searches < MAX_PARTLY_USED_UP_RETRIES):
+    """No candidate is left: look again, on the newest state and without what moves hold, which a pass begins with. One
+    that was chosen during the pass holds something again.
+    """
+    is_proved = state.retried_searches > 0 and selector.assumed.next_until is None
+    if not is_proved or (state.partly_used_up and state.retried_searches < MAX_PARTLY_USED_UP_RETRIES):
         # A full child does not make its host full: another scheduler may have taken the claimed child, and left an
         # equal one beside it. On the newest state the host is either a candidate again, or not.
         rejected = {uuid: reason for uuid, reason in state.rejected.items() if uuid not in state.partly_used_up}

@@ -198,10 +198,6 @@ class DecisionRound:
             ranking.consumed(choice.selected)
             if exclusions is not None:
                 choice = replace(choice, passing_hosts=max(1, choice.passing_hosts - exclusions.full_hosts))
-        elif state.retried_searches and state.gang is None and self._selector.assumed.next_until is not None:
-            self._selector.assumed.release()  # one that came while this pass let others run
-            self.rankings.clear()
-            return self.choose(state)
         return replace(state, choice=choice)
 
     def _rank(self, spec: RequestSpec, among: Rows | None = None) -> Ranking:

@@ -45,7 +45,6 @@ from scheduler_worker.selection.selector import Selector
 log = structlog.get_logger(__name__)
 
 CLAIM_DEADLINE_S = 20.0  # after this a delivery makes no further claim, and is retried
-NEWEST_WAIT_S = 0.25  # how long the newest changes of the replica are waited for
 FIRST_JITTER_S = 0.002  # the longest wait before the second round of claims; the mean is half of it
 ANSWERS_AT_ONCE = 64  # placement's answers that are carried out in one turn of the event loop
 
@@ -59,9 +58,9 @@ class ReplicaFollower(Protocol):
         """Apply the newest changes now; False: they did not come in time."""
 
 
-async def await_newest(follower: ReplicaFollower, timeout_s: float = NEWEST_WAIT_S) -> None:
+async def await_newest(follower: ReplicaFollower, timeout_s: float) -> None:
     """Have the replica apply the newest changes. Raises PlacementUnavailable: they did not come in time, and an older
-    state never proves "no host".
+    state never proves "no host". timeout_s: as long as for any answer of placement, or "no host" might never be proved.
     """
     if not await follower.refresh(timeout_s=timeout_s):
         raise PlacementUnavailable("the newest changes of placement did not come in time")
@@ -90,6 +89,7 @@ class Placer:
         self._follower = follower
         self._clock = clock
         self._rng = rng
+        self._answer_s = config.claim_timeout_s
         self._claim_rounds = RetryPolicy(
             first_s=FIRST_JITTER_S,
             longest_s=config.retry_jitter_s,
@@ -191,7 +191,7 @@ class Placer:
         if not waiting:
             return states
         try:
-            await await_newest(self._follower)
+            await await_newest(self._follower, self._answer_s)
         except PlacementUnavailable as fault:
             return apply_gang_results(merged(states, [replace(one, result=fault) for one in waiting]))
         return states

@@ -262,6 +262,23 @@ async def test_a_record_that_ended_under_a_fence_outlives_it(
 
 
 @on_virtual_time
+async def test_a_fence_that_has_ended_is_remembered_as_long_as_schedulers_may_be_restored() -> None:
+    """It was forgotten after a day: the schedulers of an older backup repeat it, and fenced a host that was in use."""
+    config = replace(conductor(plan_of(1)), deleted_retention_s=50.0, failed_retention_s=500.0)
+    store = MemoryInstances(MemoryInstanceTable(SimClock()).session())
+    fence = Fence(host_uuid=HERE, host="h", version=1)
+    await store.fences.put(fence)
+    await store.fences.put(replace(fence, version=2, state=FenceState.UNFENCING))
+    assert await store.fences.unfence(HERE, 2, SimClock().time())
+    forgetting = asyncio.create_task(purge_forever(store, SimClock(), config))
+    await asyncio.sleep(400.0)
+    assert (await store.fences.put(fence)).version == 2 and await store.fences.fences() == []
+    await asyncio.sleep(100.0 + 2 * config.purge_interval_s)
+    assert await store.fences.put(fence) is fence
+    forgetting.cancel()
+
+
+@on_virtual_time
 async def test_a_fence_that_is_never_lifted_keeps_no_record_for_ever() -> None:
     config, table = replace(conductor(plan_of(1)), purge_interval_s=3600.0), MemoryInstanceTable(SimClock())
     table.instances[INSTANCE] = Instance(uuid=INSTANCE, state=State.DELETED, since=SimClock().time())

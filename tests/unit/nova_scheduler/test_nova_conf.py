@@ -24,6 +24,12 @@ FILES: tuple[tuple[str, str, dict[str, Any], set[str]], ...] = (
         }},
         set(),
     ),
+    (
+        "quoted, and a dollar in the other way",
+        "[DEFAULT]\ntransport_url = \"rabbit://n:p\\$@r/nova\"\ncontrol_exchange = 'nova2'\n",
+        {"nova": {"transport_url": "rabbit://n:p$@r/nova", "control_exchange": "nova2"}},
+        set(),
+    ),
     ("a list of two lines", LISTS, {"nova": {"enabled_filters": ("ComputeFilter", "ImagePropertiesFilter")}}, set()),
     (
         "numbers and the words of oslo.config",

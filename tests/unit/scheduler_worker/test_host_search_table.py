@@ -155,22 +155,23 @@ def test_so_many_hosts_are_tried_for_a_gang_where_none_is_known_to_be_too_small(
     assert all(not one.rejected for one in after)
 
 
-@pytest.mark.parametrize(("newest", "gang", "has_claim", "found"), [
-    (True, False, True, True), (False, False, True, False), (True, True, True, False), (True, False, False, False),
-])  # fmt: skip
-def test_choices_that_are_held_are_let_go_before_it_is_said_that_no_host_is_left(
-    newest: bool, gang: bool, has_claim: bool, found: bool
+@pytest.mark.parametrize("gang", [False, True])
+@pytest.mark.parametrize(
+    ("newest", "is_move", "ends"), [(True, True, False), (False, True, False), (True, False, True)]
+)
+def test_no_host_is_left_only_on_the_newest_state_and_beside_no_move(
+    newest: bool, is_move: bool, ends: bool, gang: bool
 ) -> None:
     hosts = world([1])
     held = {hosts.uuids[0]: {"VCPU": 1}}
-    if has_claim:
-        hosts.selector.assumed.add("move", held, 9.0)
+    if is_move:
+        hosts.selector.assumed.add("held", held, 9.0)
     else:
-        hosts.replica.assume("another", held)
+        hosts.replica.assume("held", held)
     (after,) = decided(hosts, members(hosts, [SMALL], None, gang=gang, retried_searches=int(newest)))
-    assert (after.choice is not None) is found
-    left = after.request.instance_uuid if found else "move" if has_claim else "another"
-    assert list(hosts.replica.assumptions.keys()) == [left]
+    assert after.choice is None and isinstance(after.result, NoValidHost) is ends
+    assert after.needs_refresh
+    assert list(hosts.replica.assumptions.keys()) == ["held"]
 
 
 @pytest.mark.parametrize(

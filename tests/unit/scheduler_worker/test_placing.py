@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,7 @@ from bus.contracts.feed import Change
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, GroupPolicy, ProviderState, ServerGroup
 from bus.contracts.placement_queries import ConsumerRecord
 from placement_worker.replica.request import Group, Query
+from scheduler_worker.build import decision_round
 from scheduler_worker.build import placer as placing
 from scheduler_worker.build.claim_ownership import ClaimOwnership
 from scheduler_worker.build.host_search import (
@@ -171,6 +173,28 @@ async def test_without_the_newest_state_a_search_that_needs_it_is_tried_again(
     assert isinstance(ended, PlacementUnavailable)
     assert isinstance(beside, HostClaimed if gang is None else PlacementUnavailable)
     assert {*cluster.hosts.replica.assumptions.keys()} == ({other.instance_uuid} if gang is None else set())
+
+
+@pytest.mark.parametrize("gang", [None, Gang(uuid=RUN, size=2, min_count=2)], ids=["each alone", "a gang"])
+async def test_a_move_that_is_chosen_while_builds_are_decided_never_proves_that_no_host_is_left(
+    cluster: Cluster, gang: Gang | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of builds alone it did not; a gang's members were told that no host has room."""
+    monkeypatch.setattr(decision_round, "PART_COST", 0)  # each choice lets others run
+    assumed, room = cluster.hosts.selector.assumed, dict.fromkeys(cluster.hosts.uuids, PLENTY)
+
+    def move() -> None:
+        assumed.add("move", room, cluster.clock.monotonic() + 60.0)
+
+    def move_once_more() -> None:
+        cluster.refreshed = lambda: None
+        asyncio.get_running_loop().call_soon(move)
+
+    move()
+    cluster.refreshed = move_once_more
+    asked = [structs.replace(cluster.asking(cluster.hosts.request()), gang=gang) for _ in range(2)]
+    await cluster.placer.place(asked)
+    assert {one.consumer for one in cluster.claims} == {one.request.instance_uuid for one in asked}
 
 
 async def test_what_is_claimed_is_not_decided_again_while_another_is_tried_once_more() -> None:

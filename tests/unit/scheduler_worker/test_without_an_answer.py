@@ -25,7 +25,6 @@ from scheduler_worker.action.pending_action import PendingAction
 from scheduler_worker.build.build_engine import SchedulingEngine
 from scheduler_worker.build.host_search import HostClaimed, HostSearchRequest, HostSearchResult
 from scheduler_worker.build.pending_build import PendingBuild, pending_build
-from scheduler_worker.build.placer import NEWEST_WAIT_S
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.fleet.host_listener import Warmup
 from scheduler_worker.objects.consistency import changed_object
@@ -358,21 +357,29 @@ def with_hosts(*free: dict[str, int]) -> Site:
     return Site(Cluster(Hosts(list(free), config=config), config))
 
 
+ANSWER_S = SchedulerConfig().claim_timeout_s
+
+
 @on_virtual_time
-async def test_moves_that_fit_nowhere_wait_for_the_newest_state_together() -> None:
-    """By an older state there is room for none: each ended as one that no host takes."""
+@pytest.mark.parametrize(("after_s", "ends"), [(0.9 * ANSWER_S, True), (1.1 * ANSWER_S, False)])
+async def test_what_fits_nowhere_waits_for_the_newest_state_as_for_any_answer_of_placement(
+    after_s: float, ends: bool
+) -> None:
+    """By an older state no host is refused; a placement that needed more than 0.25 s kept each request for ever."""
     site, loop = with_hosts(PLENTY), asyncio.get_running_loop()
 
-    async def silent(*, timeout_s: float) -> bool:
-        await asyncio.sleep(timeout_s)
-        return False
+    async def slow(*, timeout_s: float) -> bool:
+        await asyncio.sleep(min(after_s, timeout_s))
+        return after_s <= timeout_s
 
-    site.cluster.refresh = silent  # type: ignore[method-assign]
-    actions, began = await migrations(site), loop.time()
+    site.cluster.refresh = slow  # type: ignore[method-assign]
+    actions, build, began = await migrations(site), nowhere(site.cluster), loop.time()
     outcomes = await site.moves.process(actions)
-    assert [type(one) for one in outcomes.values()] == [RetryWhenAvailable] * MIGRATIONS
-    assert not site.emitted(ActionEvent)
-    assert loop.time() - began == pytest.approx(NEWEST_WAIT_S)
+    assert loop.time() - began == pytest.approx(min(after_s, ANSWER_S)), "all of them together"
+    of_build = await site.process(taken(build))
+    assert {type(one) for one in (*outcomes.values(), *of_build)} == {Done if ends else RetryWhenAvailable}
+    ended = [one.code for one in site.emitted(ActionEvent) if isinstance(one, ActionEvent)]
+    assert ended == ["no_valid_host"] * (MIGRATIONS if ends else 0)
 
 
 @pytest.mark.parametrize("count", [1, 3])
