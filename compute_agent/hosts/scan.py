@@ -9,7 +9,7 @@ import structlog
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Running
 from bus.yielding import YieldingParts
 from compute_agent.driver import Driver, DriverHost, Machine
-from compute_agent.records.attempt import AttemptPhase, HostAttempt, is_leaving, lost
+from compute_agent.records.attempt import HostAttempt, is_leaving, lost, may_be_built
 from compute_agent.records.records import Records
 
 log = structlog.get_logger()
@@ -86,13 +86,14 @@ def is_ended(machine: Machine, known: HostAttempt | None) -> bool:
 def _running(machine: Machine, known: HostAttempt | None, *, reserved: bool) -> Running:
     """A machine as it is reported: by its tag; the attempt of one without a tag is its record's."""
     attempt = machine.attempt if machine.attempt is not None else (known.attempt if known else UNKNOWN_ATTEMPT)
-    # Until its driver has ended the build, the result has not arrived yet, nor has the driver's warning.
-    is_building = known is not None and known.phase is AttemptPhase.BUILDING and is_of_attempt(known, machine)
+    # Until its driver has ended the build, the result has not arrived yet, nor has the driver's warning. What comes up
+    # after the build has failed is awaited by nobody.
+    is_awaited = known is None or not is_of_attempt(known, machine) or may_be_built(known)
     return Running(
         instance_uuid=machine.instance_uuid,
         attempt=attempt,
         database_id=machine.database_id,
-        built=machine.built and not is_building,
+        built=machine.built and is_awaited,
         # One that is left as it is: all that a command could do about it is done.
         destroying=is_leaving(known, attempt) or (machine.tag_only and is_ended(machine, known)),
         stopped=not machine.runs,

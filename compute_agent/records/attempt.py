@@ -236,6 +236,11 @@ def is_lost(entry: HostAttempt) -> bool:
     return entry.phase is AttemptPhase.FAILED and entry.code == LOST and entry.attempt > entry.max_ended_attempt
 
 
+def may_be_built(entry: HostAttempt) -> bool:
+    """Whether a machine of this attempt that its host shows as built is one: its build is over, and has not failed."""
+    return entry.phase is not AttemptPhase.BUILDING and (entry.phase is not AttemptPhase.FAILED or is_lost(entry))
+
+
 def answer(entry: HostAttempt) -> tuple[int, ComputeOutcome] | None:
     """The result to report of this entry: the attempt and how it ended. None while work on it is under way."""
     outcome = _OUTCOMES.get(entry.phase)

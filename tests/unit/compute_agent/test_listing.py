@@ -123,6 +123,31 @@ async def test_a_build_that_failed_is_listed_until_it_is_destroyed() -> None:
     assert not await machines_of(service)
 
 
+RUNS_HERE = HostAttempt(1, AttemptPhase.RUNNING, database_id=OURS)
+
+
+@pytest.mark.parametrize(
+    ("entry", "built"),
+    [
+        (RUNS_HERE, True),
+        (lost(RUNS_HERE), True),  # its host shows it again
+        (replace(RUNS_HERE, attempt=2), True),
+        (replace(RUNS_HERE, phase=AttemptPhase.BUILDING), False),
+        (replace(RUNS_HERE, phase=AttemptPhase.FAILED, code="node.deploy_timeout"), False),
+    ],
+)
+async def test_what_comes_up_after_its_build_has_failed_is_no_machine(entry: HostAttempt, built: bool) -> None:
+    """A report of it came before the result: its client was told that it is active, and each change was refused."""
+    driver = Marking()
+    service = await started(driver)
+    driver.machines[HOSTS[0], INSTANCES[0]] = 1
+    service.records.put((HOSTS[0], INSTANCES[0]), entry)
+    (reported,) = (await service.scanner.running())[HOSTS[0]]
+    (one,) = await machines_of(service)
+    is_failed = entry.code == "node.deploy_timeout"
+    assert (reported.built, one.complete, one.failed) == (built, built, is_failed)
+
+
 async def test_another_database_s_machine_is_foreign_and_one_without_a_record_has_no_spec() -> None:
     driver = Marking()
     driver.machines[HOSTS[1], INSTANCES[0]] = 3
