@@ -299,6 +299,8 @@ def _with_transfer(instance: Instance, event: InstanceTransferredIn) -> Instance
         answered=True,
         cause=event.cause,
         highest_attempt=transfer.attempt + 1,
+        # Without a record, a machine of an earlier attempt is in quarantine, or to come.
+        proves_from=transfer.attempt + 1 if instance.state is State.ABSENT else kept.proves_from,
         power=Power.STOPPED if transfer.is_stopped else Power.SHELVED,
         image=transfer.image,
         ended=ended,
