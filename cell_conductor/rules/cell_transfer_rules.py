@@ -33,7 +33,7 @@ from cell_conductor.rules.action_events import (
 from cell_conductor.rules.move_steps import change, claim, enter_action, offload, roll_back
 from cell_conductor.state import step
 from cell_conductor.state.commands import next_resend_at
-from cell_conductor.state.desired_state import BUILT_IN_OTHER_CELL, desired_state_of
+from cell_conductor.state.desired_state import BUILT_IN_OTHER_CELL, MachineTarget, desired_state_of
 from cell_conductor.state.events import (
     ActionQueried,
     ActionRequested,
@@ -283,6 +283,8 @@ def _with_transfer(instance: Instance, event: InstanceTransferredIn) -> Instance
     request, kept = event.request, next_attempt_record(instance)
     transfer, ended = request.transfer, kept.ended
     assert transfer is not None
+    # A machine of an earlier attempt is in quarantine then, or to come.
+    proves_nothing = desired_state_of(instance).current is MachineTarget.UNKNOWN
     if instance.transfer is not None and instance.transferred_by != request.request_id:
         # A late copy of the request that it left by is not carried out again.
         ended_transfer = EndedAction(instance.transferred_by, instance.transfer.kind, ActionState.SCHEDULED)
@@ -299,6 +301,7 @@ def _with_transfer(instance: Instance, event: InstanceTransferredIn) -> Instance
         answered=True,
         cause=event.cause,
         highest_attempt=transfer.attempt + 1,
+        proves_from=transfer.attempt + 1 if proves_nothing else kept.proves_from,
         power=Power.STOPPED if transfer.is_stopped else Power.SHELVED,
         image=transfer.image,
         ended=ended,

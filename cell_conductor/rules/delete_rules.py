@@ -23,8 +23,10 @@ from cell_conductor.state.step import Step, StepContext
 def delete_unknown(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """Delete an instance without a record: the delete is remembered, so that a build that comes later never starts."""
     # What this cell has published has been here and is not any more: its claim is released, and the delete is answered;
-    # but first what a host has of it that no record explains is destroyed.
-    if not event.may_have_started:
+    # but first what a host has of it that no record explains is destroyed. Of that a tombstone would prove that it is
+    # over, and it may be another project's.
+    is_quarantined = instance.uuid in context.quarantined
+    if not (event.may_have_started or is_quarantined):
         return tombstone(instance, event, context) if instance.state is State.ABSENT else Step(instance)
     gone = replace(
         instance,
@@ -33,7 +35,7 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
         cause=event.cause or instance.cause,
     )
     releasing = step.enter_releasing(gone, State.DELETED, event.at, context)
-    if instance.uuid in context.quarantined:
+    if is_quarantined:
         releasing = blocked_rules.block(releasing, event.at)
     return step.emit_event(releasing, BuildState.DELETING, event.at, context)
 

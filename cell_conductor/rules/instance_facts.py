@@ -95,12 +95,16 @@ class InstanceFacts:
         base = self.base
         if base is None or base.spec is None:
             return []
-        project = base.spec.project_id
         return [
             one
             for one in self.complete
-            if (one.project_id == project if one.project_id is not None else one.attempt <= base.attempt)
+            if self.may_be_of_its_project(one) and (one.project_id is not None or one.attempt <= base.attempt)
         ]
+
+    def may_be_of_its_project(self, machine: ListedMachine) -> bool:
+        """Whether the service of this machine does not have it as another project's."""
+        spec = None if self.base is None else self.base.spec
+        return spec is None or machine.project_id in (None, spec.project_id)
 
     @property
     def is_off_as_recorded(self) -> bool:
@@ -175,7 +179,7 @@ def _to_destroy(known: KnownInstance, own: Sequence[ListedMachine], unseen: Coll
     not listed, its delete is not over. None: there is nothing, or no spec to tell of its end by.
     """
     absent = tuple(one for one in known.selections if one.host_uuid in unseen)
-    spec = (own[-1].spec if own else None) or known.spec
+    spec = known.spec or (own[-1].spec if own else None)
     if spec is None or not (own or known.selections):  # it may hold those under a later attempt than its delete names
         return None
     state, next_state = DESTROYING_DELETED

@@ -108,7 +108,9 @@ def await_command(facts: InstanceFacts) -> Reconciled | None:
 
 
 def delete(facts: InstanceFacts) -> Reconciled | None:
-    """4: its client has requested that, by one of the two, and the other has nothing later."""
+    """4: its client has requested that, by one of the two, and the other has nothing later. It is none of another
+    project's machine.
+    """
     known, base = facts.known, facts.base
     is_by_record = base is not None and (
         base.phase in DELETE_REQUESTED or (base.action is not None and base.action.delete)
@@ -121,7 +123,7 @@ def delete(facts: InstanceFacts) -> Reconciled | None:
         (numbers if is_by_record else others).append(base.last_attempt if is_by_record else base.attempt)
     if known is not None and known.exists:
         (numbers if is_by_top else others).append(known.attempt)
-    if max(others, default=0) > max(numbers):
+    if max(others, default=0) > max(numbers) or not all(map(facts.may_be_of_its_project, facts.own)):
         return facts.blocked(BlockedReason.CONFLICT)
     own = facts.own
     commands = tuple(RecoveryCommand(RecoveryCommandKind.DESTROY, one) for one in (*own, *facts.failed))

@@ -21,7 +21,7 @@ from bus.contracts.listing import (
 )
 from compute_agent.driver import Driver, Machine
 from compute_agent.hosts.scan import MachineScanner
-from compute_agent.records.attempt import AttemptPhase
+from compute_agent.records.attempt import AttemptPhase, may_be_built
 from compute_agent.records.records import Key, Records
 
 
@@ -96,7 +96,8 @@ class MachineLister:
             attempt, owner, is_complete = machine.attempt, machine.database_id, machine.built and not machine.tag_only
         else:
             attempt, owner, is_complete = (entry.attempt, entry.database_id, False) if entry else (None, None, False)
-        phase = entry.phase if entry is not None and entry.attempt == attempt else None
+        own = entry if entry is not None and entry.attempt == attempt else None
+        is_complete = is_complete and (own is None or may_be_built(own))
         kept = self._records.spec_of(key, attempt) if owner == database_id else None
         taken = machine.allocations if machine is not None else None
         allocations = taken or (kept.allocations if kept is not None else None)
@@ -106,8 +107,8 @@ class MachineLister:
             host_uuid=host,
             service=self._service,
             host=self._scanner.name_of(host),
-            complete=is_complete and phase is not AttemptPhase.BUILDING,
-            failed=phase is AttemptPhase.FAILED and not is_complete,
+            complete=is_complete,
+            failed=own is not None and own.phase is AttemptPhase.FAILED and not is_complete,
             runs=machine is not None and machine.runs,
             busy=self._is_busy(key),
             foreign=owner != database_id,

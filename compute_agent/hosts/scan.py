@@ -9,8 +9,8 @@ import structlog
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Running
 from bus.yielding import YieldingParts
 from compute_agent.driver import Driver, DriverHost, Machine
-from compute_agent.records.attempt import AttemptPhase, HostAttempt, is_leaving, lost
-from compute_agent.records.records import Records
+from compute_agent.records.attempt import HostAttempt, is_leaving, is_lost, listed_again, lost, may_be_built
+from compute_agent.records.records import Key, Records
 
 log = structlog.get_logger()
 
@@ -48,7 +48,7 @@ class MachineScanner:
 
     async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[Running]]:
         """The machines of each host that was seen; machines on record that their hosts do not carry
-        are noted as lost.
+        are noted as lost, until they are listed again.
         """
         before = self._records.running()
         listed = await self._driver.list(hosts)
@@ -59,7 +59,7 @@ class MachineScanner:
                 reserved = {one.instance_uuid for one in self._records.reserved(host)}
                 keyed = [((host, one.instance_uuid), one) for one in machines]
                 result[host] = [
-                    _running(one, before.pop(key, None) or self._records.get(key), reserved=key[1] in reserved)
+                    _running(one, before.pop(key, None) or self._unlost(key, one), reserved=key[1] in reserved)
                     for key, one in keyed
                 ]
         if hosts is None:
@@ -69,6 +69,15 @@ class MachineScanner:
                     log.warning("machine.lost", instance=key[1], cause=key[1], host=key[0])
                     self._records.put(key, lost(entry))
         return result
+
+    def _unlost(self, key: Key, machine: Machine) -> HostAttempt | None:
+        """What is on record of a machine that is listed: it is not lost."""
+        known = self._records.get(key)
+        is_complete = machine.built and not machine.tag_only
+        if known is not None and is_lost(known) and is_complete and is_of_attempt(known, machine):
+            known = listed_again(known)
+            self._records.put(key, known)
+        return known
 
 
 def is_of_attempt(entry: HostAttempt, machine: Machine) -> bool:
@@ -86,13 +95,14 @@ def is_ended(machine: Machine, known: HostAttempt | None) -> bool:
 def _running(machine: Machine, known: HostAttempt | None, *, reserved: bool) -> Running:
     """A machine as it is reported: by its tag; the attempt of one without a tag is its record's."""
     attempt = machine.attempt if machine.attempt is not None else (known.attempt if known else UNKNOWN_ATTEMPT)
-    # Until its driver has ended the build, the result has not arrived yet, nor has the driver's warning.
-    is_building = known is not None and known.phase is AttemptPhase.BUILDING and is_of_attempt(known, machine)
+    # Until its driver has ended the build, the result has not arrived yet, nor has the driver's warning. What comes up
+    # after the build has failed is awaited by nobody.
+    is_awaited = known is None or not is_of_attempt(known, machine) or may_be_built(known)
     return Running(
         instance_uuid=machine.instance_uuid,
         attempt=attempt,
         database_id=machine.database_id,
-        built=machine.built and not is_building,
+        built=machine.built and is_awaited,
         # One that is left as it is: all that a command could do about it is done.
         destroying=is_leaving(known, attempt) or (machine.tag_only and is_ended(machine, known)),
         stopped=not machine.runs,

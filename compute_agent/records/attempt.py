@@ -220,20 +220,23 @@ def destroyed(entry: HostAttempt | None) -> HostAttempt | None:
 
 def lost(entry: HostAttempt) -> HostAttempt:
     """A machine on record that the host does not run (it was reinstalled, or its disk is gone)."""
-    return HostAttempt(
-        entry.attempt,
-        AttemptPhase.FAILED,
-        max_ended_attempt=entry.max_ended_attempt,
-        reported=True,
-        code=LOST,
-        reason="the host does not run it",
-        database_id=entry.database_id,
-    )
+    # Its numbers stay: the host may list it again.
+    return replace(entry, phase=AttemptPhase.FAILED, reported=True, code=LOST, reason="the host does not run it")
+
+
+def listed_again(entry: HostAttempt) -> HostAttempt:
+    """A machine that was taken for lost, and that its host lists."""
+    return replace(entry, phase=AttemptPhase.RUNNING, code="", reason="")
 
 
 def is_lost(entry: HostAttempt) -> bool:
     """Whether its host was seen without it, and no command has ended it since: the cell may not have received that."""
     return entry.phase is AttemptPhase.FAILED and entry.code == LOST and entry.attempt > entry.max_ended_attempt
+
+
+def may_be_built(entry: HostAttempt) -> bool:
+    """Whether a machine of this attempt that its host shows as built is one: its build is over, and has not failed."""
+    return entry.phase is not AttemptPhase.BUILDING and (entry.phase is not AttemptPhase.FAILED or is_lost(entry))
 
 
 def answer(entry: HostAttempt) -> tuple[int, ComputeOutcome] | None:

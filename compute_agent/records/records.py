@@ -132,7 +132,7 @@ class Records:
         self._entries: dict[Key, HostAttempt] = {}
         self._spawns: dict[Key, Spawn] = {}
         self.checks: dict[Key, tuple[Destroy, ...]] = {}  # for which the host is yet to be looked at
-        self._specs: dict[Key, SpecRow] = {}  # of machines that are there, or are being built
+        self._specs: dict[Key, SpecRow] = {}  # of machines that are there, are being built, or were not listed
         self._failed: dict[Key, None] = {}  # that may have left something
         self._ended: dict[Key, None] = {}  # in the order they ended: the oldest is deleted first
         self._running: dict[Key, None] = {}
@@ -385,7 +385,7 @@ class Records:
 
     def _apply_entry(self, key: Key, entry: HostAttempt, spawn: Spawn | None) -> None:
         self._entries[key] = entry
-        if entry.phase in ENDED:
+        if entry.phase in ENDED and not is_lost(entry):
             self._specs.pop(key, None)
         if spawn is not None:
             self._spawns[key] = spawn

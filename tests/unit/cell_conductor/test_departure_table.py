@@ -315,7 +315,11 @@ def test_what_no_host_takes_leaves_again_or_rests_offloaded(is_stopped: bool) ->
         assert (transfer.attempt, transfer.is_stopped, transfer.code) == (10, is_stopped, "max_retries_exceeded")
 
 
-@pytest.mark.parametrize("kept", [{"code": "build.machine_exists", "proves_from": 9}, {"proves_from": 1000}], ids=str)
+@pytest.mark.parametrize(
+    "kept",
+    [{"code": "build.machine_exists", "proves_from": 9}, {"proves_from": 1000}, {"state": State.ABSENT, "attempt": 0}],
+    ids=str,
+)
 def test_an_arrival_proves_no_more_about_machines_than_the_former_record(kept: dict[str, Any]) -> None:
     former = replace(GONE, **kept)
     here = step(former, ARRIVES, PATIENCE).instance

@@ -340,6 +340,22 @@ def test_what_a_refused_build_has_met_is_left_to_an_operator_also_after_its_dele
     assert bool(reconcile(record, (listed("A", 9),), later, (), None, incarnation=INCARNATION).commands)
 
 
+@pytest.mark.parametrize(("project", "ends"), [(None, True), (SPEC.project_id, True), ("another", False)])
+@pytest.mark.parametrize("record", [None, record_of((State.RELEASING, State.DELETED)), record_of((State.ACTIVE, None))])
+def test_a_delete_is_none_of_a_machine_whose_service_has_it_as_another_projects(
+    record: Instance | None, project: str | None, ends: bool
+) -> None:
+    """Another project's client used the uuid again, deleted that, and the next restore destroyed the machine."""
+    spec = SPEC if project is None else replace(SPEC, project_id=project)
+    machine, known = listed("A", 1, project_id=project, spec=spec), known_at("A", attempt=1, is_deleted=True)
+    result = reconcile(record, (machine,), known, (), None, incarnation=INCARNATION)
+    assert (bool(result.commands), result.blocked_reason) == (ends, None if ends else BlockedReason.CONFLICT)
+    assert result.record is not None and result.record.spec is not None
+    assert result.record.spec.project_id == SPEC.project_id
+    gone = reconcile(result.record, (), known_at(attempt=1, is_deleted=True), (), None, incarnation=INCARNATION)
+    assert gone.record is not None and gone.record.phase == (State.RELEASING, State.DELETED)
+
+
 @pytest.mark.parametrize("project", [None, "another", SPEC.project_id])
 @pytest.mark.parametrize("is_active", [False, True])
 def test_what_a_refused_build_has_met_is_neither_over_nor_its_own_where_a_later_one_is_lost(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.actions import ChangeKind, ChangeMachine
+from bus.contracts.actions import ChangeKind, ChangeMachine, MachineChanged
 from bus.contracts.base import encode
 from bus.contracts.cell import InstanceSpec, Spawn
 from bus.contracts.deploy import ConfigDrive
@@ -121,6 +121,51 @@ async def test_a_build_that_failed_is_listed_until_it_is_destroyed() -> None:
     driver.bug = None
     await service.carry_out(replace(destroy(0), database_id=OURS))
     assert not await machines_of(service)
+
+
+RUNS_HERE = HostAttempt(1, AttemptPhase.RUNNING, database_id=OURS)
+
+
+@pytest.mark.parametrize(
+    ("entry", "built"),
+    [
+        (RUNS_HERE, True),
+        (lost(RUNS_HERE), True),  # its host shows it again
+        (replace(RUNS_HERE, attempt=2), True),
+        (replace(RUNS_HERE, phase=AttemptPhase.BUILDING), False),
+        (replace(RUNS_HERE, phase=AttemptPhase.FAILED, code="node.deploy_timeout"), False),
+    ],
+)
+async def test_what_comes_up_after_its_build_has_failed_is_no_machine(entry: HostAttempt, built: bool) -> None:
+    """A report of it came before the result: its client was told that it is active, and each change was refused."""
+    driver = Marking()
+    service = await started(driver)
+    driver.machines[HOSTS[0], INSTANCES[0]] = 1
+    service.records.put((HOSTS[0], INSTANCES[0]), entry)
+    (reported,) = (await service.scanner.running())[HOSTS[0]]
+    (one,) = await machines_of(service)
+    is_failed = entry.code == "node.deploy_timeout"
+    assert (reported.built, one.complete, one.failed) == (built, built, is_failed)
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+async def test_a_machine_that_its_host_lists_again_is_the_one_on_record(attempt: int) -> None:
+    """One list without it, and each change was refused for good, as of no machine; its late copies were not."""
+    driver, key = Changing(), (HOSTS[0], INSTANCES[0])
+    service = await started(driver)
+    await service.carry_out(ours(0))
+    service.agent.handle([change(ChangeKind.STOP, ours(0).spec)])
+    await service.rest()
+    del driver.machines[key]
+    await service.scanner.running()
+    driver.machines[key] = attempt
+    await service.scanner.running()
+    assert service.records.is_live(*key) is (attempt == 1)
+    service.agent.handle([replace(change(ChangeKind.START, ours(0).spec), change_number=n) for n in (1, 2)])
+    await service.rest()
+    answers = [(one.change_number, one.done) for one in service.results if isinstance(one, MachineChanged)]
+    assert answers == [(1, True), (2, attempt == 1)]
+    assert [one.spec for one in await machines_of(service)] == [ours(0).spec if attempt == 1 else None]
 
 
 async def test_another_database_s_machine_is_foreign_and_one_without_a_record_has_no_spec() -> None:
