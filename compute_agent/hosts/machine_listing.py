@@ -107,7 +107,7 @@ class MachineLister:
             service=self._service,
             host=self._scanner.name_of(host),
             complete=is_complete and phase is not AttemptPhase.BUILDING,
-            failed=phase is AttemptPhase.FAILED and not is_complete,
+            failed=phase is AttemptPhase.FAILED and not (machine is not None and machine.built),
             runs=machine is not None and machine.runs,
             busy=self._is_busy(key),
             foreign=owner != database_id,
