@@ -88,7 +88,7 @@ class StatedMarks:
         """Drop the marks that are on record by now. Whether one of those left is of a later incarnation."""
         recorded = self._store.recorded
         self._above = {by: mark for by, mark in self._above.items() if is_behind(recorded, mark)}
-        own = recorded.incarnation
+        own = self._store.incarnation
         is_newer = any(one.database_incarnation > own for one in self._above.values())
         self._newer_since = min(self._newer_since, now_s) if is_newer else math.inf
         return is_newer
@@ -112,10 +112,9 @@ class StatedMarks:
         """A service states this of the cell's database; "": placement, or a scheduler. One that no database could have
         had, and one of a service on whose statement alone the cell has recovered again and again, counts for nothing.
         """
-        recorded = self._store.recorded
-        if not is_behind(recorded, mark) or len(self._above) >= MAX_SERVICES:
+        if not is_behind(self._store.recorded, mark) or len(self._above) >= MAX_SERVICES:
             return
-        own, incarnation = recorded.incarnation, mark.database_incarnation
+        own, incarnation = self._store.incarnation, mark.database_incarnation
         is_believed = incarnation <= own + FARTHEST_INCARNATION and self._recoveries_by[by] < MAX_RECOVERIES_BY_ONE
         if incarnation > own and (is_believed or self._unbelieved.count()):
             log.warning("service.incarnation", by=by, incarnation=incarnation, own=own, believed=is_believed)

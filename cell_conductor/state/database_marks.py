@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from msgspec import Struct
 
@@ -16,7 +16,7 @@ class RecordedMarks(Struct, frozen=True):
     """What a cell's database has on record."""
 
     own: DatabaseMark  # mark of the present incarnation
-    # What it had when each earlier incarnation ended; one that is not among them was another copy's.
+    # What it had when each incarnation since the last recovery ended: a recovery has settled what was before it.
     ended: Mapping[int, SentSequences] = {}
 
     @property
@@ -24,14 +24,11 @@ class RecordedMarks(Struct, frozen=True):
         """The present one."""
         return self.own.database_incarnation
 
-    def ended_with(self, stated: Iterable[DatabaseMark]) -> dict[int, SentSequences]:
-        """What is on record of each incarnation once this one has ended. With what others state: said once more, it
-        shows nothing new.
-        """
-        ended = {number: DatabaseMark(number, sent) for number, sent in self.ended.items()}
-        for one in (self.own, *stated):
-            ended[one.database_incarnation] = one.joined(ended.get(one.database_incarnation, one))
-        return {number: one.sent_sequences for number, one in sorted(ended.items())}
+    def begun(self, incarnation: int, *, recovers: bool) -> RecordedMarks:
+        """What is on record once this incarnation has begun."""
+        sent = self.own.sent_sequences
+        ended = {} if recovers else {**self.ended, self.incarnation: sent}
+        return RecordedMarks(DatabaseMark(incarnation, sent), ended)
 
 
 class Stated(Struct, frozen=True):
@@ -53,12 +50,8 @@ NOTHING = Stated()
 
 def is_behind(recorded: RecordedMarks, stated: DatabaseMark) -> bool:
     """Whether a mark stated outside is above what the database has of that incarnation: it was restored."""
-    # Of incarnation 0 is who was never commanded.
     incarnation = stated.database_incarnation
-    if not incarnation:
-        return False
     if incarnation >= recorded.incarnation:
         return stated.is_above(recorded.own)
-    if incarnation not in recorded.ended:
-        return True
-    return stated.is_above(DatabaseMark(incarnation, recorded.ended[incarnation]))
+    ended = recorded.ended.get(incarnation)
+    return ended is not None and stated.is_above(DatabaseMark(incarnation, ended))

@@ -137,7 +137,7 @@ class DatabaseIdentity(Struct):
     @property
     def recorded(self) -> RecordedMarks:
         """What the database has on record, as far as this process knows."""
-        return self.read or RecordedMarks(DatabaseMark(self.incarnation))
+        return self.read or RecordedMarks(DatabaseMark())
 
     def load(self, read: RecordedMarks) -> None:
         """This is on record. Of another incarnation nothing is known to be on disk."""
@@ -186,12 +186,12 @@ def state_of(recorded: RecordedMarks, stated: Stated, own: DatabaseMark, *, is_o
     another server than recorded. Raises DatabaseOutdated, and Unrecognised: it is not known yet.
     """
     # Where a service is up and has not stated its mark, another server counts as behind.
-    incarnation = recorded.incarnation
-    if not is_on_other_server and incarnation < stated.conductor:
+    incarnation, is_outdated = recorded.incarnation, recorded.incarnation < stated.conductor
+    if not is_on_other_server and is_outdated:
         raise DatabaseOutdated(
             f"it is incarnation {incarnation} of the cell's database, and incarnation {stated.conductor} commands"
         )
-    is_old = any(is_behind(recorded, one) for one in (own, *stated.marks))
+    is_old = is_outdated or any(is_behind(recorded, one) for one in (own, *stated.marks))
     if not is_old and not is_on_other_server:
         return DatabaseState.SAME
     if not stated.is_known:

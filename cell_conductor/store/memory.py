@@ -117,9 +117,7 @@ class MemoryTransaction:
 
     def _begin(self, stated: Stated, own: DatabaseMark, *, recovers: bool) -> DatabaseChange:
         table, recorded = self._table, self._table.marks
-        incarnation = stated.highest(recorded.own, own) + 1
-        ended = recorded.ended_with((own, *stated.marks))
-        now = RecordedMarks(DatabaseMark(incarnation, recorded.own.sent_sequences), ended)
+        now = recorded.begun(incarnation := stated.highest(recorded.own, own) + 1, recovers=recovers)
         self._transaction.will(partial(_begin, table, now, recovers))
         self._transaction.will(partial(_see, self._seen, now, recovers))
         return DatabaseChange(table.database_id, incarnation, recovers)

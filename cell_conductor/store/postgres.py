@@ -308,13 +308,12 @@ class PostgresTransaction:
     async def _begin(
         self, recorded: RecordedMarks, stated: Stated, own: DatabaseMark, *, recovers: bool
     ) -> DatabaseChange:
-        incarnation, ended = stated.highest(recorded.own, own) + 1, recorded.ended_with((own, *stated.marks))
+        begun = recorded.begun(incarnation := stated.highest(recorded.own, own) + 1, recovers=recovers)
         state = "recovering" if recovers else "open"
-        await self._connection.execute(BEGIN, state, incarnation, msgspec.json.encode(ended).decode())
+        await self._connection.execute(BEGIN, state, incarnation, msgspec.json.encode(begun.ended).decode())
         if recovers:
             await self._connection.execute(DELETE_EARLIER)
-        self.recognised = RecordedMarks(DatabaseMark(incarnation, recorded.own.sent_sequences), ended)
-        self.recovers = recovers
+        self.recognised, self.recovers = begun, recovers
         return DatabaseChange(self._seen.database_id, incarnation, recovers)
 
     async def expect_recovering(self) -> None:

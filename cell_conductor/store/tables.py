@@ -53,8 +53,8 @@ instances = Table(
 # never); one that was restored or promoted since has another. database_incarnation: the number of this history, which
 # every command and request of the cell carries. state: `open`, or `recovering`: no step is recorded; `accepted`: and an
 # operator has accepted `losses`, which are more than a recovery makes by itself.
-# ended_incarnations: {number: what `sent` had when this database left it}. absent: {compute service: whether it has
-# nothing by an operator's decision}, of those that had not listed when the last recovery ended.
+# ended_incarnations: {number: what `sent` had when this database left it}, of those since the last recovery. absent:
+# {compute service: whether it has nothing by an operator's decision}, of those that had not listed when it ended.
 identity = identity_table(
     METADATA,
     needed("origin", Text, default=""),

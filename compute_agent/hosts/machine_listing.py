@@ -93,11 +93,11 @@ class MachineLister:
         key = (host, instance)
         entry = self._records.get(key)
         if machine is not None:
-            attempt, owner, is_complete = machine.attempt, machine.database_id, machine.built and not machine.tag_only
+            attempt, owner, is_built = machine.attempt, machine.database_id, machine.built
         else:
-            attempt, owner, is_complete = (entry.attempt, entry.database_id, False) if entry else (None, None, False)
+            attempt, owner, is_built = (entry.attempt, entry.database_id, False) if entry else (None, None, False)
         own = entry if entry is not None and entry.attempt == attempt else None
-        is_complete = is_complete and (own is None or may_be_built(own))
+        is_built = is_built and (own is None or may_be_built(own))
         kept = self._records.spec_of(key, attempt) if owner == database_id else None
         taken = machine.allocations if machine is not None else None
         allocations = taken or (kept.allocations if kept is not None else None)
@@ -107,8 +107,8 @@ class MachineLister:
             host_uuid=host,
             service=self._service,
             host=self._scanner.name_of(host),
-            complete=is_complete,
-            failed=own is not None and own.phase is AttemptPhase.FAILED and not is_complete,
+            complete=is_built and machine is not None and not machine.tag_only,
+            failed=own is not None and own.phase is AttemptPhase.FAILED and not is_built,
             runs=machine is not None and machine.runs,
             busy=self._is_busy(key),
             foreign=owner != database_id,

@@ -89,7 +89,9 @@ class MessageWatch:
 
     def _asked(self, tag: str, body: bytes) -> None:
         if tag == RESTATE_TAG:
-            self._world.placement_watch.restate(_restate.decode(body))
+            restated = _restate.decode(body)
+            self._world.placement_watch.restate(restated)
+            self._world.peer_watch.restate(restated)
         if tag == CLAIM_TAG and self._world.probing:
             self._claimed(_claim.decode(body))
         if tag == GANG_TAG and self._world.probing:

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild
-from bus.contracts.placement import INSTANCES, GroupPolicy
+from bus.contracts.placement import INSTANCES, GroupPolicy, Restate
 from cell_conductor.state.instance import State
 from cell_conductor.store.memory import MemoryInstanceTable
 from lab.simulation.plan import Order, Plan
@@ -53,7 +53,8 @@ class PeerWatch:
         self._seen: dict[str, ConsumerRow] = {}
         self._hosts: dict[str, list[tuple[float, str | None]]] = {}  # where each was, and since when
         self._held: dict[str, list[tuple[float, Counter[str]]]] = {}  # what each project held, and since when
-        self._sources: dict[str, dict[str, Counter[str]]] = {}  # of each project's moves, by migration
+        self._sources: dict[str, dict[str, Counter[str]]] = {}  # of each project's moves and restatements
+        self._restated: dict[str, None] = {}  # instances that a recovery has found
         self._fenced: dict[str, None] = {}  # hosts that ever were
         # Instances that ever had no host: a scheduler may know it late, or no more, or have it between two hosts.
         self._offloaded: dict[str, None] = {}
@@ -65,6 +66,10 @@ class PeerWatch:
         self._orders.setdefault(order.uuid, order)
         self._projects[order.project] = None
         self._since.setdefault(order.uuid, self._now())
+
+    def restate(self, message: Restate) -> None:
+        """A machine runs there, whatever the quota and its group are."""
+        self._restated[message.consumer] = None
 
     # --- placement
 
@@ -90,9 +95,9 @@ class PeerWatch:
         return next((self._placement.providers[provider].root for provider in holding), None)
 
     def _quotas(self) -> None:
-        """A project's total grows only within its quota, but for what moves keep on their sources, as in Nova.
-
-        A move takes its destination beside its source, and is held to its quota with what it needs more. Raises Breach.
+        """A project's total grows only within its quota, but for what moves keep on their sources, as in Nova, and what
+        a recovery restates. A move takes its destination beside its source, and is held to its quota with what it needs
+        more. Raises Breach.
         """
         claimed: dict[str, Counter[str]] = {}
         sources: dict[str, dict[str, Counter[str]]] = {}
@@ -103,16 +108,18 @@ class PeerWatch:
             amounts = Counter[str]()
             for resources in kept.consumer.allocations.values():
                 amounts.update(resources)
-            if kept.consumer.consumer_type == MIGRATION_TYPE:
+            if kept.consumer.consumer_type != MIGRATION_TYPE:
+                amounts[INSTANCES] = 1
+            if kept.consumer.consumer_type == MIGRATION_TYPE or uuid in self._restated:
                 sources.setdefault(kept.consumer.project_id, {})[uuid] = amounts
             else:
-                claimed.setdefault(kept.consumer.project_id, Counter()).update(amounts + Counter({INSTANCES: 1}))
+                claimed.setdefault(kept.consumer.project_id, Counter()).update(amounts)
         for project in sorted(claimed.keys() | sources.keys() | self._held.keys()):
             known, now = self._held.setdefault(project, []), claimed.get(project, Counter())
             kept_before, kept_now = self._sources.get(project, {}), sources.get(project, {})
             before = known[-1][1] if known else Counter[str]()
             total = sum(kept_now.values(), now)
-            # A source that this commit has changed may have come after what it was held to.
+            # A source that this commit has changed may have come after what it was held to; a recovery is held to none.
             held = sum((kept_now[one] for one in kept_now if kept_before.get(one) == kept_now[one]), now)
             self._sources[project] = kept_now
             if not known or before != total:
@@ -127,7 +134,7 @@ class PeerWatch:
         self._fenced |= dict.fromkeys(host for table in self._cells.values() for host in table.fences)
         for uuid, host in hosts.items():
             order = self._orders.get(uuid)
-            if order is not None and order.group is not None and uuid not in self.exempt:
+            if order is not None and order.group is not None and uuid not in {*self.exempt, *self._restated}:
                 members.setdefault(order.group.uuid, []).append((uuid, host))
         for mates in members.values():
             group = self._orders[mates[0][0]].group

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import structlog
@@ -173,7 +172,7 @@ class DrainController:
         of = self._emptied(drain, record)
         left, is_known = NextMoves(), True
         try:
-            instances = await self._inventory.instances_on(self._inventory.in_use(of.hosts().values()))
+            instances = await self._inventory.instances_on(self._inventory.in_use(of.hosts.values()))
             left = await self._emptier.found(of, replace(of.level, begins=False), instances, BegunMoves())
         except (Transient, RequestRefused, BusError) as fault:
             is_known = False
@@ -238,14 +237,15 @@ class DrainController:
         return PASS_S if found.moves or code is not None else pause_s
 
     def _emptied(self, drain: str, record: DrainRecord) -> HostsToEmpty:
-        async def lock(unit: OperationUnit) -> EmptyingLevel | None:
+        async def lock(unit: OperationUnit) -> tuple[EmptyingLevel | None, Collection[str]]:
             body = await unit.lock_object(ObjectKind.DRAIN, drain)
-            return None if body is None else level_of(drain_of(drain, body), self._clock.time())
+            level = None if body is None else level_of(drain_of(drain, body), self._clock.time())
+            return level, self._inventory.of_drain(drain)
 
         return HostsToEmpty(
             level=level_of(record, self._clock.time()),
             drain=drain,
-            hosts=partial(self._inventory.of_drain, drain),
+            hosts=self._inventory.of_drain(drain),
             lock=lock,
         )
 

@@ -15,7 +15,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.objects import ObjectKind
 from bus.faults import RequestRefused, Transient
 from bus.transport import BusError
 from scheduler_worker.action.action_engine import ActionEngine
@@ -37,6 +36,7 @@ from scheduler_worker.fleet.host_listener import Warmup
 from scheduler_worker.objects.object_registry import ObjectRegistry, changed_within
 from scheduler_worker.records.action_record import RequestKey
 from scheduler_worker.records.drain_record import BegunMoves, DrainedHost, InstanceOnHost
+from scheduler_worker.records.object_records import fences_of
 from scheduler_worker.requests.request_delivery import LAST
 from scheduler_worker.selection.selector import Selector
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
@@ -49,8 +49,8 @@ READ_ALL_S = 10.0  # ... that only the record of all builds has there, which is 
 REST_S = 60.0  # while no instance is to be evacuated: a policy may have been changed since
 TAKEN_IDS = 100  # ids that are passed over because other requests have them
 
-# The level as the locked row has it (None: no move begins any more), and the hosts that are still in it.
-LockedLevel: TypeAlias = Callable[[OperationUnit], Awaitable[EmptyingLevel | None]]
+# The level as it is on record (None: no move begins any more), and the hosts (uuids) that are still in it.
+LockedLevel: TypeAlias = Callable[[OperationUnit], Awaitable[tuple[EmptyingLevel | None, Collection[str]]]]
 
 
 class HostsToEmpty(Struct, kw_only=True):
@@ -58,8 +58,8 @@ class HostsToEmpty(Struct, kw_only=True):
 
     level: EmptyingLevel
     drain: str | None  # None: all fences
-    hosts: Callable[[], Mapping[str, DrainedHost]]  # as they are now, by uuid
-    lock: LockedLevel  # locks the level's row and returns the level
+    hosts: Mapping[str, DrainedHost]  # by uuid
+    lock: LockedLevel  # locks the level
     includes: Callable[[InstanceOnHost], bool] = lambda _: True  # which of what they hold is moved
 
 
@@ -101,10 +101,10 @@ class HostEmptier:
         """Request the next moves of a part of the hosts, page after page, until the moves that were not refused before
         fill the free slots. everything: look at all that the hosts hold. Raises Transient, or RequestRefused.
         """
-        now, hosts = self._clock.time(), of.hosts()
+        now = self._clock.time()
         instances: list[InstanceOnHost] = []
         found = NextMoves()
-        for page in [list(hosts.values())] if everything else self._inventory.pages(hosts, now):
+        for page in [list(of.hosts.values())] if everything else self._inventory.pages(of.hosts, now):
             instances += await self._inventory.instances_on(page, everything=everything)
             found = await self.found(of, of.level, instances, begun)
             if sum(not one.refused_at for one in found.moves) >= free_slots(of.level, begun, now):
@@ -120,10 +120,10 @@ class HostEmptier:
         held = {(one.request.request_id, one.instance.instance_uuid): one.instance for one in moves}
 
         async def admit(unit: OperationUnit, ready: Sequence[PendingAction]) -> Sequence[PendingAction]:
-            level = await of.lock(unit)
+            level, hosts = await of.lock(unit)
             if level is None:
                 return ()
-            begun, hosts = await unit.begun(of.drain, self._clock.time()), of.hosts()
+            begun = await unit.begun(of.drain, self._clock.time())
             known = await unit.known([one.key for one in ready], lock=True)
             same = [
                 one
@@ -163,7 +163,7 @@ def _renamed(one: NextMove) -> NextMove:
 
 
 class EvacuationController:
-    """The evacuations of one scheduler: all fences are one level, whose lock is the first of their rows."""
+    """The evacuations of one scheduler: all fences are one level, whose lock is that of all objects."""
 
     def __init__(
         self,
@@ -199,13 +199,13 @@ class EvacuationController:
         if not hosts:
             return LOOK_S
 
-        async def lock(unit: OperationUnit) -> EmptyingLevel | None:
-            return None if await unit.lock_object(ObjectKind.FENCE, min(hosts)) is None else level
+        async def lock(unit: OperationUnit) -> tuple[EmptyingLevel, Collection[str]]:
+            return level, fenced_hosts(fences_of((await unit.lock_objects()).objects))
 
         of = HostsToEmpty(
             level=level,
             drain=None,
-            hosts=lambda: {uuid: one for uuid, one in fenced_hosts(self._registry.fences).items() if uuid in hosts},
+            hosts=hosts,
             lock=lock,
             includes=lambda one: not one.code and is_restarted(one.known, self._selector.config.settings),
         )

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from bus.contracts.actions import ActionKind, ActionState
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild, InstanceSpec, Selection
-from bus.contracts.placement import GroupPolicy, Inventory, ServerGroup
+from bus.contracts.placement import GroupPolicy, Inventory, Restate, ServerGroup
 from cell_conductor.state.instance import ActionInProgress, EndedAction, Instance, Power, State
 from compute_sim.fleet import Fleet, SimulatedMachine
 from lab.simulation.draw import plan_of
@@ -308,6 +308,21 @@ def test_what_a_move_keeps_counts_for_others_and_not_for_itself() -> None:
     peers.hold(0, 1, 1)
     with pytest.raises(Breach, match="quota: red holds 6 VCPU of 4"):
         peers.hold(1, 1, 1)
+
+
+def test_a_recovery_is_held_to_no_quota_and_no_group_and_others_are() -> None:
+    peers = PeerWorld({"VCPU": 4})
+    for vm in range(3):
+        peers.ask(vm, group=APART)
+    peers.hold(0, 0, 3)
+    peers.watch.restate(Restate(consumer=VMS[1], attempt=1, project_id="red"))
+    peers.hold(1, 0, 2)
+    with pytest.raises(Breach, match="quota: red holds 6 VCPU of 4"):
+        peers.hold(0, 0, 4)
+    peers.hold(1, 1, 1)
+    peers.hold(0, 0, 1)
+    with pytest.raises(Breach, match="apart"):
+        peers.hold(2, 0, 1)
 
 
 def test_hints_are_about_where_others_have_been_all_the_time() -> None:

@@ -287,6 +287,15 @@ async def test_instances_are_listed_in_the_order_of_their_uuids(store: InstanceS
     assert [await store.uuids(*one) for one in ranges] == [[A, B, C], [A, B], [B, C], [B], []]
 
 
+async def lose_commits(store: InstanceStore) -> None:
+    """The database has less than has left it."""
+    if isinstance(store, PostgresInstances):
+        async with store._database.raw() as connection:
+            await connection.execute("UPDATE sent SET sequence = 0")
+    else:
+        store._table.sent = (0,) * SENT_SLOTS  # type: ignore[attr-defined]
+
+
 async def changed(store: InstanceStore, uuid: str, *, durable: bool = True, locking: bool = False) -> None:
     """One commit."""
     async with store.transaction() if locking else store.optimistic(()) as transaction:
@@ -320,8 +329,7 @@ async def test_each_commit_that_waits_for_the_disk_raises_a_counter_by_one(make:
     await changed(one, A, locking=True)
     recorded = await one.recorded_marks()
     assert one.mark == DatabaseMark(2, (5,)) and not recorded.own.is_above(one.mark)
-    assert not is_behind(recorded, DatabaseMark(1, (4,)))
-    assert is_behind(recorded, DatabaseMark(1, (5,)))
+    assert recorded.ended == {}
 
 
 async def test_commits_at_once_raise_counters_of_their_own_and_do_not_wait(make: Make) -> None:
@@ -417,12 +425,33 @@ async def test_a_mark_above_what_is_on_record_begins_a_recovery_once(make: Make,
     async with one.transaction() as transaction:
         await transaction.expect_recovering()
         await transaction.end_recovery()
-    for store in (one, other):  # said once more, by whoever knows nothing else
+    later = Stated((DatabaseMark(mark.database_incarnation, (9,)),))
+    for store, again in product((one, other), (stated, later)):  # by whoever knows nothing else: it is settled
         async with store.transaction() as transaction:
-            assert await transaction.recognise(stated) is None
+            assert await transaction.recognise(again) is None
+    await restored(one)
+    async with one.transaction() as transaction:
+        assert await transaction.recognise(Stated(is_whole=True)) is not None
     async with other.transaction() as transaction:
-        change = await transaction.recognise(Stated((DatabaseMark(mark.database_incarnation, (9,)),)))
-    assert change is not None and change.incarnation == started + 1
+        change = await transaction.recognise(Stated((DatabaseMark(started, (9,)),)))
+    assert change is not None and (change.incarnation, change.recovers) == (started + 2, True)
+
+
+async def test_a_conductor_that_was_paused_through_a_recovery_begins_no_other(make: Make) -> None:
+    """What it knows to be on disk, nobody else has heard of."""
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    await insert(one, instance(A))
+    await changed(other, A)
+    await lose_commits(one)
+    async with one.transaction() as transaction:
+        assert await transaction.begin_recovery() == 2
+        await transaction.end_recovery()
+    assert other.mark == DatabaseMark(1, (2,))
+    async with other.transaction() as transaction:
+        assert await transaction.recognise() is None
+    assert other.incarnation == 2
 
 
 async def test_a_mark_above_that_is_heard_amid_a_recovery_begins_it_anew(store: InstanceStore) -> None:
@@ -438,9 +467,9 @@ async def test_a_mark_above_that_is_heard_amid_a_recovery_begins_it_anew(store: 
     assert store.is_recovering
 
 
-@pytest.mark.parametrize("is_recovering", [False, True])
+@pytest.mark.parametrize(("is_recovering", "conductor"), [(False, 0), (True, 0), (False, 9)])
 async def test_another_server_that_lacks_nothing_goes_on_under_the_next_incarnation(
-    make: Make, *, is_recovering: bool
+    make: Make, *, is_recovering: bool, conductor: int
 ) -> None:
     one, other = make(), make()
     await one.open()
@@ -452,13 +481,13 @@ async def test_another_server_that_lacks_nothing_goes_on_under_the_next_incarnat
         async with one.transaction() as transaction:
             await transaction.begin_recovery()
     await restored(one)
-    number = one.incarnation + 1
-    known = Stated(is_whole=True)
+    number = max(one.incarnation, conductor) + 1  # which a later one commands by lacks something
+    known = Stated(is_whole=True, conductor=conductor)
     async with one.transaction() as transaction:
         change = await transaction.recognise(known)
-    assert change is not None and (change.incarnation, change.recovers) == (number, is_recovering)
-    assert one.is_recovering is is_recovering
-    if is_recovering:
+    assert change is not None and (change.incarnation, change.recovers) == (number, is_recovering or conductor > 0)
+    assert one.is_recovering is change.recovers
+    if change.recovers:
         return
     assert len(await one.outbox.claim_stale(Sweep(-60.0, 10))) == len(MESSAGES), "what was ordered is ordered"
     for store in (one, other):
@@ -514,11 +543,7 @@ async def test_a_copy_that_lacks_what_a_conductor_has_read_is_one_that_was_set_b
     await insert(one, instance(A))
     async with other.transaction() as transaction:
         assert await transaction.recognise() is None
-    if isinstance(one, PostgresInstances):
-        async with one._database.raw() as connection:
-            await connection.execute("UPDATE sent SET sequence = 0")
-    else:
-        one._table.sent = (0,) * SENT_SLOTS  # type: ignore[attr-defined]
+    await lose_commits(one)
     async with other.transaction() as transaction:
         change = await transaction.recognise(Stated(is_whole=True))
     assert change is not None and change.recovers

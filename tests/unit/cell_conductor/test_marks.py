@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from bus.contracts.base import DatabaseMark as Mark
 from cell_conductor.state.database_marks import RecordedMarks, is_behind
 
-RECORDED = RecordedMarks(Mark(3, (5, 2)), {1: (2, 1)})
+RECORDED = RecordedMarks(Mark(3, (5, 2)), {2: (2, 1)})
 
 
 @pytest.mark.parametrize(
@@ -28,10 +28,11 @@ RECORDED = RecordedMarks(Mark(3, (5, 2)), {1: (2, 1)})
         (Mark(3, (1, 1, 1)), True),
         (Mark(4), True),  # of a history that it has never had
         (Mark(4, (1,)), True),
-        (Mark(1, (2, 1)), False),
-        (Mark(1, (3,)), True),  # weeks later, too
-        (Mark(1, (0, 2)), True),
-        (Mark(2), True),  # it has never had that one either
+        (Mark(2, (2, 1)), False),
+        (Mark(2, (3,)), True),  # weeks later, too
+        (Mark(2, (0, 2)), True),
+        (Mark(1), False),
+        (Mark(1, (9,)), False),  # from before a recovery: of a process that was paused, or a service that was away
     ],
 )
 def test_which_marks_are_above_what_is_on_record(stated: Mark, *, behind: bool) -> None:
@@ -84,16 +85,17 @@ class Story:
         self.backup = (self.recorded, self.has)
 
     def restore(self, hears: str) -> tuple[bool, bool]:
-        """The database is restored, which begins an incarnation. Who is heard is told of it. Returns (whether it was
-        found to be behind, whether it is).
+        """The database is restored, which begins an incarnation. Who is heard is told of it, and who is not lists late
+        if it recovers. Returns (whether it was found to be behind, whether it is).
         """
         self.recorded, self.has = self.backup
         own = self.recorded.own
         lost = any(self.left[one] - self.has for one in hears)
         found = any(is_behind(self.recorded, self.marks[one]) for one in hears)
         highest = max(own.database_incarnation, *(self.marks[one].database_incarnation for one in hears))
-        ended = {**self.recorded.ended, own.database_incarnation: own.sent_sequences}
-        self.recorded = RecordedMarks(replace(own, database_incarnation=highest + 1), ended)
+        self.recorded = self.recorded.begun(highest + 1, recovers=found)
+        if found:
+            self.left = dict.fromkeys(self.left, frozenset[int]())
         self.commits += 1
         self.has |= {self.commits}
         for one in hears:

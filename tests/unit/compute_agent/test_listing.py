@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from bus.contracts.base import encode
 from bus.contracts.cell import InstanceSpec, Spawn
 from bus.contracts.deploy import ConfigDrive
 from bus.contracts.listing import ListedMachine, ListMachines
-from compute_agent.driver import ChangeOrder, ChangeResult
+from compute_agent.driver import ChangeOrder, ChangeResult, Machine
 from compute_agent.hosts import machine_listing as listing
 from compute_agent.hosts.machine_listing import MachineLister
 from compute_agent.records import records
@@ -27,6 +27,12 @@ from tests.unit.compute_agent.test_finding import OURS, TAKEN, THEIRS, Marking
 
 class Changing(Marking):
     """Its changes wait, too."""
+
+    tag_only = False
+
+    async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
+        listed = await super().list(hosts)
+        return {host: [replace(one, tag_only=self.tag_only) for one in found] for host, found in listed.items()}
 
     async def change(self, change: ChangeOrder) -> ChangeResult:
         if self.gate is not None:
@@ -166,6 +172,16 @@ async def test_a_machine_that_its_host_lists_again_is_the_one_on_record(attempt:
     answers = [(one.change_number, one.done) for one in service.results if isinstance(one, MachineChanged)]
     assert answers == [(1, True), (2, attempt == 1)]
     assert [one.spec for one in await machines_of(service)] == [ours(0).spec if attempt == 1 else None]
+
+
+async def test_a_machine_that_only_its_tag_names_may_run_though_it_was_taken_for_lost() -> None:
+    service = await started(Changing())
+    await service.carry_out(ours(0))
+    key = (HOSTS[0], INSTANCES[0])
+    service.records.put(key, lost(service.records.get(key)))  # type: ignore[arg-type]
+    service.driver.tag_only = True
+    (one,) = await machines_of(service)
+    assert (one.attempt, one.complete, one.failed, one.runs) == (1, False, False, True)
 
 
 async def test_another_database_s_machine_is_foreign_and_one_without_a_record_has_no_spec() -> None:

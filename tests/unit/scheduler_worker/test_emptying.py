@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -33,7 +34,7 @@ from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.sent import Sent
 
-MINE, OTHER, HOST, FENCE = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab1f")
+MINE, OTHER, LOW, HOST, FENCE = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab01f")
 
 
 @pytest.mark.parametrize("squatted", [0, 1, 3])
@@ -80,11 +81,14 @@ RECORD = DrainRecord(name="h", target=DrainTarget.HOST, kind=ActionKind.MIGRATE,
 
 
 class Engine:
-    """Asks which moves may begin, as the engine of moves does in its transaction. before: what happens until then."""
+    """Asks which moves may begin, as the engine of moves does in its transaction. before: what happens until then.
+    ends: when the transaction does.
+    """
 
     def __init__(self, store: Any) -> None:
         self._store = store
         self.before: Callable[[], Awaitable[None]] | None = None
+        self.ends: asyncio.Event | None = None
         self.admitted: list[str] = []
 
     async def process(self, actions: Sequence[PendingAction], admit: Admit) -> dict[int, Outcome]:
@@ -93,6 +97,8 @@ class Engine:
         assert len({one.drain for one in actions}) == 1
         async with self._store.operation() as unit:
             self.admitted = [one.request.instance_uuid for one in await admit(unit, actions)]
+            if self.ends is not None:
+                await self.ends.wait()
         return {}
 
 
@@ -126,8 +132,8 @@ class Holders:
 class Emptying:
     """A drain of six instances that may move three at a time."""
 
-    def __init__(self) -> None:
-        self.store: Any = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
+    def __init__(self, table: MemoryBuildTable | None = None) -> None:
+        self.store: Any = MemoryBuilds((table or MemoryBuildTable(SystemClock())).session())
         self.store.publish_through(Sent())
         self.engine, self.holders = Engine(self.store), Holders(self.store)
         none: Any = None
@@ -242,8 +248,8 @@ async def test_the_look_goes_on_behind_what_was_refused() -> None:
 class Fenced:
     """A fenced host with six instances to restart, of which some may be evacuated at a time."""
 
-    def __init__(self, at_once: int) -> None:
-        self.it = Emptying()
+    def __init__(self, at_once: int, table: MemoryBuildTable | None = None) -> None:
+        self.it = Emptying(table)
         fence = FenceRecord(host="h", version=1, acknowledged=1, token="t")
         self.registry = SimpleNamespace(fences={HOST: fence})
         config = SchedulerConfig(evacuations_at_once=at_once, on_host_failure=EvacuationPolicy.RESTART)
@@ -260,12 +266,22 @@ class Fenced:
 
     async def on_record(self) -> None:
         await self.it.built()
+        await self.put(self.registry.fences)
+
+    async def put(self, fences: Mapping[str, FenceRecord]) -> None:
+        """These are on record."""
         async with self.it.store.operation() as unit:
             present = await unit.lock_objects()
-            assert not present.objects
-            body = msgspec.to_builtins(self.registry.fences[HOST])
-            fence = ChangedObject(kind=ObjectKind.FENCE, name=HOST, before=None, after=body)
-            await unit.write_objects([fence], ChangeActor("ann", "", 1.0))
+            changed = [
+                ChangedObject(
+                    kind=ObjectKind.FENCE,
+                    name=host,
+                    before=None if (before := present.objects.get((ObjectKind.FENCE, host))) is None else before.body,
+                    after=msgspec.to_builtins(fence),
+                )
+                for host, fence in fences.items()
+            ]
+            await unit.write_objects(changed, ChangeActor("ann", "", 1.0))
 
     async def requested(self, uuid: str, number: int, *, ended: bool) -> None:
         action = RecordedAction(
@@ -313,6 +329,44 @@ async def test_evacuations_under_a_fence_that_was_put_on_again_count(at_once: in
     fenced.registry.fences = {HOST: replace(fence, version=3, acknowledged=3)}
     await fenced.evacuations._pass("")
     assert len(fenced.it.engine.admitted) == admitted
+
+
+@pytest.mark.parametrize(("unfencing", "admitted"), [(LOW, VMS), (HOST, [])])
+async def test_what_is_on_record_of_the_fences_counts(unfencing: str, admitted: list[str]) -> None:
+    fenced = Fenced(6)
+    fence = fenced.registry.fences[HOST]
+    fenced.registry.fences = {LOW: replace(fence, host="low"), HOST: fence}
+    fenced.it.holders.there = {HOST: fenced_hosts(fenced.registry.fences)[HOST]}
+    fenced.it.holders.pages = lambda *_: [list(fenced.it.holders.there.values())]  # type: ignore[method-assign]
+    await fenced.on_record()
+    await fenced.put({unfencing: replace(fence, version=2, unfencing=True)})
+    await fenced.evacuations._pass("")
+    assert fenced.it.engine.admitted == admitted
+
+
+async def test_schedulers_that_know_of_different_fences_wait_for_each_other() -> None:
+    """Both began as many evacuations as may be under way at once."""
+    table = MemoryBuildTable(SystemClock())
+    one, other = Fenced(3, table), Fenced(3, table)
+    await one.on_record()
+    fence = one.registry.fences[HOST]
+    await one.put({LOW: replace(fence, host="low")})
+    other.registry.fences = {LOW: replace(fence, host="low"), HOST: fence}
+    other.it.holders.pages = lambda *_: [[fenced_hosts(other.registry.fences)[HOST]]]  # type: ignore[method-assign]
+    whole = other.it.holders.instances_on
+
+    async def others(hosts: list[DrainedHost], *, everything: bool = False) -> list[InstanceOnHost]:
+        return (await whole(hosts, everything=everything))[3:]
+
+    other.it.holders.instances_on = others  # type: ignore[method-assign]
+    one.it.engine.ends = asyncio.Event()
+    passes = [asyncio.create_task(each.evacuations._pass("")) for each in (one, other)]
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert one.it.engine.admitted and not other.it.engine.admitted
+    one.it.engine.ends.set()
+    await asyncio.gather(*passes)
+    assert len(other.it.engine.admitted) == 3
 
 
 @pytest.mark.parametrize("target", [DrainTarget.CELL, DrainTarget.HOST])
