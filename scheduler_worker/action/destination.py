@@ -130,12 +130,13 @@ class DestinationChooser:
             return Chosen(failure=Refusal(code="host.not_fenced", reason=f"{where} is not fenced by an operator"))
         if request.kind is ActionKind.EVACUATE and known.current.condition is Condition.SHELVED:
             return Chosen()  # its cell offloads it
-        chosen = self._decide(pending, known, located, planned, is_newest=False)
-        if chosen is None and planned is None:
+        chosen = self._decide(pending, known, located, planned, is_newest=planned is not None)
+        if chosen is None:
             await await_newest(self._follower, self._selector.config.settings.claim_timeout_s)
             await yield_to_loop()
-            # Beside the choices of those that have waited with it, which a release would forget.
-            is_newest = self._selector.assumed.next_until is None
+            # Beside the choices of those that have waited with it, which a release would forget. None matters to an
+            # image.
+            is_newest = changes_image(request, known) or self._selector.assumed.next_until is None
             chosen = self._decide(pending, known, located, planned, is_newest=is_newest)
         if chosen is None:
             self._selector.assumed.release()
@@ -152,8 +153,8 @@ class DestinationChooser:
         *,
         is_newest: bool,
     ) -> Chosen | Retry | None:
-        """As `choose`, synchronously, so that each choice sees those before it. None: no host; to be decided on the
-        newest state only, and without the holds of other moves.
+        """As `choose`, synchronously, so that each choice sees those before it. None: no host, or one that does not
+        suit; to be decided on the newest state only, and without the holds of other moves.
         """
         request, page, source = pending.request, located.page, located.source
         fenced_hosts: tuple[str, ...] = ()
@@ -164,17 +165,18 @@ class DestinationChooser:
             if isinstance(spec, Unsatisfiable):
                 failure = Refusal(code=IMAGE_UNSUITABLE, reason=spec.reason) if spec.code == IMAGE_TRAITS else None
                 return Chosen(failure=failure)
-            return self._suits(pending, spec, source) or Chosen()
-        if isinstance(spec, Unsatisfiable):
+            chosen = self._rebuilt_on(spec, source)
+        elif isinstance(spec, Unsatisfiable):
             hosts = int(self._selector.replica.rows_of_roots().size)
             return Chosen(
                 failure=Refusal(code=NO_HOST, reason=f"No host can take it: {spec.reason}."),
                 funnel=(funnel_step(spec.step, hosts, {spec.code: hosts}),),
             )
-        try:
-            chosen = self._pick_in_cells(pending, known, spec, located, planned, is_newest=is_newest)
-        except QueryTooWide as error:
-            return Chosen(failure=Refusal(code=error.code, reason=str(error)))
+        else:
+            try:
+                chosen = self._pick_in_cells(pending, known, spec, located, planned, is_newest=is_newest)
+            except QueryTooWide as error:
+                return Chosen(failure=Refusal(code=error.code, reason=str(error)))
         if isinstance(chosen, Chosen):
             if fenced_hosts and planned is None and chosen.selections:
                 self._gather(build_request_for(request, known), chosen.selections[0].host_uuid)
@@ -183,8 +185,7 @@ class DestinationChooser:
             return None
         if chosen.may_be_out_of_order and pending.delivery.awaits_hosts:
             return HOSTS_UNKNOWN
-        reason = message_of(spec, chosen.funnel)
-        return Chosen(failure=Refusal(code=NO_HOST, reason=reason), funnel=chosen.funnel)
+        return Chosen(failure=self._no_host(request, known, spec, chosen, source), funnel=chosen.funnel)
 
     def _pick_in_cells(
         self,
@@ -227,16 +228,18 @@ class DestinationChooser:
             spec = spec.with_related(related_of(requested, page), request.request_id)
         return spec
 
-    def _suits(self, pending: PendingAction, spec: RequestSpec, host: str | None) -> Chosen | Retry | None:
-        """Why an instance may not be rebuilt from another image on its host; nothing is claimed for a rebuild."""
-        result = None if host is None else self._selector.suits_rebuild(host, spec)
-        if host is None or result is None:
-            return None
-        if result.may_be_out_of_order and pending.delivery.awaits_hosts:
-            return HOSTS_UNKNOWN
-        reasons = ", ".join(sorted(result.funnel[-1].rejected))
-        reason = f"host {self._selector.name_of(host)} does not suit the image: {reasons}"
-        return Chosen(failure=Refusal(code=IMAGE_UNSUITABLE, reason=reason), funnel=result.funnel)
+    def _rebuilt_on(self, spec: RequestSpec, host: str | None) -> Chosen | NoValidHost:
+        """Whether an instance may be rebuilt from another image on its host; nothing is claimed for a rebuild."""
+        return (None if host is None else self._selector.suits_rebuild(host, spec)) or Chosen()
+
+    def _no_host(
+        self, request: ActionRequest, known: ActionContext, spec: RequestSpec, found: NoValidHost, source: str | None
+    ) -> Refusal:
+        if source is None or not changes_image(request, known):
+            return Refusal(code=NO_HOST, reason=message_of(spec, found.funnel))
+        reasons = ", ".join(sorted(found.funnel[-1].rejected))
+        reason = f"host {self._selector.name_of(source)} does not suit the image: {reasons}"
+        return Refusal(code=IMAGE_UNSUITABLE, reason=reason)
 
     def _pick(
         self,

@@ -118,3 +118,38 @@ async def test_evacuated_instances_choose_beside_those_that_wait_with_them(
     assert {one.fenced_hosts for one in chosen} == {(dead,) if group else ()}
     as_a_drain = await choose(5, CELL_DRAIN_USER, NETWORKS)  # a client's: it raised IndexError
     assert as_a_drain.failure is not None and as_a_drain.failure.code == "action.across_cells"
+
+
+# --- a rebuild, and a plan
+
+
+@pytest.mark.parametrize(("newest", "code"), [(("CUSTOM_A",), None), ((), "image.unsuitable")])
+async def test_a_rebuild_is_refused_on_the_newest_state_only_and_leaves_the_holds_of_moves(
+    newest: tuple[str, ...], code: str | None
+) -> None:
+    hosts = Hosts([PLENTY], cells=["c"])
+
+    class Older:
+        async def refresh(self, *, timeout_s: float) -> bool:
+            hosts.replica.load([replace(hosts.states[0], generation=2, traits=newest)], 1)
+            return True
+
+    hosts.selector.assumed.add("another move", {hosts.uuids[0]: {"VCPU": 1}}, SystemClock().monotonic() + 60.0)
+    request = requested(ActionKind.REBUILD, image="new", image_properties={"trait:CUSTOM_A": "required"})
+    located = Located(UUID, LocatePage(hosts={UUID: (hosts.uuids[0],)}), {})
+    pending = PendingAction(batch_index=0, request=request, taken_at=1.0, delivery=LAST)
+    chosen = await choosing(hosts, Older()).choose(pending, KNOWN, located)
+    assert isinstance(chosen, Chosen) and (chosen.failure and chosen.failure.code) == code
+    assert hosts.selector.assumed.next_until is not None
+
+
+async def test_a_plan_without_a_host_leaves_the_holds_of_moves() -> None:
+    hosts = Hosts([PLENTY] * 2, cells=["c"] * 2)
+    hosts.selector.assumed.add("another move", {hosts.uuids[0]: {"VCPU": 1}}, SystemClock().monotonic() + 60.0)
+    known = replace(KNOWN, build_request=replace(BUILT, host=None, image=None, image_properties={}))
+    located = Located(UUID, LocatePage(hosts={UUID: (hosts.uuids[0],)}), {})
+    pending = PendingAction(batch_index=0, request=requested(ActionKind.MIGRATE), taken_at=1.0, delivery=LAST)
+    planned = {hosts.uuids[1]: "host.drained"}
+    chosen = await choosing(hosts).choose(pending, known, located, planned=planned)
+    assert isinstance(chosen, Chosen) and chosen.failure is not None and chosen.failure.code == "no_valid_host"
+    assert hosts.selector.assumed.next_until is not None
