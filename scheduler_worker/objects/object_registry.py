@@ -31,6 +31,7 @@ from scheduler_worker.objects.consistency import named
 from scheduler_worker.objects.effective_config import configuration_bodies, effective_config, seeds
 from scheduler_worker.records.object_records import (
     INVALID,
+    BodyInvalid,
     ChangeActor,
     Key,
     RecordedObjects,
@@ -189,14 +190,11 @@ class ObjectRegistry:
 
         async def make(_unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
             for one in reports:
-                stored = present.objects.get((ObjectKind.FENCE, one.host_uuid))
-                if stored is None:
-                    host = self._selector.name_of(one.host_uuid)
-                    change = fence_rules.unfence_unknown(one, present.revision, host)
-                    if change is not None:
-                        log.warning("host.fence_unknown", uuid=one.host_uuid, host=host, cell=one.cell)
-                else:
-                    change = fence_rules.acknowledge(one.host_uuid, fence_of(stored), one)
+                try:
+                    change = self._fence_change(one, present)
+                except BodyInvalid as fault:  # a scheduler of the version that wrote it records the repeat
+                    log.warning("host.fence_not_usable", uuid=one.host_uuid, cell=one.cell, reason=str(fault))
+                    continue
                 if change is not None:
                     changed[one.host_uuid] = change  # the last of several reports about one fence
             cell, reason = f"cell {reports[0].cell}", "its report about the fence"
@@ -211,6 +209,17 @@ class ObjectRegistry:
                 stale_machines=one.stale_machines,
                 cell=one.cell,
             )
+
+    def _fence_change(self, report: HostFence, present: RecordedObjects) -> ChangedObject | None:
+        """Raises BodyInvalid: the fence on record cannot be used here."""
+        stored = present.objects.get((ObjectKind.FENCE, report.host_uuid))
+        if stored is not None:
+            return fence_rules.acknowledge(report.host_uuid, fence_of(stored), report)
+        host = self._selector.name_of(report.host_uuid)
+        change = fence_rules.unfence_unknown(report, present.revision, host)
+        if change is not None:
+            log.warning("host.fence_unknown", uuid=report.host_uuid, host=host, cell=report.cell)
+        return change
 
     def cells_in_use(self) -> Collection[str]:
         """The cells that workers connect to."""

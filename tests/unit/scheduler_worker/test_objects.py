@@ -462,6 +462,7 @@ def drains_of_site(site: Site) -> DrainController:
         (ObjectKind.DRAIN, DRAIN, DRAIN_BODY | NEWER, "object.invalid"),
         (ObjectKind.DRAIN, DRAIN, DRAIN_BODY | {"target": "rack"}, "object.invalid"),
         (ObjectKind.FLAVOR, "big", {"extra_specs": {"trait:HW_X": "perhaps"}}, None),
+        (ObjectKind.FENCE, BEGUN, {"host": "h5", "cell": "c1", "version": 1} | NEWER, None),
     ],
 )
 async def test_what_this_scheduler_cannot_use_is_adopted_in_no_part_and_ends_no_worker(
@@ -484,7 +485,8 @@ async def test_what_this_scheduler_cannot_use_is_adopted_in_no_part_and_ends_no_
         await drains.command(DrainCommand(drain=DRAIN if code else BEGUN, action=DrainAction.STOP, by="ann"), "m"),
     ]
     assert [one.code if isinstance(one, Refusal) else None for one in answers] == [code, code]
-    await registry.record_fences([HostFence(host_uuid=hosts.uuids[2], cell="c1", version=1, state=FenceState.FENCED)])
+    report = HostFence(host_uuid=hosts.uuids[2], cell="c1", version=1, state=FenceState.FENCED)
+    await registry.record_fences([replace(report, host_uuid=BEGUN), report])
     present = await site.store.objects()
     assert present is not None and present.objects[ObjectKind.FENCE, hosts.uuids[2]].body["acknowledged"] == 1
 
