@@ -86,8 +86,8 @@ class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
     # the cell has announced the build or has its claim, or is silent for long: a cell without a record has lost it, and
     # queries its compute services first
     may_have_started: bool = False
-    # the first that the instance may have there by the schedulers' record; one that left with a lower one has come back
-    # since
+    # the highest that the instance has there as far as the schedulers know, at least the first that it may have: one
+    # that left with a lower one has come back since, and a cell without a record releases what this one holds
     attempt: Attempt = 0
 
 

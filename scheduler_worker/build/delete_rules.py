@@ -123,15 +123,15 @@ def _delete(
     The cell of the claim deletes it: the record of its dispatch may be lost, as after a restore, and the instance may
     run.
     """
-    cell = build.cell or (None if consumer is None else consumer.cell)
+    located = build if build.cell is not None or consumer is None else _as_held(build, consumer)
     claimed = FIRST_ATTEMPT if build.awaits_decision else build.attempt  # a scheduler may be claiming for it
     after, lines = build, tuple[TimelineEntry, ...]()
     reply: BuildAccepted | Refusal = BuildAccepted(instance_uuid=build.instance_uuid)
     if build.state in DELETE_REQUESTED:
         pass  # it was requested before
-    elif cell is not None:
-        after = replace(build, state=BuildState.DELETING, cell=cell)
-        lines = (actor.entry("delete_requested", f"passed to cell {cell}"),)
+    elif located.cell is not None:
+        after = replace(located, state=BuildState.DELETING)
+        lines = (actor.entry("delete_requested", f"passed to cell {located.cell}"),)
     elif consumer is None:
         after = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, attempt=claimed)
         lines = (actor.entry("deleted", f"it was {build.state.value}, and no cell has it"),)
@@ -146,6 +146,11 @@ def _delete(
         plan.updates.append(BuildUpdate(build=after, timeline=lines))
     plan.messages.extend(effects(build.state, after, actor.at))
     return reply
+
+
+def _as_held(build: RecordedBuild, consumer: ConsumerRecord) -> RecordedBuild:
+    """The build in the cell of what its instance holds (None: of none that is known), which has to be released."""
+    return replace(build, cell=consumer.cell, attempt=max(build.attempt, consumer.attempt))
 
 
 def _failed(build: RecordedBuild, refusal: Refusal) -> RecordedBuild:
@@ -178,13 +183,14 @@ def answer_unknown(
     # something becomes the record of that delete, also where it is another project's.
     for one in (one for one in plan.unknown if one.request.instance_uuid in on_record):
         uuid, project = one.key
-        build, cell = on_record[uuid], consumers[one.key].cell if one.key in consumers else None
+        build, consumer = on_record[uuid], consumers.get(one.key)
+        cell = None if consumer is None else consumer.cell
         if _is_foreign(build, project):  # no event: those about an instance are its owner's
             plan.outcomes[one.batch_index] = Done(reply=Refusal(code=UNKNOWN, reason=UNKNOWN_REASON))
-            if cell is not None:
-                tombstone = _tombstone(one.request, actor).build
+            if consumer is not None and cell is not None:
+                tombstone = _as_held(_tombstone(one.request, actor).build, consumer)
                 plan.messages.append(OutboxMessage(cell, delete_of(tombstone, may_have_started=True), uuid))
-        elif cell is None:
+        elif consumer is None or cell is None:
             refusal = Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)
             plan.outcomes[one.batch_index] = Done(reply=refusal)
             plan.messages.append(refused_build(uuid, project, refusal, actor.at, DELETED))
@@ -192,7 +198,7 @@ def answer_unknown(
             plan.outcomes[one.batch_index] = Done(reply=BuildAccepted(instance_uuid=uuid))
             if uuid not in plan.accepted:
                 plan.accepted.add(uuid)
-                deleting = replace(build, project_id=project, state=BuildState.DELETING, cell=cell)
+                deleting = replace(_as_held(build, consumer), project_id=project, state=BuildState.DELETING)
                 after = replace(deleting, terminal=False, code="", reason="")
                 line = actor.entry("delete_requested", f"it has no record, and holds something; passed to cell {cell}")
                 plan.updates.append(BuildUpdate(build=after, timeline=(line,)))

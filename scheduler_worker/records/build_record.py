@@ -112,8 +112,8 @@ class RecordedBuild(RecordedRequest, frozen=True, kw_only=True):
     """
 
     state: BuildState
-    # that holds its claim, as its cell last reported; of one that ended without a cell, that a delivery may have
-    # claimed (0: no claim was sent for it)
+    # that holds its claim, as its cell last reported, or placement for a delete; of one that ended without a cell, that
+    # a delivery may have claimed (0: no claim was sent for it)
     attempt: int = 0
     # by which schedulers claim and release for this record. An earlier, lost record of the same request had another.
     claim_owner: str = ""
@@ -255,11 +255,13 @@ def effects(  # noqa: PLR0917  (hot, so no keywords)
 
 def delete_of(build: RecordedBuild, *, may_have_started: bool) -> CellDelete:
     """The command to its cell to delete an instance."""
+    # By what a cell has of it that does not have its record: of a build that may yet come there it has nothing.
+    claimed = build.attempt if may_have_started else 0
     return CellDelete(
         instance_uuid=build.instance_uuid,
         project_id=build.project_id,
         may_have_started=may_have_started,
-        attempt=build.current.first_attempt,
+        attempt=max(build.current.first_attempt, claimed),
     )
 
 

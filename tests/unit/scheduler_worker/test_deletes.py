@@ -295,9 +295,9 @@ def record(state: BuildState, cell: str | None = None, **more: Any) -> RecordedB
     return replace(RECORD, state=state, cell=cell, **more)
 
 
-def held(cell: str | None, project: str = "p") -> dict[ProjectsBuild, ConsumerRecord]:
+def held(cell: str | None, project: str = "p", attempt: int = 1) -> dict[ProjectsBuild, ConsumerRecord]:
     one = ConsumerRecord(
-        consumer=BUILD, project_id=project, attempt=1, consumer_generation=1, allocations={}, hosts=(), cell=cell
+        consumer=BUILD, project_id=project, attempt=attempt, consumer_generation=1, allocations={}, hosts=(), cell=cell
     )
     return {(BUILD, project): one}
 
@@ -336,6 +336,12 @@ def words(messages: Iterable[OutboxMessage]) -> list[str]:
     return found
 
 
+def attempts(messages: Iterable[OutboxMessage]) -> list[int]:
+    """Of the deletes of what was begun: cells without its record release what these have claimed."""
+    deletes = (one.message for one in messages if isinstance(one.message, CellDelete))
+    return [one.attempt for one in deletes if one.may_have_started]
+
+
 # --- of what is on record
 
 Row = tuple[RecordedBuild, dict[ProjectsBuild, ConsumerRecord], str, RecordedBuild | None, list[str]]
@@ -351,6 +357,7 @@ ROWS: list[Row] = [
     (record(DELETED), C1, "accepted", None, []),
     (record(ACCEPTED), C1, "accepted", record(DELETING, "c1"), TAKEN),
     (record(FAILED), C1, "accepted", record(DELETING, "c1"), TAKEN),
+    (record(FAILED), held("c1", attempt=3), "accepted", record(DELETING, "c1", attempt=3), TAKEN),
     (record(ACCEPTED), held("c1", "q"), "accepted", record(DELETED, sequence=4, terminal=True, attempt=1),
      ["deleted 4", "release"]),
     (record(ACCEPTED, attempt=0), {}, "accepted", record(DELETED, sequence=4, terminal=True, attempt=1),
@@ -384,6 +391,7 @@ def test_a_delete_by_its_record_and_by_what_its_instance_holds(
         after is not None
     )
     assert words(planned.messages) == sent
+    assert attempts(planned.messages) == [one.build.attempt for one in planned.updates if sent == TAKEN]
     unasked = plan_deletes([deleted(4, LAST), deleted(5, LAST)], {BUILD: build}, AUTHOR)
     if build.cell is None and build.state is not DELETED:
         assert [one.batch_index for one in unasked.without_cell] == [4, 5]
@@ -489,7 +497,9 @@ def test_a_tombstone_is_the_record_of_a_build_that_was_deleted_before_it_came() 
     ("build", "kept", "outcome", "sent"),
     [
         (record(DELETED, code=UNKNOWN), {}, f"answered {UNKNOWN}", [f"refused 4 {UNKNOWN}"]),
-        (record(DELETED, code=UNKNOWN), C1, "accepted", TAKEN),
+        (record(DELETED, code=UNKNOWN, attempt=0), C1, "accepted", TAKEN),
+        (record(DELETED, code=UNKNOWN, attempt=0), held("c1", attempt=3), "accepted", TAKEN),
+        (record(ACTIVE, project_id="q"), held("c1", attempt=3), f"answered {UNKNOWN}", TAKEN),
         (record(DELETED, code=UNKNOWN), held("c1", "q"), f"answered {UNKNOWN}", [f"refused 4 {UNKNOWN}"]),
         (record(DELETED, code=UNKNOWN), NOWHERE, f"answered {UNKNOWN}", [f"refused 4 {UNKNOWN}"]),
         (record(DELETED, project_id="q", code=UNKNOWN), C1, "accepted", TAKEN),
@@ -505,6 +515,8 @@ def test_a_delete_of_an_unknown_instance_is_refused_unless_it_holds_something_wh
     answered = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[deleted()], without_cell=[])
     answer_unknown(answered, {} if build is None else {BUILD: build}, AUTHOR, kept)
     assert (word(answered.outcomes.get(4)), words(answered.messages)) == (outcome, sent)
+    held_attempt = max((one.attempt for one in kept.values()), default=0)
+    assert all(one >= held_attempt for one in attempts(answered.messages))
     assert {update.build.project_id for update in answered.updates} <= {"p"}
     awaited = [one for update in answered.updates if (one := open_build(update.build)) is not None]
     assert [(one.kind, one.cell) for one in awaited] == ([("delete", "c1")] if outcome == "accepted" else [])
