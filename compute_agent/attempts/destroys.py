@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import structlog
@@ -16,7 +15,7 @@ from bus.retrying import Retrying, RetryPolicy
 from compute_agent import metrics
 from compute_agent.attempts.jobs import Chain, Jobs
 from compute_agent.attempts.results import Results
-from compute_agent.driver import Driver, DriverUnavailable, Machine, MachineProtected, NotOwned
+from compute_agent.driver import Driver, DriverUnavailable, MachineProtected, NotOwned
 from compute_agent.hosts.scan import is_of_attempt
 from compute_agent.records.attempt import (
     AttemptPhase,
@@ -33,7 +32,8 @@ log = structlog.get_logger()
 # A destruction is repeated as often as the service's limits allow, and so is a look before it.
 DESTROY = RetryPolicy(first_s=0.2, longest_s=30.0, least=0.0)
 DESTROY_RETRY_S = 60.0  # the interval at which failed destructions are tried again
-MAX_RETRIES = 1_000  # the number of them that are tried at a time, because the driver may have just been unavailable
+# The number of them that are tried at a time, and of looks, because the driver may have just been unavailable.
+MAX_RETRIES = 1_000
 
 
 class Destroys:
@@ -127,8 +127,9 @@ class Destroys:
 
     def resume_owed(self) -> None:
         """Start the oldest of what is owed where nothing is under way, as far as the records still say so."""
-        idle = (key for key in self._owed() if self._jobs.chain(key) is None)
-        for key in list(itertools.islice(idle, MAX_RETRIES)):
+        # As many of each kind: neither waits until the other has ended.
+        idle = ([key for key in owed if self._jobs.chain(key) is None] for owed in (self._failed, self._records.checks))
+        for key in dict.fromkeys(key for keys in idle for key in keys[:MAX_RETRIES]):
             self._failed.pop(key, None)
             entry = self._records.get(key)
             if entry is not None and entry.phase is AttemptPhase.DESTROYING:
@@ -174,9 +175,11 @@ class Destroys:
         """
         async with chain.lock:
             try:
-                machines = await self._destroying.call(
-                    partial(self._look, key), lambda error: isinstance(error, DriverUnavailable)
+                listed = await self._destroying.call(
+                    lambda: self._driver.list((key[0],)), lambda error: isinstance(error, DriverUnavailable)
                 )
+                if (machines := listed.get(key[0])) is None:  # that proves nothing, and no repeat within a pass does
+                    raise DriverUnavailable("the driver does not list the host")
             except DriverUnavailable as fault:
                 # It stays due: a recovery commands about a leftover only once.
                 log.warning("destroy.not_checked", instance=key[1], cause=key[1], host=key[0], reason=str(fault))
@@ -192,15 +195,6 @@ class Destroys:
                 self._results.send_result(key, entry)
             else:
                 self._handle_again(replace(command, keep_if_complete=False), looked)
-
-    async def _look(self, key: Key) -> Sequence[Machine]:
-        """The machines on this host now. Raises DriverUnavailable, also where the driver leaves the host out, which
-        proves nothing.
-        """
-        machines = (await self._driver.list((key[0],))).get(key[0])
-        if machines is None:
-            raise DriverUnavailable("the driver does not list the host")
-        return machines
 
     def _handle_again(self, command: Destroy, *rows: CheckRow) -> None:
         row = self.handle(command)
