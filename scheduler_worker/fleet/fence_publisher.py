@@ -70,7 +70,8 @@ class FencePublisher:
         now_s = self._clock.monotonic()
         is_open = (not fence.is_acknowledged or fence.unfencing) and not fence.forced
         last, times, at_s = self._published.setdefault((order.host_uuid, cell), (order, 0, now_s))
-        if is_open and (last != order or not times):
+        # One that is on record as acknowledged, too: that record, or the cell's, may have been restored.
+        if not fence.forced and (last != order or not times):
             return 0
         # A forced fence's cell may be gone for good.
         pause_s = doubled_s(REPUBLISH_S, REPEAT_S, times - 1) if is_open else REPEAT_S
