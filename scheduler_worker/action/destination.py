@@ -167,11 +167,7 @@ class DestinationChooser:
                 return Chosen(failure=failure)
             chosen = self._rebuilt_on(spec, source)
         elif isinstance(spec, Unsatisfiable):
-            hosts = int(self._selector.replica.rows_of_roots().size)
-            return Chosen(
-                failure=Refusal(code=NO_HOST, reason=f"No host can take it: {spec.reason}."),
-                funnel=(funnel_step(spec.step, hosts, {spec.code: hosts}),),
-            )
+            return self._unsatisfied(spec)
         else:
             try:
                 chosen = self._pick_in_cells(pending, known, spec, located, planned, is_newest=is_newest)
@@ -227,6 +223,11 @@ class DestinationChooser:
         if requested.server_group is not None or requested.different_host or requested.same_host:
             spec = spec.with_related(related_of(requested, page), request.request_id)
         return spec
+
+    def _unsatisfied(self, spec: Unsatisfiable) -> Chosen:
+        hosts = int(self._selector.replica.rows_of_roots().size)
+        failure = Refusal(code=NO_HOST, reason=f"No host can take it: {spec.reason}.")
+        return Chosen(failure=failure, funnel=(funnel_step(spec.step, hosts, {spec.code: hosts}),))
 
     def _rebuilt_on(self, spec: RequestSpec, host: str | None) -> Chosen | NoValidHost:
         """Whether an instance may be rebuilt from another image on its host; nothing is claimed for a rebuild."""
