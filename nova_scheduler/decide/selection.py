@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from bus.contracts.cell import Selection
-from nova_scheduler.request.request_spec import NAMESPACE, OBJECT
+from nova_scheduler.wire.versioned import NAMESPACE, OBJECT
 
 # Of Placement, as which the conductor sends the allocation request: nova-scheduler 34 asks for candidates with it.
 MICROVERSION: Final = "1.36"
