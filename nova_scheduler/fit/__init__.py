@@ -1,1 +1,1 @@
-"""Does an instance fit a host's hardware: its NUMA cells, its PCI devices? Pure; what the host has comes in."""
+"""Whether an instance's NUMA topology fits a host's, and with which pins: pure, for Nova's hosts and a driver's own."""
