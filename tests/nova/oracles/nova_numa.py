@@ -152,7 +152,7 @@ def cells_as(kind: Any, primitives: list[Any]) -> list[Any]:
     return [kind.obj_from_primitive(one) for one in primitives]
 
 
-def numa_fit_instance_to_host(
+def numa_fit_instance_to_host(  # noqa: PLR0917 (Nova's arguments)
     host_topology: Any,
     instance_topology: Any,
     provider_mapping: Any,

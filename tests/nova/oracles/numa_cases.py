@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from nova_scheduler.fit.numa import (
@@ -71,15 +72,31 @@ def shuffled(rng: random.Random, value: Any) -> Any:
     return value
 
 
+class Kind(Struct, frozen=True):
+    """How the cells of a host are alike: use of its CPUs, page sizes, share of CPUs that is pinned."""
+
+    use: str
+    sizes: Sequence[int]
+    pinned: float
+
+
+class Wanted(Struct, frozen=True):
+    """How the cells of an instance are alike."""
+
+    policy: Any
+    threads: Any
+    pagesize: int | None
+
+
 def drawn_host(rng: random.Random) -> HostTopology:
-    """Cells are alike in cores, threads, page sizes and kind of use; not in what is free."""
+    """Cells are alike in cores, threads and kind; not in what is free."""
     count, cores, threads = rng.choice((1, 2, 2, 3, 4, 4)), rng.randint(1, 8), rng.choice((1, 2, 2, 2, 4))
     # As the kernel counts: a core's threads side by side, or far apart.
     apart = rng.choice((1, count * cores, 56))
     use = rng.choice(("dedicated", "dedicated", "split", "split", "legacy", "shared"))
     sizes = rng.choice(((), (SMALLEST_KB,), (SMALLEST_KB, HUGE_KB), (SMALLEST_KB, HUGE_KB), (4, HUGE_KB, GIANT_KB)))
     first = rng.choice((0, 0, 0, 1))
-    used = rng.choice((0.0, 0.0, 0.2, 0.6))
+    kind = Kind(use, sizes, rng.choice((0.0, 0.0, 0.2, 0.6)))
     cells = []
     for number in range(count):
         numbers = range(number * cores, (number + 1) * cores)
@@ -87,13 +104,12 @@ def drawn_host(rng: random.Random) -> HostTopology:
             [core * threads + one if apart == 1 else core + one * max(apart, count * cores) for one in range(threads)]
             for core in numbers
         ]
-        cells.append(drawn_cell(rng, first + number, siblings, use, sizes, used))
+        cells.append(drawn_cell(rng, first + number, siblings, kind))
     return HostTopology(cells=tuple(cells))
 
 
-def drawn_cell(
-    rng: random.Random, number: int, siblings: list[list[int]], use: str, sizes: Sequence[int], used: float
-) -> HostCell:
+def drawn_cell(rng: random.Random, number: int, siblings: list[list[int]], kind: Kind) -> HostCell:
+    use, used = kind.use, kind.pinned
     cpus = frozenset(cpu for core in siblings for cpu in core)
     if use == "split":
         floating = frozenset(cpu for core in siblings if rng.random() < 0.4 for cpu in core)
@@ -123,7 +139,7 @@ def drawn_cell(
         memory_usage=rng.choice((0, 0, 512, 1_024, memory)),
         pinned_cpus=pinned,
         siblings=tuple(frozenset(core) for core in own),
-        mempages=tuple(drawn_pages(rng, size, memory) for size in rng.sample(sizes, len(sizes))),
+        mempages=tuple(drawn_pages(rng, size, memory) for size in rng.sample(kind.sizes, len(kind.sizes))),
         socket=rng.choice((0, 1, None)),
         network_metadata=networks,
     )
@@ -152,20 +168,20 @@ def drawn_instance(rng: random.Random, host: HostTopology) -> InstanceTopology:
         pagesize = rng.choice((SMALL, LARGE, ANY, HUGE_KB, 16))
     memory = rng.choice((512, 512, 512, 1_024, 1_024, 2_048, 1_025, 4_096))
     width = rng.choice((1, 1, 2, 2, 3, 4, 6))
+    wanted = Wanted(policy, threads, pagesize)
     cells, at = [], 0
     first = rng.choice((0, 0, 0, 0, 1, -1))
     for number in range(count):
         own = range(at, at + width + rng.choice((0, 0, 0, 1)))
         at = own.stop
         own_memory = memory if rng.random() < 0.8 else rng.choice((512, 1_024, 2_048))
-        cells.append(drawn_instance_cell(rng, max(number + first, -1), own, policy, threads, pagesize, own_memory))
+        cells.append(drawn_instance_cell(rng, max(number + first, -1), own, wanted, own_memory))
     emulator = rng.choice((None, None, "share", "isolate")) if policy != "shared" else None
     return InstanceTopology(cells=tuple(cells), emulator_threads_policy=emulator)
 
 
-def drawn_instance_cell(
-    rng: random.Random, number: int, own: range, policy: Any, threads: Any, pagesize: int | None, memory: int
-) -> InstanceCell:
+def drawn_instance_cell(rng: random.Random, number: int, own: range, wanted: Wanted, memory: int) -> InstanceCell:
+    policy, threads = wanted.policy, wanted.threads
     pinned = frozenset(own) if policy == "dedicated" else frozenset[int]()
     if policy == "mixed":
         pinned = frozenset(cpu for cpu in own if rng.random() < 0.6)
@@ -177,7 +193,7 @@ def drawn_instance_cell(
         cpuset=frozenset(own) - pinned,
         pcpuset=pinned,
         memory=memory,
-        pagesize=pagesize,
+        pagesize=wanted.pagesize,
         cpu_policy=policy,
         cpu_thread_policy=threads,
         cpu_pinning=stale,
