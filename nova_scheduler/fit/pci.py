@@ -33,7 +33,6 @@ ONLY_PARENTS: Final = "pci.physical_function"
 ONLY_VDPA: Final = "pci.vdpa"
 ONLY_REMOTE: Final = "pci.remote_managed"
 OTHER_PROVIDER: Final = "pci.other_provider"
-LIVE_MIGRATION: Final = "pci.live_migration"
 SPLIT_PROVIDER: Final = "pci.split_provider"
 
 # Tags that are not compared: placement's query has, or `rp_uuid` and `rp_uuids` with one another.
@@ -316,5 +315,5 @@ _RULES: Sequence[tuple[str, _Rule]] = (
     (ONLY_VDPA, without_vdpa),
     (ONLY_REMOTE, without_remote_managed),
     (OTHER_PROVIDER, allocated),
-    (LIVE_MIGRATION, live_migratable),
+    (NO_MATCH, live_migratable),
 )
