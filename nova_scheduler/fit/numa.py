@@ -68,9 +68,9 @@ class MemoryPages(Struct, frozen=True, kw_only=True):
 
 
 class NetworkMetadata(Struct, frozen=True, kw_only=True):
-    """The networks that a host's cell is near to, or that an instance uses: physical ones, and whether tunneled ones."""
+    """The networks that a host's cell is near to, or that an instance uses."""
 
-    physnets: PhysicalNetworks = frozenset()
+    physnets: PhysicalNetworks = frozenset()  # names of physical networks
     tunneled: bool = False
 
 

@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 OBJECT: Final = "nova_object."
 NAMESPACE: Final = "nova"
 MAX_FIELDS = 1_000
+
+Primitive = dict[str, Any]
 
 _TRUE = frozenset({"1", "t", "true", "on", "y", "yes"})
 
@@ -34,6 +36,17 @@ def data_of(value: object, name: str) -> Mapping[str, object]:
     if len(data) > MAX_FIELDS:
         raise ObjectUnreadable(f"{name}: more than {MAX_FIELDS} fields")
     return data
+
+
+def versioned(name: str, version: str, fields: Mapping[str, object]) -> Primitive:
+    """An object of Nova's with these fields, all of which its writer has set."""
+    return {
+        OBJECT + "name": name,
+        OBJECT + "namespace": NAMESPACE,
+        OBJECT + "version": version,
+        OBJECT + "data": dict(fields),
+        OBJECT + "changes": sorted(fields),
+    }
 
 
 def is_true(text: object) -> bool:
