@@ -2,7 +2,7 @@
 
 nova_pci.py cases   answers each case by nova.pci.stats; at the end the branches of it that they reached, for
                          which the module `coverage` is needed (a folder that has it may be named by COVERAGE_IN)
-nova_pci.py tests        runs Nova's own unit tests of pools, and asks for each decision of nova.pci.stats
+nova_pci.py tests   runs Nova's own unit tests of pools and of the weigher, and asks for each decision of nova.pci.stats
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nova.scheduler.weights import pci as pci_weigher
 
 objects.register_all()
 
-TESTS = "nova.tests.unit.pci.test_stats"
+TESTS = ("nova.tests.unit.pci.test_stats", "nova.tests.unit.scheduler.weights.test_weights_pci")
 # The methods that decide whether and of which pools; the others keep the devices of a nova-compute.
 DECIDING = (
     "_filter_pools", "_filter_pools_for_spec", "_filter_pools_for_numa_cells", "_filter_pools_for_socket_affinity",
@@ -197,6 +197,11 @@ def is_one_pool_each(pools: Any) -> bool:
     return not ask({"do": "is_split", "pools": sent_pools(pools)})
 
 
+def weight(self: Any, host_state: Any, request_spec: Any) -> int:
+    del self, request_spec
+    return ask({"do": "weight", "pools": sent_pools(host_state.pci_stats.pools if host_state.pci_stats else [])})
+
+
 ITS_OWN = stats.PciDeviceStats._assert_one_pool_per_rp_uuid
 
 
@@ -219,12 +224,13 @@ def each_test(suite: Any) -> Iterator[Any]:
 
 
 def tests() -> None:
-    suite = list(each_test(unittest.defaultTestLoader.loadTestsFromName(TESTS)))
+    suite = list(each_test(unittest.defaultTestLoader.loadTestsFromNames(TESTS)))
     for name, method in vars(Replaced).items():
         if callable(method):
             assert hasattr(stats.PciDeviceStats, name), name
             setattr(stats.PciDeviceStats, name, method)
     stats.PciDeviceStats._assert_one_pool_per_rp_uuid = staticmethod(is_one_pool_each)
+    pci_weigher.PCIWeigher._weigh_object = weight
     # What no test has left to decide is not reached by any of them.
     for name in {*DECIDING} - {*vars(Replaced), "_assert_one_pool_per_rp_uuid", "_decrease_pool_count"}:
         if hasattr(stats.PciDeviceStats, name):

@@ -21,6 +21,7 @@ from uuid import UUID
 
 import coverage
 
+from nova_scheduler.filters.pci import PciPassthroughFilter, weight_of
 from nova_scheduler.fit.pci import (
     NUMA_POLICIES,
     Consumed,
@@ -34,6 +35,8 @@ from nova_scheduler.fit.pci import (
 )
 from nova_scheduler.fit.pci_pools import parse_pools
 from nova_scheduler.request.request_spec import parse_request_spec
+from placement_worker.replica.request import Query
+from scheduler_worker.selection.request_spec import RequestSpec
 
 NOVAS_SIDE = Path(__file__).with_name("nova_pci.py")
 LEAST_SHARE = 0.25  # of the cases that fit, and of those that do not
@@ -232,15 +235,13 @@ def ours(case: Mapping[str, Any]) -> list[dict[str, Any]]:
         requests = requests_of(instance["requests"])
         affinity = affinity_of(instance["cells"], dict(case["sockets"]))
         found = consume(pools, requests, instance["mapping"], affinity)
-        suits = [
-            number
-            for number, one in enumerate(instance["candidates"])
-            if isinstance(consume(pools, requests, one), Consumed)
-        ]
+        spec = RequestSpec(query=Query(), flavor="", project_id="", devices=requests)
+        suits = PciPassthroughFilter({"host": pools}.get).suiting("host", spec, instance["candidates"])
         step: dict[str, Any] = {
             "fits": isinstance(found, Consumed),
             "passes": bool(suits) or not requests,
-            "candidates": suits if requests else list(range(len(instance["candidates"]))),
+            "candidates": suits,
+            "weight": weight_of(pools),
             "reason": "" if isinstance(found, Consumed) else found.reason,
         }
         pools = found.pools if isinstance(found, Consumed) else pools
@@ -256,7 +257,7 @@ def as_ours(pool: Mapping[str, Any]) -> PciPool:
 def differences(case: Mapping[str, Any], theirs: Sequence[Mapping[str, Any]]) -> list[str]:
     found = []
     for own, nova in zip(ours(case), theirs, strict=True):
-        found += [name for name in ("fits", "passes", "candidates") if own[name] != nova[name]]
+        found += [name for name in ("fits", "passes", "candidates", "weight") if own[name] != nova[name]]
         if own["pools"] != tuple(as_ours(pool) for pool in nova["pools"]):
             found.append("pools")
     return found
@@ -316,6 +317,8 @@ def decided(asked: Mapping[str, Any]) -> object:
     pools = [pool_of(one, row) for row, one in enumerate(asked["pools"])]
     if asked["do"] == "consume":
         return consumed(asked)
+    if asked["do"] == "weight":
+        return weight_of(pools)
     if asked["do"] == "is_split":
         return is_split(pools)
     if asked["do"] == "of_sockets":

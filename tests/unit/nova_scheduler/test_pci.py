@@ -12,10 +12,27 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from nova_scheduler.cloud.host_devices import ChosenDevices, HostDevices
+from nova_scheduler.filters.pci import ENOUGH, UNKNOWN, PciPassthroughFilter, PCIWeigher
 from nova_scheduler.fit import pci
-from nova_scheduler.fit.pci import Consumed, PciPool, PciRefusal, PciRequest, affinity_of, consume, ordered, release
+from nova_scheduler.fit.numa import InstanceCell
+from nova_scheduler.fit.pci import (
+    Consumed,
+    PciPool,
+    PciRefusal,
+    PciRequest,
+    affinity_of,
+    consume,
+    ordered,
+    release,
+    view_of,
+)
 from nova_scheduler.fit.pci_pools import MAX_BYTES, MAX_POOLS, PciPoolsUnreadable, parse_pools
+from scheduler_worker.selection.explain import PHRASES
+from scheduler_worker.selection.plugin import applies_to
+from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
 
 A, B, C = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abc")
 ID = "11111111-0000-4000-8000-000000000000"
@@ -225,3 +242,93 @@ def test_what_is_taken_can_be_given_back(pools: tuple[PciPool, ...], requests: l
     if isinstance(found, Consumed):
         after = release(found.pools, found.taken)
         assert sorted(map(repr, after)) == sorted(map(repr, pools))
+
+
+def cell(number: int) -> InstanceCell:
+    return InstanceCell(id=number, cpuset=frozenset(), pcpuset=frozenset(), memory=0)
+
+
+def test_a_fit_of_numa_cells_sees_devices_by_cell_and_whether_they_are_near() -> None:
+    pools = (pool(2, 0), pool(3, 0), pool(4, None))
+    view = view_of(pools, [ask(5, numa_policy="required")], None, SOCKETS)
+    assert (view.free_by_node[0], view.free_by_node[None], view.free_by_node.get(1, 0)) == (5, 4, 0)
+    assert view.fits is not None
+    assert [view.fits([cell(number)]) for number in (0, 1)] == [True, False]
+    assert view_of(pools, [], None, SOCKETS).fits is None
+
+
+# --- Hosts: what is free there, which pass, how they weigh.
+
+
+def chosen(count: int = 1) -> ChosenDevices:
+    return ChosenDevices(requests=(ask(count),))
+
+
+def test_what_was_chosen_counts_until_the_row_has_it() -> None:
+    devices = HostDevices()
+    devices.choose(A, "early", chosen())
+    assert devices.pools_of(A) is None
+    devices.put(A, row(fields(count=5)))
+    devices.choose(A, "vm", chosen(2))
+    seen = [counts(devices.pools_of(A) or ())]
+    devices.put(A, row(fields(count=4)), counted=["early", "another"])  # it has the first
+    seen.append(counts(devices.pools_of(A) or ()))
+    devices.choose(A, "late", chosen(3))  # the row has room for one of both
+    seen.append(counts(devices.pools_of(A) or ()))
+    devices.release(A, "late")
+    devices.release(A, "unknown")
+    devices.release(B, "vm")
+    seen.append(counts(devices.pools_of(A) or ()))
+    devices.put(A, row(fields(count=4)), counted=["vm"])
+    seen.append(counts(devices.pools_of(A) or ()))
+    assert seen == [[2], [2], [2], [2], [4]]
+    assert devices.pools_of(B) is None
+
+
+def test_of_a_host_whose_row_cannot_be_read_nothing_is_known() -> None:
+    devices = HostDevices()
+    devices.put(A, row(fields(count=3)))
+    with pytest.raises(PciPoolsUnreadable):
+        devices.put(A, "{")
+    assert devices.pools_of(A) is None
+    devices.choose(A, "vm", chosen())
+    devices.put(A, row(fields(count=3)))
+    assert counts(devices.pools_of(A) or ()) == [2]
+    devices.drop(A)
+    assert devices.pools_of(A) is None
+
+
+@pytest.fixture
+def hosts() -> Hosts:
+    return Hosts([PLENTY] * 5)
+
+
+def test_hosts_pass_by_their_devices(hosts: Hosts) -> None:
+    free: dict[str, Sequence[PciPool]] = dict(
+        zip(hosts.uuids, ((pool(2),), (pool(1),), (pool(dev_type="vdpa"), pool(1)), ()), strict=False)
+    )
+    judged = PciPassthroughFilter(free.get)
+    spec = replace(hosts.spec(), devices=(ask(1), ask(1)))
+    result = judged.filter(hosts.view(), spec)
+    assert result.passed.tolist() == [True, False, False, False, False]
+    assert result.rejected == {pci.NO_MATCH: 2, pci.ONLY_VDPA: 1, UNKNOWN: 1}
+    assert [applies_to(judged, one) for one in (spec, hosts.spec())] == [True, False]
+
+
+def test_candidates_of_a_host_do_by_their_providers(hosts: Hosts) -> None:
+    first, second = hosts.uuids[:2]
+    judged = PciPassthroughFilter({first: (pool(1, rp_uuid=A), pool(1, 0, "type-PF", rp_uuid=B))}.get)
+    spec = replace(hosts.spec(), devices=(ask(),))
+    candidates = [{f"{ID}-0": [one]} for one in (A, B, C)]
+    assert (judged.suiting(first, spec, candidates), judged.suiting(second, spec, candidates)) == ([0], [])
+
+
+def test_hosts_weigh_by_their_free_devices(hosts: Hosts) -> None:
+    free = dict(zip(hosts.uuids, ((pool(2), pool(3)), (pool(ENOUGH),), (), (pool(5_000),)), strict=False))
+    weights = PCIWeigher(free.get).weigh(hosts.view(), hosts.spec()).tolist()
+    assert weights == [ENOUGH - 5, 1, ENOUGH, 1, ENOUGH]
+
+
+def test_each_reason_is_said_in_words() -> None:
+    reasons = {UNKNOWN, pci.SPLIT_PROVIDER, *(reason for reason, _ in pci._RULES)}
+    assert reasons <= PHRASES.keys()
