@@ -14,6 +14,7 @@ from typing import Annotated, Final, Literal, Self
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from nova_scheduler.fit.numa import InstanceCell, PciView
 from nova_scheduler.wire.versioned import is_true
 
 MAX_REQUESTS = 256  # of one instance
@@ -33,7 +34,6 @@ ONLY_PARENTS: Final = "pci.physical_function"
 ONLY_VDPA: Final = "pci.vdpa"
 ONLY_REMOTE: Final = "pci.remote_managed"
 OTHER_PROVIDER: Final = "pci.other_provider"
-LIVE_MIGRATION: Final = "pci.live_migration"
 SPLIT_PROVIDER: Final = "pci.split_provider"
 
 # Tags that are not compared: placement's query has, or `rp_uuid` and `rp_uuids` with one another.
@@ -176,6 +176,29 @@ def release(pools: Sequence[PciPool], taken: Iterable[PciPool]) -> tuple[PciPool
     return ordered(counts)
 
 
+def free_devices(pools: Iterable[PciPool]) -> int:
+    """How many devices are in these pools."""
+    return sum(pool.count for pool in pools)
+
+
+def view_of(
+    pools: Sequence[PciPool],
+    requests: Sequence[PciRequest],
+    mapping: Mapping[str, Sequence[str]] | None,
+    sockets: Mapping[int, int | None],
+) -> PciView:
+    """The same for the fit of an instance's NUMA topology. mapping, sockets: as of `consume` and `affinity_of`."""
+    free: Counter[int | None] = Counter()
+    for pool in pools:
+        free[pool.numa_node] += pool.count
+
+    def fits(cells: Sequence[InstanceCell]) -> bool:
+        affinity = affinity_of((cell.id for cell in cells), sockets)
+        return isinstance(consume(pools, requests, mapping, affinity), Consumed)
+
+    return PciView(free_by_node=free, fits=fits if requests else None)
+
+
 def providers_of(request: PciRequest, mapping: Mapping[str, Sequence[str]] | None) -> tuple[str, ...]:
     """The resource providers that placement has allocated a request's devices of, one for each device.
 
@@ -239,7 +262,7 @@ def _fitting(left: _Pools, ask: _Ask) -> list[int] | PciRefusal:
 
 
 def _free(left: _Pools, rows: Iterable[int]) -> int:
-    return sum(left[row].count for row in rows)
+    return free_devices(left[row] for row in rows)
 
 
 def _folded(texts: Mapping[str, str | None]) -> dict[str, str | int | None]:
@@ -316,5 +339,5 @@ _RULES: Sequence[tuple[str, _Rule]] = (
     (ONLY_VDPA, without_vdpa),
     (ONLY_REMOTE, without_remote_managed),
     (OTHER_PROVIDER, allocated),
-    (LIVE_MIGRATION, live_migratable),
+    (NO_MATCH, live_migratable),
 )
