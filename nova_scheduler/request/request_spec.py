@@ -164,7 +164,9 @@ class NovaRequest(Struct, frozen=True, kw_only=True):
     requested_resources: tuple[NovaRequestGroup, ...] | None = None
     request_level_params: NovaRequestLevel = NovaRequestLevel()
     requested_networks: NovaNetworks | None = None
-    numa_topology: Any = None  # as it came, not looked into
+    # numa_topology, network_metadata: as they came; `numa.numa_request` looks into them
+    numa_topology: Any = None
+    network_metadata: Any = None
     pci_requests: NovaPciRequests | None = None
 
     @property

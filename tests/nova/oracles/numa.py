@@ -1,8 +1,8 @@
 """The NUMA fit beside Nova's: `python -m tests.nova.oracles.numa --nova PYTHON [--cases N] [--seed S] [--json FILE]`.
 
 Random hosts and instances through nova.virt.hardware of that Python's Nova, and through ours: the same yes or no, the
-same cells and pins, the same host afterwards. Then Nova's own unit tests of that module, with our decisions in place of
-theirs. Exit status 1: something differs, or a test fails.
+same cells and pins, the same host afterwards. Then Nova's own unit tests of that module and of its filter, with our
+decisions in place of theirs. Exit status 1: something differs, or a test fails.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
+from nova_scheduler.filters import numa as filters_numa
+from nova_scheduler.filters.numa import HostNuma, NUMATopologyFilter
 from nova_scheduler.fit import numa_fit
 from nova_scheduler.fit.numa import (
     HostCell,
@@ -40,7 +42,11 @@ from nova_scheduler.fit.numa_objects import (
     primitive_of,
 )
 from nova_scheduler.fit.numa_usage import consume
+from nova_scheduler.request.numa import numa_request
+from nova_scheduler.request.request_spec import NovaFlavor, NovaImage, NovaRequest
 from nova_scheduler.wire.versioned import versioned
+from placement_worker.replica.request import Query
+from scheduler_worker.selection.request_spec import RequestSpec
 from tests.nova.oracles.numa_cases import drawn
 from tests.nova.oracles.process import Nova
 
@@ -158,6 +164,35 @@ class Decisions:
 
     def _networks_are_near(self, _host: object, chosen: Sequence[Any], _wanted: object) -> bool:
         return bool(self._call_back("networks", [cell.id for cell in chosen]))
+
+    def filter(self, asked: Mapping[str, Any]) -> object:
+        limits = parse_limits(asked["limits"])
+        assert limits is not None
+        known = HostNuma(
+            topology=host_topology(asked["host"]) if asked["host"] else None,
+            cpu_allocation_ratio=limits.cpu_allocation_ratio,
+            ram_allocation_ratio=limits.ram_allocation_ratio,
+        )
+        flavor = NovaFlavor(name="", vcpus=1, memory_mb=1, extra_specs=asked["specs"])
+        instance, image = asked["instance"], NovaImage(properties=asked["image"])
+        networks = asked["networks"]
+        request = numa_request(
+            NovaRequest(flavor=flavor, image=image, numa_topology=instance, network_metadata=networks)
+        )
+        everyone = list(range(len(asked["candidates"])))
+        if request is None:
+            return {"passes": True, "candidates": everyone, "limits": None}
+        spec = RequestSpec(query=Query(), flavor="", project_id="", devices=(request,))
+        judged = NUMATopologyFilter({"host": known}.get)
+        with patch.object(filters_numa, "fit_instance_to_host", self._whole_fit):
+            suits = judged.suiting("host", spec, asked["candidates"])
+        return {"passes": bool(suits), "candidates": suits, "limits": primitive_of(known.limits(request))}
+
+    def _whole_fit(self, *_: object, **__: object) -> InstanceTopology | Unfit:
+        found = self._call_back("fit", None)
+        if isinstance(found, dict):
+            return instance_topology(found)
+        return InstanceTopology(cells=()) if found else Unfit("")
 
     def fit_cell(self, asked: Mapping[str, Any]) -> object:
         found = fit_cell(host_cell(asked), instance_cell(asked), parse_limits(asked["limits"]), asked["reserve"])

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from nova_scheduler.filters import numa as filters_numa
+from nova_scheduler.filters.numa import INCONSISTENT, UNKNOWN, HostNuma, NumaRequest, NUMATopologyFilter
 from nova_scheduler.fit import numa, numa_fit
 from nova_scheduler.fit.numa import (
     HostCell,
@@ -35,7 +37,14 @@ from nova_scheduler.fit.numa_objects import (
     primitive_of,
 )
 from nova_scheduler.fit.numa_usage import consume
+from nova_scheduler.fit.pci import PciPool, PciRequest
+from nova_scheduler.request.numa import numa_request
+from nova_scheduler.request.request_spec import NotDecided, NovaFlavor, NovaImage, NovaRequest
 from nova_scheduler.wire.versioned import versioned
+from scheduler_worker.selection.explain import PHRASES
+from scheduler_worker.selection.plugin import applies_to
+from scheduler_worker.selection.request_spec import RequestSpec
+from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
 
 SMALL_KB, HUGE_KB = 4, 2_048
 NONE = frozenset[int]()
@@ -284,6 +293,119 @@ def test_an_instance_that_isolates_threads_takes_whole_cores() -> None:
 def test_pins_are_of_free_cpus(pinned: frozenset[int], pins: dict[int, int], free: bool) -> None:
     with pytest.raises(PinsRefused):
         consume(host(node(pinned_cpus=pinned)), vm(part(1, cpu_pinning=pins)), free=free)
+
+
+# --- The filter
+
+
+@pytest.fixture
+def hosts() -> Hosts:
+    return Hosts([PLENTY] * 4)
+
+
+def known(topology: HostTopology | None, **changed: Any) -> HostNuma:
+    return HostNuma(topology=topology, cpu_allocation_ratio=1.0, ram_allocation_ratio=1.0, **changed)
+
+
+def asking(hosts: Hosts, *more: object, **fields: Any) -> RequestSpec:
+    return replace(hosts.spec(), devices=(NumaRequest(**fields), *more))
+
+
+def test_hosts_pass_by_their_numa_nodes(hosts: Hosts) -> None:
+    facts = dict(zip(hosts.uuids, (known(TWO), known(SHARED), known(None)), strict=False))
+    result = NUMATopologyFilter(facts.get).filter(hosts.view(), asking(hosts, topology=vm(part())))
+    assert result.passed.tolist() == [True, False, False, False]
+    assert result.rejected == {numa.PCPUS: 1, numa.NO_TOPOLOGY: 1, UNKNOWN: 1}
+
+
+def test_it_applies_to_what_asks_of_numa_nodes(hosts: Hosts) -> None:
+    judged = NUMATopologyFilter({}.get)
+    specs = [
+        hosts.spec(),
+        asking(hosts),
+        asking(hosts, topology=vm()),
+        asking(hosts, topology=vm(part())),
+        asking(hosts, needs_threads=True),
+    ]
+    assert [applies_to(judged, spec) for spec in specs] == [False, False, False, True, True]
+    assert [judged.fitted("unknown", spec) for spec in specs[:2]] == [None, Unfit(UNKNOWN)]
+
+
+@pytest.mark.parametrize(
+    ("topology", "wanted", "reason"),
+    [
+        (TWO, None, None),
+        (TWO, vm(), None),
+        (host(node(siblings=SINGLE)), None, numa.THREADS),
+        (host(node(siblings=SINGLE)), vm(part()), numa.THREADS),
+        (None, None, None),
+        (None, vm(part()), numa.NO_TOPOLOGY),
+    ],
+)
+def test_threads_of_a_core_need_a_host_that_has_some(
+    hosts: Hosts, topology: HostTopology | None, wanted: InstanceTopology | None, reason: str | None
+) -> None:
+    judged = NUMATopologyFilter({"host": known(topology)}.get)
+    assert judged.rejection_reason("host", asking(hosts, topology=wanted, needs_threads=True)) == reason
+
+
+def test_candidates_do_by_the_numa_node_of_their_devices(hosts: Hosts) -> None:
+    kind = {"vendor_id": "8086", "product_id": "1515"}
+    pools = [PciPool.of(1, **kind, numa_node=at, tags={"rp_uuid": f"rp{at}"}) for at in (0, 1, 2)]
+    device = PciRequest(spec=(kind,), alias_name="nic", request_id="r", numa_policy="required")
+    judged = NUMATopologyFilter({"host": known(TWO, pools=pools)}.get)
+    spec = asking(hosts, device, topology=vm(part()))
+    candidates = [{"r-0": [f"rp{at}"]} for at in (0, 1, 2)]
+    assert judged.suiting("host", spec, candidates) == [0, 1]
+    found = [judged.fitted("host", spec, one) for one in candidates]
+    assert [outcome(one) if one else None for one in found] == [[(0, {0: 0, 1: 1})], [(1, {0: 4, 1: 5})], numa.PCI]
+
+
+def test_a_fit_with_pins_of_another_cell_is_refused(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    astray = vm(part(1, 0, cpu_pinning={0: 7}))
+    monkeypatch.setattr(filters_numa, "fit_instance_to_host", lambda *_, **__: astray)
+    judged = NUMATopologyFilter({"host": known(TWO)}.get)
+    assert judged.rejection_reason("host", asking(hosts, topology=vm(part(1)))) == INCONSISTENT
+
+
+def test_limits_are_those_of_the_host_and_the_request() -> None:
+    found = known(TWO).limits(NumaRequest(networks=near("a")))
+    assert found == limits(1.0, 1.0, near("a"))
+
+
+def test_each_reason_is_said_in_words() -> None:
+    reasons = {value for name, value in vars(numa).items() if name.isupper() and str(value).startswith("numa.")}
+    assert {UNKNOWN, INCONSISTENT, *reasons} <= PHRASES.keys()
+
+
+SHARES = NovaFlavor(name="m", vcpus=1, memory_mb=1)
+
+
+@pytest.mark.parametrize(
+    ("specs", "image", "needs"),
+    [
+        ({"hw:cpu_policy": "dedicated", "hw:cpu_thread_policy": "require"}, {}, True),
+        ({"hw:cpu_policy": "dedicated"}, {"hw_cpu_thread_policy": "require"}, True),
+        ({}, {"hw_cpu_policy": "dedicated", "hw_cpu_thread_policy": "require"}, True),
+        ({"hw:cpu_policy": "mixed", "hw:cpu_thread_policy": "require"}, {}, False),
+        ({"hw:cpu_policy": "dedicated", "hw:cpu_thread_policy": "prefer"}, {}, False),
+    ],
+)
+def test_threads_are_required_by_the_flavor_or_the_image(
+    specs: dict[str, str], image: dict[str, Any], needs: bool
+) -> None:
+    request = NovaRequest(flavor=replace(SHARES, extra_specs=specs), image=NovaImage(properties=image))
+    found = numa_request(request)
+    assert (found is not None and found.needs_threads) == needs
+
+
+def test_what_is_asked_is_read_of_the_request() -> None:
+    instance, networks = primitive_of(vm(part())), primitive_of(near("a"))
+    found = numa_request(NovaRequest(flavor=SHARES, numa_topology=instance, network_metadata=networks))
+    assert found == NumaRequest(topology=vm(part()), networks=near("a"))
+    assert numa_request(NovaRequest(flavor=SHARES, network_metadata=networks)) is None
+    with pytest.raises(NotDecided):
+        numa_request(NovaRequest(flavor=SHARES, numa_topology={}))
 
 
 # --- Nova's objects
