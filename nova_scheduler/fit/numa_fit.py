@@ -9,7 +9,7 @@ the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import permutations
+from math import comb
 
 from msgspec.structs import replace
 
@@ -29,7 +29,7 @@ from nova_scheduler.fit.numa import (
 )
 from nova_scheduler.fit.numa_cell import fit_cell
 
-MAX_ARRANGEMENTS = 50_000  # 8 cells on 8 have 40,320
+MAX_ARRANGEMENTS = 10_000  # that are looked at, of a host; of those that must fail few are
 
 
 def fit_instance_to_host(
@@ -48,12 +48,28 @@ def fit_instance_to_host(
     if len(host.cells) < len(instance.cells):
         return Unfit(TOO_FEW_CELLS)
     search = _Search(host, instance, limits, pci)
-    for number, arrangement in enumerate(permutations(_ordered(host, instance, pci, pack), len(instance.cells))):
-        if number == MAX_ARRANGEMENTS:
-            return Unfit(TOO_MANY_ARRANGEMENTS)
-        if search.succeeds_with(arrangement):
+    cells, arrangement = _ordered(host, instance, pci, pack), list(range(len(instance.cells)))
+    for _ in range(MAX_ARRANGEMENTS):
+        failed = search.fails_at([cells[number] for number in arrangement])
+        if failed is None:
             return InstanceTopology(cells=tuple(search.cells), emulator_threads_policy=instance.emulator_threads_policy)
-    return Unfit(search.reason)
+        following = None if search.is_hopeless else _following(arrangement, failed, len(cells))
+        if following is None:
+            return Unfit(search.reason)
+        arrangement = following
+    return Unfit(TOO_MANY_ARRANGEMENTS)
+
+
+def _following(arrangement: Sequence[int], place: int, numbers: int) -> list[int] | None:
+    """The next arrangement of so many numbers (as of itertools.permutations) that differs up to this place."""
+    for changed in range(place, -1, -1):
+        kept = arrangement[:changed]
+        higher = [one for one in range(arrangement[changed] + 1, numbers) if one not in kept]
+        if higher:
+            prefix = [*kept, higher[0]]
+            rest = [one for one in range(numbers) if one not in prefix]
+            return [*prefix, *rest[: len(arrangement) - len(prefix)]]
+    return None
 
 
 class _Search:
@@ -67,19 +83,29 @@ class _Search:
         self.cells = list(instance.cells)
         self._tried: dict[tuple[int, int], str | None] = {}  # {(host's cell, instance's cell): why not}
         self._rejected: dict[frozenset[int], str | None] = {}  # {the host's cells, in whatever order: why not}
+        self._choices = comb(len(host.cells), len(instance.cells))  # of the host's cells
         self._furthest, self.reason = -1, NO_TOPOLOGY
+        self.is_hopeless = False  # no arrangement can succeed any more
 
-    def succeeds_with(self, arrangement: Sequence[HostCell]) -> bool:
-        """Whether each of the instance's cells fits the host's cell in its place, and all together the devices."""
+    def fails_at(self, arrangement: Sequence[HostCell]) -> int | None:
+        """The place from which on another arrangement may do better than this, by what is known; None: this fits."""
+        before, known = [cell.id for cell in self.cells], len(self._tried)
         for place, host in enumerate(arrangement):
             reason = self._cell_rejection(place, host)
             if reason is not None:
-                return self._fails(place, reason)
+                self._fail(place, reason)
+                # Arrangements that begin alike fail alike, once that changes nothing.
+                has_changed = len(self._tried) > known or before != [cell.id for cell in self.cells]
+                return len(arrangement) - 1 if has_changed else place
         chosen = frozenset(host.id for host in arrangement)
         if chosen not in self._rejected:
             self._rejected[chosen] = self._joint_rejection(arrangement)
         reason = self._rejected[chosen]
-        return reason is None or self._fails(len(arrangement), reason)
+        if reason is None:
+            return None
+        self._fail(len(arrangement), reason)
+        self.is_hopeless = len(self._rejected) == self._choices
+        return len(arrangement) - 1
 
     def _cell_rejection(self, place: int, host: HostCell) -> str | None:
         cell = self.cells[place]
@@ -88,6 +114,7 @@ class _Search:
             # The emulator's CPU is beside the instance's first cell.
             fit = fit_cell(host, cell, self._limits, int(self._isolates_emulator and place == 0))
             self.cells[place], self._tried[pair] = fit.cell, fit.reason
+            self.is_hopeless = all(self._tried.get((one.id, fit.cell.id)) for one in self._host.cells)
         elif self._tried[pair] is None:
             self.cells[place] = replace(cell, id=host.id)
         return self._tried[pair]
@@ -98,10 +125,9 @@ class _Search:
         wanted = self._limits.network_metadata if self._limits is not None else None
         return None if wanted is None or networks_are_near(self._host, arrangement, wanted) else NETWORKS
 
-    def _fails(self, progress: int, reason: str) -> bool:
+    def _fail(self, progress: int, reason: str) -> None:
         if progress > self._furthest:
             self._furthest, self.reason = progress, reason
-        return False
 
 
 def networks_are_near(host: HostTopology, chosen: Sequence[HostCell], wanted: NetworkMetadata) -> bool:

@@ -2,7 +2,7 @@
 
 nova_numa.py cases   answers each case by nova.virt.hardware; at the end the branches of it that they reached, for
                      which the module `coverage` is needed (a folder that has it may be named by COVERAGE_IN)
-nova_numa.py tests   runs Nova's own unit tests of nova.virt.hardware, and asks for each decision of the fit
+nova_numa.py tests   runs Nova's own unit tests of nova.virt.hardware and of the filter, and asks for each decision
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ os.dup2(2, 1)
 # ruff: noqa: E402
 from nova import conf, exception, objects
 from nova.objects import numa
+from nova.scheduler.filters import numa_topology_filter
 from nova.virt import hardware
 from oslo_serialization import jsonutils
 
 objects.register_all()
 CONF = conf.CONF
 
-TESTS = "nova.tests.unit.virt.test_hardware"
+TESTS = ("nova.tests.unit.virt.test_hardware", "nova.tests.unit.scheduler.filters.test_numa_topology_filters")
 # The functions that decide.
 DECIDING = (
     "numa_fit_instance_to_host", "_numa_fit_instance_cell", "_pack_instance_onto_cores",
@@ -240,6 +241,50 @@ def _numa_pagesize_usage_from_cell(host_cell: Any, instance_cell: Any, sign: int
     return after.cells[0].mempages
 
 
+def host_passes(self: Any, host_state: Any, spec_obj: Any) -> bool:
+    """The filter's decision. A test may look whether its own stand-in for the fit is asked."""
+    del self
+    candidates = host_state.allocation_candidates
+    asked = iter(candidates)
+    networks = spec_obj.network_metadata if "network_metadata" in spec_obj else None
+    limits = objects.NUMATopologyLimits(
+        cpu_allocation_ratio=host_state.cpu_allocation_ratio or 1.0,
+        ram_allocation_ratio=host_state.ram_allocation_ratio or 1.0,
+    )
+    if networks:
+        limits.network_metadata = networks
+
+    def fit(_: Any) -> Any:
+        found = hardware.numa_fit_instance_to_host(
+            host_state.numa_topology,
+            spec_obj.numa_topology.obj_clone(),
+            limits=limits,
+            pci_requests=None,
+            pci_stats=None,
+            provider_mapping=next(asked)["mappings"],
+        )
+        return primitive(found) if isinstance(found, objects.InstanceNUMATopology) else bool(found)
+
+    image = spec_obj.image.properties
+    found = ask(
+        {
+            "do": "filter",
+            "host": primitive(host_state.numa_topology),
+            "limits": primitive(limits),
+            "instance": primitive(spec_obj.numa_topology),
+            "networks": primitive(networks),
+            "specs": spec_obj.flavor.extra_specs,
+            "image": {name: image.get(name) for name in ("hw_cpu_policy", "hw_cpu_thread_policy")},
+            "candidates": [one["mappings"] for one in candidates],
+        },
+        fit=fit,
+    )
+    host_state.allocation_candidates = [candidates[number] for number in found["candidates"]]
+    if found["limits"]:
+        host_state.limits["numa_topology"] = objects.NUMATopologyLimits.obj_from_primitive(found["limits"])
+    return bool(found["passes"])
+
+
 REPLACED = (
     numa_fit_instance_to_host, _numa_fit_instance_cell, _pack_instance_onto_cores, _numa_cell_supports_pagesize_request,
     _numa_cells_support_network_metadata, numa_usage_from_instance_numa, _numa_pagesize_usage_from_cell,
@@ -265,10 +310,11 @@ def each_test(suite: Any) -> Iterator[Any]:
 
 
 def tests() -> None:
-    suite = list(each_test(unittest.defaultTestLoader.loadTestsFromName(TESTS)))
+    suite = list(each_test(unittest.defaultTestLoader.loadTestsFromNames(TESTS)))
     for function in REPLACED:
         assert hasattr(hardware, function.__name__), function
         setattr(hardware, function.__name__, function)
+    numa_topology_filter.NUMATopologyFilter.host_passes = host_passes
     # Nothing that decides is left to reach.
     del hardware._get_smallest_pagesize
     result = Result()

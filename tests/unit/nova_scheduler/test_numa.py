@@ -5,7 +5,7 @@ own answers to random cases are compared with ours in `tests/nova/oracles`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -254,10 +254,34 @@ def test_arrangements_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome(fit_instance_to_host(NETWORKED, vm(part()), wanted)) == numa.TOO_MANY_ARRANGEMENTS
 
 
-def test_a_host_has_as_many_arrangements_as_are_looked_at() -> None:
-    cells = tuple(node(number, range(0), range(4 * number, 4 * number + 4)) for number in range(8))
-    parts = tuple(part(1, number) for number in range(8))
-    assert outcome(fit_instance_to_host(host(*cells), vm(*parts), None, PciView(fits=lambda _: False))) == numa.PCI
+def eight(**of_last: Any) -> HostTopology:
+    last = node(7, range(0), range(28, 32), **of_last)
+    return host(*(node(number, range(0), range(4 * number, 4 * number + 4)) for number in range(7)), last)
+
+
+SIZES = (2, 2, 2, 2, 2, 2, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("on", "cpus", "pci", "expected"),
+    [
+        # one after the other, these may take 40,320 arrangements
+        (eight(), (1,) * 8, PciView(fits=lambda _: False), numa.PCI),
+        (eight(), (5, *SIZES[1:]), None, numa.PCPUS),
+        (eight(pinned_cpus=frozenset({28})), (4, *SIZES[1:-1], 3), None, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (eight(pinned_cpus=frozenset({28, 29})), (*SIZES[:-1], 4), None, [0, 1, 2, 3, 4, 5, 7, 6]),
+    ],
+    ids=("devices elsewhere", "a cell too large", "in order", "the last two swapped"),
+)
+def test_arrangements_that_must_fail_are_not_tried(
+    monkeypatch: pytest.MonkeyPatch, on: HostTopology, cpus: Sequence[int], pci: PciView | None, expected: object
+) -> None:
+    monkeypatch.setattr(numa_fit, "MAX_ARRANGEMENTS", 20)
+    found = fit_instance_to_host(on, vm(*(part(count, number) for number, count in enumerate(cpus))), None, pci)
+    if isinstance(found, Unfit):
+        assert found.reason == expected
+    else:
+        assert [cell.id for cell in found.cells] == expected
 
 
 # --- What is left
