@@ -18,7 +18,6 @@ MAX_NETWORKS = 1_000
 _MAX = 2**31 - 1
 
 Cpu = Annotated[int, Meta(ge=0, lt=MAX_CPUS)]
-# In Nova's order, which decides what is pinned first: that of CPython's sets, made of the numbers as they were listed.
 Cpus = Annotated[frozenset[Cpu], Meta(max_length=MAX_CPUS)]
 Count = Annotated[int, Meta(ge=0, le=_MAX)]
 Positive = Annotated[int, Meta(ge=1, le=_MAX)]
@@ -40,6 +39,7 @@ MEMORY: Final = "numa.memory"
 VCPUS: Final = "numa.vcpus"
 PCPUS: Final = "numa.pcpus"
 THREADS: Final = "numa.threads"
+HYPERTHREADS: Final = "numa.hyperthreads"
 CPU_RATIO: Final = "numa.cpu_ratio"
 RAM_RATIO: Final = "numa.ram_ratio"
 PCI: Final = "numa.pci"

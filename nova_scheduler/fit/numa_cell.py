@@ -16,12 +16,12 @@ from nova_scheduler.fit.numa import (
     PCPUS,
     RAM_RATIO,
     SMALL,
-    THREADS,
     VCPUS,
     HostCell,
     InstanceCell,
     MemoryPages,
     NumaLimits,
+    Unfit,
 )
 from nova_scheduler.fit.numa_cores import pins
 
@@ -54,8 +54,8 @@ def fit_cell(host: HostCell, cell: InstanceCell, limits: NumaLimits | None = Non
         if len(cell.pcpuset) + reserve > len(host.free_pcpus):
             return CellFit(cell, PCPUS)
         found = pins(host, cell, reserve)
-        if found is None:
-            return CellFit(cell, THREADS)
+        if isinstance(found, Unfit):
+            return CellFit(cell, found.reason)
         pinning = {**(cell.cpu_pinning or {}), **found.pinning} if found.pinning else cell.cpu_pinning
         cell = replace(cell, id=host.id, cpu_pinning=pinning, cpuset_reserved=found.reserved)
     reason = _beyond(host, cell, limits) if cell.is_floating and limits is not None else None

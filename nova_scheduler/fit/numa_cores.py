@@ -9,7 +9,7 @@ from itertools import chain
 
 from msgspec import Struct
 
-from nova_scheduler.fit.numa import HostCell, InstanceCell
+from nova_scheduler.fit.numa import HYPERTHREADS, THREADS, HostCell, InstanceCell, Unfit
 
 Cores = Sequence[frozenset[int]]  # the free threads of each core
 
@@ -21,15 +21,15 @@ class Pins(Struct, frozen=True):
     reserved: frozenset[int] | None = None
 
 
-def pins(host: HostCell, cell: InstanceCell, reserve: int) -> Pins | None:
-    """The pins of a cell on a host's; None where its thread policy cannot be kept. reserve: CPUs for the emulator."""
+def pins(host: HostCell, cell: InstanceCell, reserve: int) -> Pins | Unfit:
+    """The pins of a cell on a host's, or why its thread policy cannot be kept. reserve: CPUs for the emulator."""
     cores = host.free_siblings
     threads = max(map(len, host.siblings), default=0) or 1
     if cell.cpu_thread_policy == "isolate":
         return _isolated(host, cell, reserve, [core for core in cores if len(core) >= threads])
     is_required = cell.cpu_thread_policy == "require"
     if is_required and threads <= 1:
-        return None
+        return Unfit(THREADS)
     free = list(chain(*cores))
     for usable, each in _layouts(cores, least=2 if is_required else 1):
         pinning = _pinned(cell, usable, each)
@@ -38,7 +38,7 @@ def pins(host: HostCell, cell: InstanceCell, reserve: int) -> Pins | None:
         reserved = _reserved(pinning, [cpu for cpu in free if cpu not in pinning.values()], reserve)
         if reserved or not reserve:
             return Pins(pinning, reserved)
-    return None
+    return Unfit(THREADS)
 
 
 def _layouts(cores: Cores, least: int) -> Iterator[tuple[Cores, int]]:
@@ -49,19 +49,19 @@ def _layouts(cores: Cores, least: int) -> Iterator[tuple[Cores, int]]:
         yield [frozenset({cpu}) for core in cores for cpu in core], 1
 
 
-def _isolated(host: HostCell, cell: InstanceCell, reserve: int, whole: Cores) -> Pins | None:
+def _isolated(host: HostCell, cell: InstanceCell, reserve: int, whole: Cores) -> Pins | Unfit:
     """Pins to one thread of each core that is wholly free. With hyperthreads only on a host that keeps no CPUs for
     dedicated use apart (`vcpu_pin_set`), where the other threads then count as used.
     """
     has_threads = max(map(len, host.siblings), default=0) > 1
-    if not whole or (has_threads and host.pcpuset != host.cpuset):
-        return None
+    if has_threads and host.pcpuset != host.cpuset:
+        return Unfit(HYPERTHREADS)
     pinning = _pinned(cell, whole, 1)
     if not pinning:
-        return None
+        return Unfit(THREADS)
     untouched = [core for core in host.free_siblings if core.isdisjoint(pinning.values())]
     reserved = _reserved(pinning, list(chain(*untouched)), reserve)
-    return Pins(pinning, reserved) if reserved or not reserve else None
+    return Pins(pinning, reserved) if reserved or not reserve else Unfit(THREADS)
 
 
 def _pinned(cell: InstanceCell, cores: Cores, each: int) -> dict[int, int] | None:

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.contracts.base import reason_of
 from bus.faults import Fault
@@ -57,17 +58,35 @@ def parse_host_topology(stored: str | bytes | None) -> HostTopology | None:
         raise TopologyUnreadable(reason_of(error)) from None
     if len({cell.id for cell in found.cells}) < len(found.cells):
         raise TopologyUnreadable("NUMATopology: two cells have the same id")
-    return found
+    return HostTopology(cells=tuple(_in_novas_order(cell) for cell in found.cells))
+
+
+def _in_novas_order(cell: HostCell) -> HostCell:
+    """The same CPUs as sets that list them in the order in which Nova's do, which decides what is pinned first: Nova
+    puts them one by one into a set, and from that into another.
+    """
+    siblings = tuple(frozenset(iter(core)) for core in cell.siblings)
+    return replace(cell, pcpuset=frozenset(iter(cell.pcpuset)), siblings=siblings)
 
 
 def parse_instance_topology(value: object) -> InstanceTopology | None:
     """The topology of an instance, of a RequestSpec's field; None has none. Raises TopologyUnreadable."""
-    return None if value is None else _parsed(value, InstanceTopology)
+    if value is None:
+        return None
+    found = _parsed(value, InstanceTopology)
+    if any(not (cell.cpuset or cell.pcpuset) for cell in found.cells):
+        raise TopologyUnreadable("InstanceNUMATopology: a cell has no CPUs")
+    return found
 
 
 def parse_network_metadata(value: object) -> NetworkMetadata | None:
     """The networks of an instance, of a RequestSpec's field. Raises TopologyUnreadable."""
     return None if value is None else _parsed(value, NetworkMetadata)
+
+
+def parse_limits(value: object) -> NumaLimits | None:
+    """The limits of a Selection. Raises TopologyUnreadable."""
+    return None if value is None else _parsed(value, NumaLimits)
 
 
 def primitive_of(value: Struct) -> Primitive:
