@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
-
-import coverage
 
 from nova_scheduler.filters.pci import PciPassthroughFilter, weight_of
 from nova_scheduler.fit.pci import (
@@ -37,6 +33,7 @@ from nova_scheduler.fit.pci_pools import parse_pools
 from nova_scheduler.request.request_spec import parse_request_spec
 from placement_worker.replica.request import Query
 from scheduler_worker.selection.request_spec import RequestSpec
+from tests.nova.oracles.process import Nova
 
 NOVAS_SIDE = Path(__file__).with_name("nova_pci.py")
 LEAST_SHARE = 0.25  # of the cases that fit, and of those that do not
@@ -68,35 +65,6 @@ def versioned(name: str, version: str, /, **data: Any) -> dict[str, Any]:
         "nova_object.version": version,
         "nova_object.data": data,
     }
-
-
-class Nova:
-    """The process of Nova's Python."""
-
-    def __init__(self, python: str, command: str) -> None:
-        self._process = subprocess.Popen(
-            [python, str(NOVAS_SIDE), command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-            env={**os.environ, "COVERAGE_IN": str(Path(coverage.__file__).parents[1])},
-        )
-
-    def say(self, line: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(line) + "\n")
-
-    def hear(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"Nova's side has ended with status {self._process.wait()}")
-        return json.loads(line)
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
 
 
 # --- cases
@@ -265,7 +233,7 @@ def differences(case: Mapping[str, Any], theirs: Sequence[Mapping[str, Any]]) ->
 
 def run_cases(python: str, cases: int, seed: int) -> dict[str, Any]:
     """cases: instances that are judged."""
-    rng, nova = random.Random(seed), Nova(python, "cases")
+    rng, nova = random.Random(seed), Nova(python, NOVAS_SIDE, "cases")
     judged: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     differing: list[dict[str, Any]] = []
@@ -330,7 +298,7 @@ def decided(asked: Mapping[str, Any]) -> object:
 
 
 def run_tests(python: str) -> dict[str, Any]:
-    nova, questions = Nova(python, "tests"), 0
+    nova, questions = Nova(python, NOVAS_SIDE, "tests"), 0
     while "do" in (heard := nova.hear()):
         questions += 1
         nova.say(questions if heard["do"] == "asked" else decided(heard))
