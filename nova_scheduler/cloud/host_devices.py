@@ -30,8 +30,8 @@ class HostDevices:
         self._free: dict[str, tuple[PciPool, ...]] = {}
 
     def put(self, host: str, stored: str | None, *, counted: Collection[str] = ()) -> None:
-        """Take a row's `pci_stats` over. counted: instances that it has, so that they count no more beside it. Raises
-        PciPoolsUnreadable: nothing is known of the host's devices then.
+        """Take the column pci_stats of a row over. counted: instances that it has, which count no more beside it.
+        Raises PciPoolsUnreadable: nothing is known of the host's devices then.
         """
         chosen = self._chosen.get(host, {})
         for instance in chosen.keys() & set(counted):

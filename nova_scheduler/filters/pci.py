@@ -8,13 +8,14 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from nova_scheduler.fit.pci import Consumed, PciPool, PciRefusal, PciRequest, consume, free_devices
+from nova_scheduler.fit.pci import Consumed, PciPool, PciRefusal, PciRequest, consume
 from scheduler_worker.hosts.host_table import Floats
 from scheduler_worker.selection.host_view import HostsView
 from scheduler_worker.selection.plugin import FilterResult, Weigher
 from scheduler_worker.selection.request_spec import RequestSpec
 
 UNKNOWN: Final = "pci.unknown"
+PCI_DEVICES: Final = "pci_devices"  # the metric: free devices of a host
 ENOUGH: Final = 100  # devices: hosts with as many free weigh alike, as in Nova
 
 # The pools of a host by its uuid; None: not known, or too old.
@@ -58,14 +59,10 @@ class PCIWeigher(Weigher):
 
     name: ClassVar[str] = "pci"
 
-    def __init__(self, pools_of: PoolsOf) -> None:
-        self._pools_of = pools_of
-
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
-        """A host of which the devices are not known has none."""
+        """Of a column of `free_devices`; a host of which they are not known has none."""
         del spec
-        found = map(self._pools_of, view.replica.uuids_of(view.rows))
-        return np.array([weight_of(pools or ()) for pools in found], dtype=np.float64)
+        return weights_of(view.metric(PCI_DEVICES))
 
 
 def requests_of(spec: RequestSpec) -> tuple[PciRequest, ...]:
@@ -73,9 +70,9 @@ def requests_of(spec: RequestSpec) -> tuple[PciRequest, ...]:
     return tuple(one for one in spec.devices if isinstance(one, PciRequest))
 
 
-def weight_of(pools: Sequence[PciPool]) -> int:
-    """The raw weight of a host."""
-    return ENOUGH - min(free_devices(pools), ENOUGH - 1)
+def weights_of(free: Floats) -> Floats:
+    """The raw weights of hosts with so many free devices."""
+    return ENOUGH - np.minimum(np.nan_to_num(free), ENOUGH - 1)
 
 
 def _reason(found: Consumed | PciRefusal) -> str:

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from bus.contracts.host_metrics import HostMetrics, HostReading
 from nova_scheduler.cloud.host_devices import ChosenDevices, HostDevices
-from nova_scheduler.filters.pci import ENOUGH, UNKNOWN, PciPassthroughFilter, PCIWeigher
+from nova_scheduler.filters.pci import ENOUGH, PCI_DEVICES, UNKNOWN, PciPassthroughFilter, PCIWeigher
 from nova_scheduler.fit import pci
 from nova_scheduler.fit.numa import InstanceCell
 from nova_scheduler.fit.pci import (
@@ -324,8 +325,12 @@ def test_candidates_of_a_host_do_by_their_providers(hosts: Hosts) -> None:
 
 
 def test_hosts_weigh_by_their_free_devices(hosts: Hosts) -> None:
-    free = dict(zip(hosts.uuids, ((pool(2), pool(3)), (pool(ENOUGH),), (), (pool(5_000),)), strict=False))
-    weights = PCIWeigher(free.get).weigh(hosts.view(), hosts.spec()).tolist()
+    readings = tuple(
+        HostReading(host_uuid=uuid, at=0.0, values={PCI_DEVICES: free})
+        for uuid, free in zip(hosts.uuids, (5, ENOUGH, 0, 5_000), strict=False)
+    )
+    hosts.selector.metrics.apply(HostMetrics(source="nova", readings=readings), None, now=0.0, now_s=0.0)
+    weights = PCIWeigher().weigh(hosts.view(), hosts.spec()).tolist()
     assert weights == [ENOUGH - 5, 1, ENOUGH, 1, ENOUGH]
 
 
