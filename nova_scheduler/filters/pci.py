@@ -34,7 +34,7 @@ class PciPassthroughFilter:
 
     def applies_to(self, spec: RequestSpec) -> bool:
         """Only to requests for devices."""
-        return bool(spec.devices)
+        return bool(requests_of(spec))
 
     def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
         """One host after the other: each has its own pools."""

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from nova_scheduler.filters import numa as filters_numa
 from nova_scheduler.filters.numa import INCONSISTENT, UNKNOWN, HostNuma, NumaRequest, NUMATopologyFilter
+from nova_scheduler.filters.pci import PciPassthroughFilter
 from nova_scheduler.fit import numa, numa_fit
 from nova_scheduler.fit.numa import (
     HostCell,
@@ -390,6 +391,12 @@ def test_a_fit_with_pins_of_another_cell_is_refused(hosts: Hosts, monkeypatch: p
     monkeypatch.setattr(filters_numa, "fit_instance_to_host", lambda *_, **__: astray)
     judged = NUMATopologyFilter({"host": known(TWO)}.get)
     assert judged.rejection_reason("host", asking(hosts, topology=vm(part(1)))) == INCONSISTENT
+
+
+def test_a_topology_is_no_request_for_devices(hosts: Hosts) -> None:
+    judged = PciPassthroughFilter({}.get)
+    specs = (asking(hosts, topology=vm(part())), asking(hosts, PciRequest(), topology=vm(part())))
+    assert [applies_to(judged, spec) for spec in specs] == [False, True]
 
 
 def test_limits_are_those_of_the_host_and_the_request() -> None:
