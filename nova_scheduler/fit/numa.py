@@ -1,5 +1,5 @@
 """Topologies of a host's NUMA nodes and of an instance's, named as in Nova 34 (`nova/objects/numa.py` and
-`instance_numa.py`). Memory is in MB, a page in KB; a CPU is its number on the host, or in the instance.
+`nova/objects/instance_numa.py`). Memory is in MB, a page in KB; a CPU is its number on the host, or in the instance.
 """
 
 from __future__ import annotations

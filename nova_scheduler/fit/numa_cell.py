@@ -1,5 +1,5 @@
 """Whether one cell of an instance fits one of a host: memory, numbers of CPUs, pins, limits (Nova 29 to 34,
-`_numa_fit_instance_cell`).
+_numa_fit_instance_cell).
 """
 
 from __future__ import annotations

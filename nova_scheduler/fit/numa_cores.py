@@ -1,5 +1,5 @@
 """Which CPUs of a host's cell an instance's dedicated CPUs are pinned to, by its thread policy (Nova 29 to 34,
-`_pack_instance_onto_cores`).
+_pack_instance_onto_cores).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _layouts(cores: Cores, least: int) -> Iterator[tuple[Cores, int]]:
 
 def _isolated(host: HostCell, cell: InstanceCell, reserve: int, whole: Cores) -> Pins | Unfit:
     """Pins to one thread of each core that is wholly free. With hyperthreads only on a host that keeps no CPUs for
-    dedicated use apart (`vcpu_pin_set`), where the other threads then count as used.
+    dedicated use apart (vcpu_pin_set), where the other threads then count as used.
     """
     has_threads = max(map(len, host.siblings), default=0) > 1
     if has_threads and host.pcpuset != host.cpuset:

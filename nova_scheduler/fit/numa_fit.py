@@ -1,5 +1,5 @@
 """Whether an instance's topology fits a host's, and its cells with their pins on which of the host's (Nova 29 to 34,
-`numa_fit_instance_to_host`).
+numa_fit_instance_to_host).
 
 Nova keeps what a try has made of a cell, also where the try or another cell of the arrangement fails: its page size,
 its pins, and its id, by which it remembers what fits. nova-compute repeats the fit with the same outcome, so this does

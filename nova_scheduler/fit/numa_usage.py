@@ -1,4 +1,4 @@
-"""A host's topology once an instance uses it, or no longer does (Nova 29 to 34, `numa_usage_from_instance_numa`)."""
+"""A host's topology once an instance uses it, or no longer does (Nova 29 to 34, numa_usage_from_instance_numa)."""
 
 from __future__ import annotations
 
