@@ -63,10 +63,10 @@ def parse_host_topology(stored: str | bytes | None) -> HostTopology | None:
 
 def _in_novas_order(cell: HostCell) -> HostCell:
     """The same CPUs as sets that list them in the order in which Nova's do, which decides what is pinned first: Nova
-    puts them one by one into a set, and from that into another.
+    puts them one by one into a set, from there one by one into another, and this as a whole into a third.
     """
-    siblings = tuple(frozenset(iter(core)) for core in cell.siblings)
-    return replace(cell, pcpuset=frozenset(iter(cell.pcpuset)), siblings=siblings)
+    siblings = tuple(frozenset(set(iter(core))) for core in cell.siblings)
+    return replace(cell, pcpuset=frozenset(set(iter(cell.pcpuset))), siblings=siblings)
 
 
 def parse_instance_topology(value: object) -> InstanceTopology | None:

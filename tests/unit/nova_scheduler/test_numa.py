@@ -465,17 +465,18 @@ def test_what_is_not_there_is_none() -> None:
     assert (*found, parse_instance_topology(None), parse_network_metadata(None)) == (None,) * 5
 
 
-def test_pins_come_in_the_order_of_novas_sets() -> None:
-    """CPUs whose order in a set depends on how it was made: as listed, for these."""
-    cell = node(0, range(0), range(0), pcpuset=frozenset({3, 11}), siblings=(frozenset({3, 11}),))
-    plain = primitive_of(host(cell))
-    data = plain["nova_object.data"]["cells"][0]["nova_object.data"]
-    found = []
-    for listed in ([3, 11], [11, 3]):
-        data.update(siblings=[listed], pcpuset=listed)
-        on = parse_host_topology(json.dumps(plain))
-        found.append(outcome(fit_instance_to_host(on, vm(part(2)))))
-    assert found == [[(0, {0: 3, 1: 11})], [(0, {0: 11, 1: 3})]]
+@pytest.mark.parametrize(
+    ("listed", "pinned", "first"),
+    [([3, 11], [], 3), ([11, 3], [], 11), ([30, 9, 24, 14, 8, 25], [24, 14, 8, 30], 25)],
+)
+def test_pins_come_in_the_order_of_novas_sets(listed: list[int], pinned: list[int], first: int) -> None:
+    """CPUs whose order in a set depends on how it was made."""
+    plain = primitive_of(host(node()))
+    core = [cpu for cpu in listed if cpu not in pinned]
+    changes = {"siblings": [core], "pcpuset": listed, "pinned_cpus": pinned}
+    plain["nova_object.data"]["cells"][0]["nova_object.data"].update(changes)
+    found = outcome(fit_instance_to_host(parse_host_topology(json.dumps(plain)), vm(part(2))))
+    assert found == [(0, {0: first, 1: sum(core) - first})]
 
 
 def changed_host(**fields: Any) -> str:
