@@ -19,9 +19,9 @@ from bus.rabbitmq.transport import RabbitTransport
 from bus.transport import BusError, Outgoing
 from nova_scheduler.config import NotificationSettings
 from nova_scheduler.metrics import NOTIFICATIONS
-from nova_scheduler.request.request_spec import NAMESPACE, OBJECT
 from nova_scheduler.wire.envelope import Call, encode_notification
 from nova_scheduler.wire.queues import RabbitOptions, topic_queue
+from nova_scheduler.wire.versioned import NAMESPACE, OBJECT
 
 log = structlog.get_logger("nova")
 

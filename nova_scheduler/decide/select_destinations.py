@@ -22,10 +22,11 @@ from nova_scheduler.cloud.poller import CASTS, NovaStateUpdates
 from nova_scheduler.cloud.state import NovaState
 from nova_scheduler.decide.decision_log import ANSWERED, SHADOWED, CallRecorder, lost_of, placed, steps_of
 from nova_scheduler.decide.placer_requests import PlacerRequests, SelectArguments, claim_owner_of, parse_arguments
-from nova_scheduler.decide.selection import Primitive, legacy, primitive
+from nova_scheduler.decide.selection import legacy, primitive
 from nova_scheduler.request.request_spec import NotDecided, NovaRequest, parse_request_spec
 from nova_scheduler.request.resource_request import named_nodes
 from nova_scheduler.wire.envelope import Call, RemoteFault, no_such_method, no_valid_host
+from nova_scheduler.wire.versioned import Primitive
 from scheduler_worker.build.decision import CONTENDED
 from scheduler_worker.build.host_search import ClaimsContended, HostClaimed, HostSearchRequest, HostSearchResult
 from scheduler_worker.build.placer import ReplicaFollower, await_newest

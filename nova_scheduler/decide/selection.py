@@ -6,29 +6,15 @@ which the conductor sends to claim an alternate, and whose mappings it reads to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from bus.contracts.cell import Selection
-from nova_scheduler.request.request_spec import NAMESPACE, OBJECT
+from nova_scheduler.wire.versioned import Primitive, versioned
 
 # Of Placement, as which the conductor sends the allocation request: nova-scheduler 34 asks for candidates with it.
 MICROVERSION: Final = "1.36"
-
-Primitive = dict[str, Any]
-
-
-def versioned(name: str, version: str, fields: Mapping[str, object]) -> Primitive:
-    """An object of Nova's with these fields, all of which its writer has set."""
-    return {
-        OBJECT + "name": name,
-        OBJECT + "namespace": NAMESPACE,
-        OBJECT + "version": version,
-        OBJECT + "data": dict(fields),
-        OBJECT + "changes": sorted(fields),
-    }
 
 
 def limits() -> Primitive:

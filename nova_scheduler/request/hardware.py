@@ -13,14 +13,13 @@ from typing import Final
 from msgspec import Struct
 
 from nova_scheduler.request.request_spec import NotDecided, NovaRequest
+from nova_scheduler.wire.versioned import is_true
 
 CONTRADICTION: Final = "contradiction"
 
 MAX_CPUS = 8_192  # a mask of CPUs is written out up to this number
 MAX_MASK = 255  # characters of it, as Nova's database bounds an extra spec
 
-PCI_POLICIES = ("required", "legacy", "preferred", "socket")  # of the NUMA affinity of PCI devices
-_TRUE = frozenset({"1", "t", "true", "on", "y", "yes"})
 _CPU_POLICIES = ("dedicated", "shared", "mixed")
 _MEMORY_ENCRYPTION_TRAITS: Final = {
     "amd-sev": "HW_CPU_X86_AMD_SEV",
@@ -40,11 +39,6 @@ class Cpus(Struct, frozen=True):
     is_dedicated: bool = False
     # whether the trait of hyperthreads is required (True), forbidden (False) or not looked at
     hyperthreading: bool | None = None
-
-
-def is_true(text: object) -> bool:
-    """Whether a setting's text means yes (oslo.utils' bool_from_string; everything that it does not know is no)."""
-    return text if isinstance(text, bool) else str(text).strip().lower() in _TRUE
 
 
 def chosen(request: NovaRequest, key: str, allowed: Collection[str], prefix: str = "hw") -> str | None:

@@ -10,8 +10,9 @@ from msgspec import Struct
 
 from bus.contracts.objects import ZONE_KEY
 from nova_scheduler.config import PrefilterSettings
-from nova_scheduler.request.hardware import chosen, flag, is_true, tpm_traits
+from nova_scheduler.request.hardware import chosen, flag, tpm_traits
 from nova_scheduler.request.request_spec import NotDecided, NovaRequest
+from nova_scheduler.wire.versioned import is_true
 from scheduler_worker.config import Aggregate
 from scheduler_worker.selection.flavor_query import TENANT_KEY, TRAIT_KEY
 from scheduler_worker.selection.request_spec import Unsatisfiable

@@ -13,17 +13,15 @@ from msgspec import Meta, Struct, field
 
 from bus.contracts.base import reason_of
 from bus.faults import Fault
+from nova_scheduler.fit.pci import MAX_REQUESTS as MAX_PCI_REQUESTS
+from nova_scheduler.fit.pci import PciRequest
+from nova_scheduler.wire.versioned import ObjectOfOtherVersion, ObjectUnreadable, data_of
 
 INVALID: Final = "nova.spec_invalid"
 VERSION: Final = "nova.spec_version"
 
-OBJECT: Final = "nova_object."
-NAMESPACE: Final = "nova"
-
 # The bytes of a spec are bounded where its message is taken; these bound what one of its fields makes of them.
-MAX_FIELDS = 1_000
 MAX_OBJECTS = 1_000
-
 
 MAX_AMOUNT = 2**31 - 1  # as Placement bounds it
 Amount = Annotated[int, Meta(ge=0, le=MAX_AMOUNT)]
@@ -131,25 +129,10 @@ class NovaRequestLevel(Struct, frozen=True, kw_only=True):
     same_subtree: tuple[tuple[str, ...], ...] = ()
 
 
-class NovaPciRequest(Struct, frozen=True, kw_only=True):
-    """`InstancePCIRequest` 1.x."""
-
-    request_id: str | None = None
-    requester_id: str | None = None  # a port's uuid or a flavor's alias says where it comes from
-    alias_name: str | None = None
-    # what the device must be; the tags of a port's request are in it (`physical_network`, `remote_managed`)
-    spec: tuple[dict[str, Any], ...] = ()
-
-    @property
-    def is_of_port(self) -> bool:
-        """Whether a Neutron port asks for it; else the flavor's alias does (as Nova tells them apart)."""
-        return self.alias_name is None
-
-
 class NovaPciRequests(Struct, frozen=True, kw_only=True):
     """`InstancePCIRequests` 1.x."""
 
-    requests: tuple[NovaPciRequest, ...] = ()
+    requests: Annotated[tuple[PciRequest, ...], Meta(max_length=MAX_PCI_REQUESTS)] = ()
 
 
 class NovaNetwork(Struct, frozen=True, kw_only=True):
@@ -181,7 +164,9 @@ class NovaRequest(Struct, frozen=True, kw_only=True):
     requested_resources: tuple[NovaRequestGroup, ...] | None = None
     request_level_params: NovaRequestLevel = NovaRequestLevel()
     requested_networks: NovaNetworks | None = None
-    numa_topology: Any = None  # as it came, not looked into
+    # numa_topology, network_metadata: as they came; `numa.numa_request` looks into them
+    numa_topology: Any = None
+    network_metadata: Any = None
     pci_requests: NovaPciRequests | None = None
 
     @property
@@ -212,7 +197,7 @@ class NovaRequest(Struct, frozen=True, kw_only=True):
         return self.requested_resources or ()
 
     @property
-    def pci(self) -> tuple[NovaPciRequest, ...]:
+    def pci(self) -> tuple[PciRequest, ...]:
         """The PCI requests."""
         return self.pci_requests.requests if self.pci_requests is not None else ()
 
@@ -243,7 +228,7 @@ _READ: Final[Mapping[str, tuple[type[Struct], Mapping[str, str]]]] = {
     "NetworkRequestList": (NovaNetworks, {"objects": "NetworkRequest"}),
     "NetworkRequest": (NovaNetwork, {}),
     "InstancePCIRequests": (NovaPciRequests, {"requests": "InstancePCIRequest"}),
-    "InstancePCIRequest": (NovaPciRequest, {}),
+    "InstancePCIRequest": (PciRequest, {}),
 }
 _ALL_FIELDS = "ImageMetaProps"  # kept whole: operators' filters read any property
 _FIELDS: Final = {name: frozenset(one.__struct_encode_fields__) for name, (one, _) in _READ.items()}
@@ -260,15 +245,12 @@ def parse_request_spec(primitive: object) -> NovaRequest:
 
 def _fields(value: object, name: str) -> dict[str, object]:
     """The fields of an object of this class that are read, without their wrappings. Depth is that of `_READ`."""
-    if not isinstance(value, Mapping):
-        raise SpecRefused(f"{name}: no versioned object")
-    found, namespace, version, data = (value.get(OBJECT + key) for key in ("name", "namespace", "version", "data"))
-    if (found, namespace) != (name, NAMESPACE) or not isinstance(data, Mapping):
-        raise SpecRefused(f"{name}: no versioned object of this class")
-    if not isinstance(version, str) or version.partition(".")[0] != "1":
-        raise SpecRefused(f"{name}: version {str(version)[:20]!r}; 1.x is understood", code=VERSION)
-    if len(data) > MAX_FIELDS:
-        raise SpecRefused(f"{name}: more than {MAX_FIELDS} fields")
+    try:
+        data = data_of(value, name)
+    except ObjectOfOtherVersion as error:
+        raise SpecRefused(str(error), code=VERSION) from None
+    except ObjectUnreadable as error:
+        raise SpecRefused(str(error)) from None
     if name == _ALL_FIELDS:
         return dict(data)
     nested = _READ[name][1]

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from bus.contracts.placement import MAX_LOCATED_HOSTS
 from nova_scheduler.config import NOT_OWNED, NUMA_FILTER, PCI_FILTER, PrefilterSettings
+from nova_scheduler.fit.pci import NUMA_POLICIES
 from nova_scheduler.request import hardware
 from nova_scheduler.request.prefilters import Additions, device_traits, prefilter, tenant_aggregates
 from nova_scheduler.request.request_spec import MAX_AMOUNT, NotDecided, NovaDestination, NovaFlavor, NovaRequest
@@ -403,7 +404,7 @@ def _add_devices(drafted: _Drafted, request: NovaRequest) -> None:
     if encryption := hardware.memory_encryption_trait(request):
         amounts["MEM_ENCRYPTION_CONTEXT"] = 1
         traits.append(encryption)
-    if hardware.chosen(request, "pci_numa_affinity_policy", hardware.PCI_POLICIES) == "socket":
+    if hardware.chosen(request, "pci_numa_affinity_policy", NUMA_POLICIES) == "socket":
         traits.append("COMPUTE_SOCKET_PCI_NUMA_AFFINITY")
     if hardware.chosen(request, "secure_boot", ("required", "disabled", "optional"), prefix="os") == "required":
         traits.append("COMPUTE_SECURITY_UEFI_SECURE_BOOT")

@@ -52,6 +52,7 @@ class RequestSpec(Struct, frozen=True, kw_only=True):
     cell: str | None = None  # only hosts of this cell, where an instance moves
     leaves: str | None = None  # no hosts of this cell, which is drained
     otherwise: Query | None = None  # the query for hosts that do not satisfy `query`
+    devices: tuple[object, ...] = ()  # requests for devices of their hosts' control plane, whose own filters read them
 
     @property
     def queries(self) -> tuple[Query, ...]:

@@ -64,7 +64,9 @@ LAYERS: Mapping[str, str] = {
         | build objects | action cell_events fleet upkeep | drain request_handler | operator_handler queries
         | wiring | app
     """,
-    "nova_scheduler": "metrics wire | cloud | config | nova_conf request | decide | stock | rpc | app | trial",
+    "nova_scheduler": """
+        fit metrics wire | cloud filters | config | nova_conf request | decide | stock | rpc | app | trial
+    """,
     "cell_conductor": """
         config metrics state | rules store | table awaited_request reports
         | transition recorded_changes | placement_client pending_lookups | engine | hosts machine_search periodic

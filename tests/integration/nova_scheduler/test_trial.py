@@ -30,9 +30,9 @@ from berth.up.embedded.rabbitmq import RabbitMQ
 from bus.clock import SystemClock, new_uuid
 from nova_scheduler.cloud.api_config import NovaApiConfig
 from nova_scheduler.config import NovaConfig, TrialSettings
-from nova_scheduler.decide.selection import versioned
 from nova_scheduler.trial.app import Trial, build
 from nova_scheduler.wire.queues import RabbitOptions, topic_queue
+from nova_scheduler.wire.versioned import versioned
 from placement_worker.replica.replica import Replica
 from scheduler_worker.config import SchedulerConfig
 from tests.integration.nova_scheduler.world import EXCHANGE

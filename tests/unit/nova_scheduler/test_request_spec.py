@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from bus.contracts.placement import MAX_LOCATED_HOSTS
 from nova_scheduler.config import NOT_OWNED, NOVA_FILTERS
+from nova_scheduler.fit.pci import PciRequest
 from nova_scheduler.request.request_spec import (
     INVALID,
-    MAX_FIELDS,
     MAX_OBJECTS,
     VERSION,
     NotDecided,
@@ -24,7 +24,6 @@ from nova_scheduler.request.request_spec import (
     NovaImage,
     NovaNetwork,
     NovaNetworks,
-    NovaPciRequest,
     NovaPciRequests,
     NovaRequest,
     NovaRequestGroup,
@@ -45,6 +44,7 @@ from nova_scheduler.request.resource_request import (
     specs_of_query,
     undecided,
 )
+from nova_scheduler.wire.versioned import MAX_FIELDS
 from scheduler_worker.config import Aggregate
 from scheduler_worker.selection.flavor_query import HOST_UNKNOWN
 from scheduler_worker.selection.request_spec import Unsatisfiable
@@ -375,7 +375,7 @@ def test_settings_shape_the_query(case: str) -> None:
 
 
 def test_the_groups_of_pci_devices_are_novas_own() -> None:
-    devices = NovaPciRequests(requests=(NovaPciRequest(request_id="r", alias_name="gpu"),))
+    devices = NovaPciRequests(requests=(PciRequest(request_id="r", alias_name="gpu"),))
     group = NovaRequestGroup(requester_id="r-0", resources={"CUSTOM_PCI_1": 1})
     assert "requiredr-0=OWNER_NOVA" in asked(request(pci_requests=devices, requested_resources=(group,)), owner=True)
 
@@ -464,7 +464,7 @@ def test_what_nova_fails_on_or_asks_neutron_for_is_not_decided(case: str) -> Non
 
 
 def test_what_a_filter_reads_that_berth_does_not_have_is_decided_by_nova() -> None:
-    of_port, of_flavor = (NovaPciRequests(requests=(NovaPciRequest(alias_name=name),)) for name in (None, "gpu"))
+    of_port, of_flavor = (NovaPciRequests(requests=(PciRequest(alias_name=name),)) for name in (None, "gpu"))
     table = [
         (request(), False, None),
         (request(numa_topology={}), False, "numa_topology"),

@@ -20,9 +20,9 @@ from bus.contracts.placement import MAX_NAMED, Claim, ClaimResult, Release
 from bus.faults import Fault
 from nova_scheduler.cloud.state import DOWN, ComputeNode
 from nova_scheduler.config import NovaConfig, PrefilterSettings
-from nova_scheduler.decide.selection import Primitive, versioned
 from nova_scheduler.request.request_spec import NotDecided, SpecRefused
 from nova_scheduler.wire.envelope import Call, RemoteFault
+from nova_scheduler.wire.versioned import Primitive, versioned
 from placement_worker.domain.allocations import Replace
 from placement_worker.domain.claim_ledger import ConsumerWrite
 from scheduler_worker.hosts.service_directory import DOWN_HOLD_S

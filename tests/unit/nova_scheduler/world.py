@@ -16,8 +16,8 @@ from nova_scheduler.cloud.state import ComputeNode, NovaState, host_table, suppo
 from nova_scheduler.config import NOVA_FILTERS, NovaConfig
 from nova_scheduler.decide.placer_requests import PlacerRequests
 from nova_scheduler.decide.select_destinations import Destinations
-from nova_scheduler.decide.selection import Primitive, versioned
 from nova_scheduler.wire.envelope import Call
+from nova_scheduler.wire.versioned import Primitive, versioned
 from placement_worker.domain.allocations import Replace
 from placement_worker.domain.claim_ledger import ConsumerWrite
 from placement_worker.replica.replica import Replica

@@ -1,0 +1,1 @@
+"""Filters and weighers of Nova's hosts by their hardware, which only its database tells."""
