@@ -1,4 +1,4 @@
-"""How is the host: is something wrong with it, have builds failed there, and what do its metrics say?"""
+"""How is the host: is something wrong with it, have builds failed there, what do its metrics say, and how new is it?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from bus.contracts.host_metrics import SENSORS_CRITICAL, SENSORS_WARNING
 from scheduler_worker.config import MetricsConfig, SchedulerConfig
 from scheduler_worker.hosts.host_table import Floats
-from scheduler_worker.selection.host_view import HostsView
+from scheduler_worker.selection.host_view import VERSION, HostsView
 from scheduler_worker.selection.plugin import Weigher
 from scheduler_worker.selection.request_spec import RequestSpec
 
@@ -77,5 +77,19 @@ class MetricsWeigher(Weigher):
         del spec
         total = np.zeros(len(view), dtype=np.float64)
         for name, ratio in sorted(self._weights.items()):
-            total += view.metric(name) * ratio
+            if ratio:
+                total += view.metric(name) * ratio
         return np.where(np.isnan(total), self._unavailable, total)
+
+
+class HypervisorVersionWeigher(Weigher):
+    """Prefers hosts with a newer hypervisor, by the version that they report; one that is not reported is 0."""
+
+    name: ClassVar[str] = "hypervisor_version"
+
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
+        """Hosts report the same few versions, so each distinct one is read once."""
+        del spec
+        words = view.attribute(VERSION)
+        numbers = {word: float(word) if word and word.isdecimal() else 0.0 for word in set(words)}
+        return np.array([numbers[word] for word in words], dtype=np.float64)

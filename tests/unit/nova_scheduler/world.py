@@ -25,8 +25,9 @@ from scheduler_worker import plugins
 from scheduler_worker.build.claim_ownership import ClaimOwnership
 from scheduler_worker.build.placer import Placer
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.filters.image import SUPPORTED, VERSION
+from scheduler_worker.filters.image import SUPPORTED
 from scheduler_worker.hosts.host_table import HostTable
+from scheduler_worker.selection.host_view import VERSION
 from scheduler_worker.selection.selector import Selector
 from scheduler_worker.selection.selector_config import SelectorConfig
 from tests.kit.claims import PlacementClaims
