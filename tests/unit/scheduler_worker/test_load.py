@@ -160,8 +160,10 @@ def test_a_multiplier_of_one_of_novas_weighers_counts_only_where_it_is_enabled()
     }
 
 
-def test_a_metric_of_ratio_0_may_be_missing() -> None:
-    config = SchedulerConfig(metrics=MetricsConfig(weights={"a": 0.0, "b": 1.0}), enabled_weighers=("MetricsWeigher",))
-    hosts = fleet(config, {"b": [2.0, 1.0, NAN]})
+def test_a_metric_may_be_missing_where_its_ratio_or_the_hosts_multiplier_is_0() -> None:
+    off = aggregate("off", metrics_weight_multiplier="0")
+    metrics = MetricsConfig(weights={"a": 0.0, "b": 1.0, "c": 2.0})
+    config = SchedulerConfig(metrics=metrics, enabled_weighers=("MetricsWeigher",), aggregates=(off,))
+    hosts = fleet(config, {"b": [2.0, 1.0, NAN, NAN], "c": [1.0, NAN, 1.0, 1.0]}, members={off.uuid: [3]})
     (weighing,) = hosts.selector.config.weighings
-    assert weighing.weigher.weigh(hosts.view(), hosts.spec()).tolist() == [2.0, 1.0, -10_000.0]
+    assert weighing.weigher.weigh(hosts.view(), hosts.spec()).tolist() == [4.0, -10_000.0, -10_000.0, 2.0]
