@@ -80,8 +80,9 @@ class Deciding(Struct, frozen=True):
         service.add_task("nova state", self.poller.run)
         service.add_preparation(self.poller.first.wait)
         service.add_check("nova state", self.poller.first.is_set)
-        service.add_task("host facts", self.facts_poller.run)
-        service.add_preparation(self.facts_poller.first.wait)
+        if self.facts.cells:
+            service.add_task("host facts", self.facts_poller.run)
+            service.add_preparation(self.facts_poller.first.wait)
 
 
 def deciding(

@@ -60,8 +60,6 @@ class HostFactsPoller:
         self._unread = {one.cell for one in databases}  # neither read nor found out of reach
         self._unreadable: dict[str, dict[str, tuple[str, ...]]] = {}  # {cell: {uuid: columns}}, as it was logged
         self.first = asyncio.Event()
-        if not databases:
-            self.first.set()
 
     async def run(self) -> None:
         """Read until cancelled, each cell for itself: one that is slow holds none of the others up."""
