@@ -20,7 +20,10 @@ from bus.service.environment import Environment
 from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
 from bus.service.worker_heartbeat import add_heartbeat
+from nova_scheduler.cloud.cell_database import CellDatabase
 from nova_scheduler.cloud.cells import cells_of
+from nova_scheduler.cloud.facts_poller import HostFactsPoller
+from nova_scheduler.cloud.host_facts import HostFacts
 from nova_scheduler.cloud.poller import NovaStatePoller
 from nova_scheduler.cloud.rest import NovaRest
 from nova_scheduler.cloud.state import NovaState, host_table
@@ -40,7 +43,7 @@ from placement_worker.replica.replica import Replica
 from scheduler_worker import plugins
 from scheduler_worker.build.claim_ownership import ClaimOwnership
 from scheduler_worker.build.placer import Placer, ReplicaFollower
-from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.config import HOST_FACT_FILTERS, NOVA_WEIGHERS, SchedulerConfig
 from scheduler_worker.fleet.metrics_listener import add_host_metrics
 from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.placement_client import BusClaims, ClaimPort
@@ -68,6 +71,8 @@ class Deciding(Struct, frozen=True):
     nova_state: NovaState
     rest: NovaRest
     poller: NovaStatePoller
+    facts: HostFacts
+    facts_poller: HostFactsPoller
 
     def add_to(self, service: WorkerRuntime) -> None:
         """Have a service read Nova before calls are decided."""
@@ -75,6 +80,9 @@ class Deciding(Struct, frozen=True):
         service.add_task("nova state", self.poller.run)
         service.add_preparation(self.poller.first.wait)
         service.add_check("nova state", self.poller.first.is_set)
+        if self.facts.cells:
+            service.add_task("host facts", self.facts_poller.run)
+            service.add_preparation(self.facts_poller.first.wait)
 
 
 def deciding(
@@ -93,6 +101,18 @@ def deciding(
     nova_state = NovaState(table)
     rest, cells = NovaRest(config.api, clock=env.clock, setting="nova.api"), cells_of(config.api, env.clock)
     poller = NovaStatePoller(rest, nova_state, table, cells=cells, config=config.api, clock=env.clock)
+    facts = HostFacts(config.api.cell_databases, max_age_s=config.api.facts_max_age_s)
+    facts_poller = HostFactsPoller(
+        [CellDatabase(cell, url) for cell, url in sorted(config.api.cell_databases.items())],
+        facts,
+        nova_state,
+        table,
+        selector.metrics,
+        weighed=sorted(scheduler.metrics.weights),
+        interval_s=config.api.facts_interval_s,
+        hosts_known=poller.first,
+        clock=env.clock,
+    )
     placer = Placer(
         claims,
         ClaimOwnership(claims, table.last_cell_of, _no_records),
@@ -108,14 +128,17 @@ def deciding(
         nova_state,
         poller,
         placed.follower,
-        requests=PlacerRequests(selector, nova_state, config, lacking=lacking),
+        requests=PlacerRequests(
+            selector, nova_state, config, lacking=lacking, outdated=lambda: facts.outdated(env.clock.monotonic())
+        ),
         configure=partial(configure, selector, nova_state, scheduler),
         notifier=notifier,
         clock=env.clock,
         in_shadow=config.shadow,
         recorder=recorder,
+        chosen=facts_poller.choose,
     )
-    return Deciding(destinations, selector, nova_state, rest, poller)
+    return Deciding(destinations, selector, nova_state, rest, poller, facts, facts_poller)
 
 
 def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> WorkerRuntime:
@@ -205,17 +228,26 @@ def configure(selector: Selector, nova_state: NovaState, config: SchedulerConfig
 
 def _scheduler_settings(scheduler: SchedulerConfig, config: NovaConfig) -> tuple[SchedulerConfig, tuple[str, ...]]:
     """The scheduler's settings with what is Nova's: flavors and aggregates come with its calls and its facts. And the
-    filters that berth does not have, if another scheduler decides every call then: they are not run here.
+    filters that berth does not have, or has nothing to run on, if another scheduler decides every call then: they are
+    not run here. Raises SettingsError.
     """
     known = replace(
         scheduler,
         flavors={},
         default_flavors=(),
         aggregates=(),
+        available_filters=(*scheduler.available_filters, *HOST_FACT_FILTERS),
         enabled_filters=config.own_filters,
+        enabled_weighers=tuple(dict.fromkeys((*scheduler.enabled_weighers, *NOVA_WEIGHERS))),
         default_availability_zone=config.default_availability_zone,
     )
-    lacking = plugins.lacking(known) if config.is_one_of_two else ()
+    without_facts = () if config.api.cell_databases else config.fact_filters
+    if not config.is_one_of_two:
+        if without_facts:
+            reason = f"{without_facts[0]} needs nova.api.cell_databases: Nova's API does not tell what it reads"
+            raise SettingsError("nova.cell_databases_unset", reason)
+        return known, ()
+    lacking = (*plugins.lacking(known), *without_facts)
     return replace(known, enabled_filters=tuple(one for one in known.enabled_filters if one not in lacking)), lacking
 
 

@@ -16,6 +16,7 @@ from bus.rabbitmq.address import BadBusUrl
 from bus.service.settings import Secret
 from nova_scheduler.cloud.api_config import NovaApiConfig, Seconds
 from nova_scheduler.wire.queues import RabbitOptions
+from scheduler_worker.config import HOST_FACT_FILTERS
 
 # Those that Nova enables of itself.
 NOVA_FILTERS = (
@@ -34,6 +35,7 @@ NOT_OWNED: Mapping[str, str] = {
     PCI_FILTER: "",
 }
 PASSES_ALL = "AllHostsFilter"
+_FACT_FILTERS = frozenset(path.rpartition(".")[2] for path in HOST_FACT_FILTERS)
 PORT = 5672  # of a host that names none: oslo.messaging's, with TLS too
 # The parameters of an `amqps://` address, by the options that name the files.
 TLS_FILES = {"cacertfile": "ssl_ca_file", "certfile": "ssl_cert_file", "keyfile": "ssl_key_file"}
@@ -139,12 +141,17 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[filter_scheduler] enabled_filters` of nova.conf, instead of `scheduler.enabled_filters`, in the order in which
     they run. What only a filter reads that is not among them is ignored, as in Nova; what JsonFilter,
     SimpleCIDRAffinityFilter, NUMATopologyFilter and PciPassthroughFilter read, which berth does not have, is left to
-    the fallback. With another one that is neither berth's nor in `scheduler.available_filters` (IoOpsFilter, an
-    operator's own), every call is; without a fallback the process does not start."""
+    the fallback. With another one that is neither berth's nor in `scheduler.available_filters` (an operator's own), or
+    one of the number of instances without `nova.api.cell_databases`, every call is; without a fallback the process does
+    not start."""
     image_properties_default_architecture: Annotated[str, Bound(max_length=32)] = ""
     """`[filter_scheduler]`: the architecture of images that name none. Empty: they run on each."""
     default_availability_zone: Zone = "nova"
     """As in nova.conf: the zone of hosts that are in no aggregate with a zone."""
+    release: Literal[29, 30, 31, 32, 33, 34] = 34
+    """The release of Nova's conductor and API. What a release does not have is not applied: before 34 the trait
+    OWNER_NOVA is not required, even where every host has it.
+    """
     prefilters: PrefilterSettings = PrefilterSettings()
     """The settings of nova.conf that shape a query."""
     notifications: NotificationSettings = NotificationSettings()
@@ -163,6 +170,11 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def own_filters(self) -> tuple[str, ...]:
         """Those of the enabled filters that berth runs."""
         return tuple(one for one in self.enabled_filters if one not in NOT_OWNED and one != PASSES_ALL)
+
+    @property
+    def fact_filters(self) -> tuple[str, ...]:
+        """Those of the enabled filters that read what the cells' databases tell of hosts."""
+        return tuple(one for one in self.enabled_filters if one.rpartition(".")[2] in _FACT_FILTERS)
 
 
 def as_amqp(url: str, options: RabbitOptions | None = None) -> str:

@@ -15,7 +15,7 @@ from bus.faults import Fault
 from nova_scheduler.config import NOT_OWNED, NovaConfig, PrefilterSettings
 from nova_scheduler.wire.queues import RabbitOptions
 from scheduler_worker import plugins
-from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.config import HOST_FACT_FILTERS, SchedulerConfig
 
 MAX_BYTES: Final = 2**20
 MAX_SHOWN: Final = 200  # characters of a name that a file has
@@ -49,33 +49,13 @@ TRANSLATED: Final[Mapping[Name, Path]] = {
     ("notifications", "versioned_notifications_topics"): ("nova", "notifications", "versioned_notifications_topics"),
     **{
         ("filter_scheduler", f"{name}_weight_multiplier"): ("scheduler", "multipliers", name)
-        for name in ("ram", "cpu", "disk", "soft_affinity", "soft_anti_affinity")
+        for name in (
+            *("ram", "cpu", "disk", "soft_affinity", "soft_anti_affinity"),
+            *("build_failure", "io_ops", "num_instances", "hypervisor_version"),
+        )
     },
     **{
-        (_PREFILTER_GROUPS.get(name, "scheduler"), name): ("nova", "prefilters", name)
-        for name in PrefilterSettings.__struct_fields__
-    },
-    **{("oslo_messaging_rabbit", name): ("nova", "rabbit", name) for name in RabbitOptions.__struct_fields__},
-}
-
-_NO_FILTER: Final = "read by a filter that berth does not have"
-_NO_WEIGHER: Final = "read by a weigher that berth does not have"
-_NO_METRICS: Final = "Nova tells berth no metrics of hosts: scheduler.metrics weighs those on berth's own bus"
-UNTRANSLATED: Final[Mapping[Name, str]] = {
-    ("scheduler", "workers"): "start as many processes of berth",
-    ("scheduler", "discover_hosts_in_cells_interval"): "berth maps no hosts to cells",
-    (
-        "filter_scheduler",
-        "available_filters",
-    ): "berth's own filters are there; others are in scheduler.available_filters",
-    ("filter_scheduler", "weight_classes"): "berth's own weighers are in scheduler.enabled_weighers",
-    ("filter_scheduler", "build_failure_weight_multiplier"): "Nova's API does not tell the failed builds of hosts",
-    ("filter_scheduler", "cross_cell_move_weight_multiplier"): "a server's own cell is searched first",
-    ("filter_scheduler", "track_instance_changes"): "placement tells berth where instances are",
-    ("filter_scheduler", "aggregate_image_properties_isolation_namespace"): "all metadata of an aggregate counts",
-    ("filter_scheduler", "aggregate_image_properties_isolation_separator"): "all metadata of an aggregate counts",
-    **{
-        ("filter_scheduler", name): _NO_FILTER
+        ("filter_scheduler", name): ("scheduler", name)
         for name in (
             "max_io_ops_per_host",
             "max_instances_per_host",
@@ -84,20 +64,33 @@ UNTRANSLATED: Final[Mapping[Name, str]] = {
             "restrict_isolated_hosts_to_isolated_images",
         )
     },
+    ("metrics", "weight_multiplier"): ("scheduler", "multipliers", "metrics"),
+    ("metrics", "weight_setting"): ("scheduler", "metrics", "weights"),
+    ("metrics", "required"): ("scheduler", "metrics", "required"),
+    ("metrics", "weight_of_unavailable"): ("scheduler", "metrics", "weight_of_unavailable"),
+    **{
+        (_PREFILTER_GROUPS.get(name, "scheduler"), name): ("nova", "prefilters", name)
+        for name in PrefilterSettings.__struct_fields__
+    },
+    **{("oslo_messaging_rabbit", name): ("nova", "rabbit", name) for name in RabbitOptions.__struct_fields__},
+}
+
+_NO_WEIGHER: Final = "read by a weigher that berth does not have"
+UNTRANSLATED: Final[Mapping[Name, str]] = {
+    ("scheduler", "workers"): "start as many processes of berth",
+    ("scheduler", "discover_hosts_in_cells_interval"): "berth maps no hosts to cells",
+    (
+        "filter_scheduler",
+        "available_filters",
+    ): "berth's own filters are there; others are in scheduler.available_filters",
+    ("filter_scheduler", "weight_classes"): "berth's own weighers are in scheduler.enabled_weighers",
+    ("filter_scheduler", "cross_cell_move_weight_multiplier"): "a server's own cell is searched first",
+    ("filter_scheduler", "track_instance_changes"): "placement tells berth where instances are",
+    ("filter_scheduler", "aggregate_image_properties_isolation_namespace"): "all metadata of an aggregate counts",
+    ("filter_scheduler", "aggregate_image_properties_isolation_separator"): "all metadata of an aggregate counts",
     **{
         ("filter_scheduler", name): _NO_WEIGHER
-        for name in (
-            "hypervisor_version_weight_multiplier",
-            "image_props_weight_multiplier",
-            "image_props_weight_setting",
-            "io_ops_weight_multiplier",
-            "num_instances_weight_multiplier",
-            "pci_weight_multiplier",
-        )
-    },
-    **{
-        ("metrics", name): _NO_METRICS
-        for name in ("weight_multiplier", "weight_setting", "required", "weight_of_unavailable")
+        for name in ("image_props_weight_multiplier", "image_props_weight_setting", "pci_weight_multiplier")
     },
 }
 
@@ -170,10 +163,25 @@ def _value(path: Path, text: str) -> Any:
     given: Any = _DOLLAR.sub("$", text).strip()
     found = inspect.type_info(kind)
     if isinstance(found, inspect.VarTupleType):
-        given = [part for one in given.split(",") if (part := one.strip())]
+        given = _list(given)
+    elif isinstance(found, inspect.DictType):
+        given = _ratios(given)
     elif isinstance(found, inspect.BoolType):
         given = _BOOLEANS.get(given.lower(), given)
     return msgspec.to_builtins(msgspec.convert(given, kind, strict=False))
+
+
+def _list(text: str) -> list[str]:
+    return [part for one in text.split(",") if (part := one.strip())]
+
+
+def _ratios(text: str) -> dict[str, float]:
+    """{name: ratio} of a list of NAME=RATIO; as in Nova one that is named twice has the sum. Raises ValueError."""
+    found: dict[str, float] = {}
+    for one in _list(text):
+        name, _, ratio = one.partition("=")
+        found[name] = found.get(name, 0.0) + float(ratio)
+    return found
 
 
 def _kind(path: Path) -> Any:
@@ -204,5 +212,10 @@ def _contradictions(tree: Mapping[str, Any]) -> Iterator[UntranslatedOption]:
     for one in config.enabled_filters:
         if one in NOT_OWNED:
             yield UntranslatedOption(*option, f"berth does not decide what {one[:MAX_SHOWN]} reads")
-    for one in plugins.lacking(SchedulerConfig(enabled_filters=config.own_filters)):
+    for one in config.fact_filters:
+        yield UntranslatedOption(
+            *option, f"for {one[:MAX_SHOWN]}, name the cells' databases in nova.api.cell_databases"
+        )
+    known = SchedulerConfig(enabled_filters=config.own_filters, available_filters=HOST_FACT_FILTERS)
+    for one in plugins.lacking(known):
         yield UntranslatedOption(*option, f"berth has no {one[:MAX_SHOWN]}, and decides no call")

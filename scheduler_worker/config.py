@@ -56,6 +56,14 @@ MORE_FILTERS = (
     "scheduler_worker.filters.image.ImagePropertiesFilter",
     "scheduler_worker.filters.image.AggregateImagePropertiesIsolation",
     "scheduler_worker.filters.host_state.MetricsFilter",
+    "scheduler_worker.filters.image.IsolatedHostsFilter",
+)
+# Enabled by name only, and in front of Nova alone: they read what its cells' databases tell of hosts.
+HOST_FACT_FILTERS = (
+    "scheduler_worker.filters.load.IoOpsFilter",
+    "scheduler_worker.filters.load.AggregateIoOpsFilter",
+    "scheduler_worker.filters.load.NumInstancesFilter",
+    "scheduler_worker.filters.load.AggregateNumInstancesFilter",
 )
 DEFAULT_WEIGHERS = (
     "scheduler_worker.weighers.free_amounts.RAMWeigher",
@@ -67,6 +75,14 @@ DEFAULT_WEIGHERS = (
     "scheduler_worker.weighers.host_state.MetricsWeigher",
     "scheduler_worker.weighers.host_state.HealthWeigher",
     "scheduler_worker.weighers.host_state.BuildFailureWeigher",
+)
+
+
+# Enabled in front of Nova, as Nova enables them.
+NOVA_WEIGHERS = (
+    "scheduler_worker.weighers.load.IoOpsWeigher",
+    "scheduler_worker.weighers.load.NumInstancesWeigher",
+    "scheduler_worker.weighers.host_state.HypervisorVersionWeigher",
 )
 
 
@@ -108,6 +124,20 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
     metrics: MetricsConfig = MetricsConfig()
     """How the metrics of hosts are weighed."""
+
+    # Filters
+    max_io_ops_per_host: Annotated[int, Bound(ge=0)] = 8
+    """`IoOpsFilter` passes hosts with fewer instances that are built, moved, resized, snapshotted, rescued or unshelved
+    now, as Nova's setting of this name.
+    """
+    max_instances_per_host: Positive = 50
+    """`NumInstancesFilter` passes hosts with fewer instances, as Nova's setting of this name."""
+    isolated_hosts: tuple[str, ...] = ()
+    """Names of compute services whose hosts `IsolatedHostsFilter` keeps for `isolated_images`."""
+    isolated_images: tuple[str, ...] = ()
+    """Images (their ids) that `IsolatedHostsFilter` keeps on `isolated_hosts`."""
+    restrict_isolated_hosts_to_isolated_images: bool = True
+    """Whether `isolated_hosts` take no other images, as Nova's setting of this name."""
 
     # Choosing
     host_subset_size: Positive = 1

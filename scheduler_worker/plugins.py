@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bus.service.settings import SettingsError
-from scheduler_worker.config import DEFAULT_FILTERS, DEFAULT_WEIGHERS, MORE_FILTERS, SchedulerConfig
+from scheduler_worker.config import DEFAULT_FILTERS, DEFAULT_WEIGHERS, MORE_FILTERS, NOVA_WEIGHERS, SchedulerConfig
 from scheduler_worker.filters.host_state import MetricsFilter
 from scheduler_worker.selection.plugin import Filter, Weigher, Weighing
 
@@ -27,7 +27,7 @@ def filters(config: SchedulerConfig) -> list[Filter]:
         names = sorted({path.rpartition(".")[2] for path in available.values()})
         raise PluginInvalid(f"filter {missing[0]!r} is not available (available: {', '.join(names)})")
     made: list[Filter] = [_instance(available[enabled], "filter", config) for enabled in config.enabled_filters]
-    if config.metrics.required and not any(isinstance(one, MetricsFilter) for one in made):
+    if config.metrics.required and config.metrics.weights and not any(isinstance(one, MetricsFilter) for one in made):
         raise PluginInvalid("metrics.required: enable MetricsFilter, which keeps hosts without those metrics away")
     return made
 
@@ -49,10 +49,10 @@ def _by_name(paths: Sequence[str]) -> dict[str, str]:
 
 def weighings(config: SchedulerConfig) -> list[Weighing]:
     """The enabled weighers with their multipliers, without those whose multiplier is 0. Raises PluginInvalid."""
-    own = _by_name(DEFAULT_WEIGHERS)
+    own = _by_name((*DEFAULT_WEIGHERS, *NOVA_WEIGHERS))
     made: list[Weigher] = [_instance(own.get(one, one), "weigh", config) for one in config.enabled_weighers]
     unknown = config.multipliers.keys() - {weigher.name for weigher in made}
-    if unknown:
+    if unknown and (unknown := unknown - {_instance(path, "weigh", config).name for path in NOVA_WEIGHERS}):
         raise PluginInvalid(f"multipliers for weighers that are not enabled: {', '.join(sorted(unknown))}")
     if endless := sorted(name for name, value in config.multipliers.items() if not math.isfinite(value)):
         raise PluginInvalid(f"multipliers that are no finite number: {', '.join(endless)}")

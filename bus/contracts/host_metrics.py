@@ -34,6 +34,9 @@ POWER_WATTS = "power.watts"  # drawn now, all supplies together
 TEMPERATURE_CELSIUS = "temperature.celsius"  # of the hottest sensor
 SENSORS_WARNING = "sensors.warning"  # how many sensors report a warning
 SENSORS_CRITICAL = "sensors.critical"
+# Of Nova's hosts, as their cell's database has them:
+NUM_INSTANCES = "num_instances"
+NUM_IO_OPS = "num_io_ops"  # instances that are built, moved, resized, snapshotted, rescued or unshelved now
 
 
 class HostReading(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,15 +8,16 @@ import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Protocol
 
 import sqlalchemy
 import structlog
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 from bus.clock import Clock
 from bus.service.settings import SettingsError
 from nova_scheduler.cloud.api_config import NovaApiConfig
+from nova_scheduler.cloud.database_address import UnusableAddress, engine_of, fault_of
 from nova_scheduler.cloud.rest import NovaUnavailable
 
 log = structlog.get_logger("nova")
@@ -24,7 +25,6 @@ log = structlog.get_logger("nova")
 AGAIN_S = 1.0  # between two reads of the database for hosts that the one before did not find
 RARELY_S = 30.0  # from a read that failed, or that found all, to the next at least
 MAX_MAPPINGS = 1_000_000
-MAX_SAID = 200  # characters of what the database's driver says of a fault
 READ_S = 10.0  # that a read of the database is waited for
 MAX_LEFT = 200  # reads that hang: as many as there are until TCP gives the first one up, after two hours
 
@@ -79,11 +79,9 @@ class DatabaseCells:
     def __init__(self, url: str, clock: Clock) -> None:
         """Raises SettingsError."""
         try:
-            self._engine = sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool)
-        except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
+            self._engine = engine_of(url, partial(sqlalchemy.create_engine, poolclass=sqlalchemy.NullPool))
+        except UnusableAddress as error:
             raise _unusable(str(error)) from error
-        except ValueError as error:  # it names what is no number, of which a part of the password may be
-            raise _unusable("its port, or an option in it, is no number") from error
         if self._engine.dialect.is_async:
             raise _unusable("its driver is asynchronous")
         self._clock = clock
@@ -149,14 +147,7 @@ class DatabaseCells:
             read.set_exception(error)
 
     def _said(self, error: Exception) -> str:
-        """The first line of the driver's own text, without the password, which some drivers repeat."""
-        if isinstance(error, TimeoutError):
-            return f"no answer within {READ_S:g} s"
-        if isinstance(error, NovaUnavailable):
-            return error.reason
-        said = str(getattr(error, "orig", None) or "").partition("\n")[0]
-        password = self._engine.url.password
-        return (said.replace(str(password), "***") if password else said)[:MAX_SAID]
+        return fault_of(error, self._engine.url, READ_S)
 
     def _read(self) -> CellsFound:
         """All that the database has of hosts and cells."""

@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceRemoved, ServiceStates
+from nova_scheduler.cloud.host_facts import HostHardware, HostStats
 from scheduler_worker.config import Aggregate
 from scheduler_worker.filters.image import ANY, SUPPORTED
 from scheduler_worker.hosts.host_table import HostTable
@@ -52,11 +53,12 @@ class ComputeNode(Struct, frozen=True, kw_only=True):
     cpu_info: Mapping[str, str] = {}  # its plain values by path ("arch", "topology:cores")
 
 
-def supported_instances(node: ComputeNode) -> str:
-    """What runs on a compute node, in the form of `ImagePropertiesFilter`; what its row does not tell is any.
-
-    Architectures that its hypervisor emulates are not in the row.
+def supported_instances(node: ComputeNode, hardware: HostHardware | None = None) -> str:
+    """What runs on a compute node, in the form of `ImagePropertiesFilter`: as its driver lists it, where its cell's
+    database is read. Else what Nova's API does not tell is any, and no architecture is emulated.
     """
+    if hardware is not None and hardware.supported_instances is not None:
+        return ", ".join("/".join(triple) for triple in hardware.supported_instances)
     arch = node.cpu_info.get(ARCHITECTURE, "").lower()
     types, modes = HYPERVISORS.get(node.hypervisor_type.lower(), ((ANY,), (ANY,)))
     architectures = (arch, *BESIDE.get(arch, ())) if arch else (ANY,)
@@ -115,6 +117,8 @@ class NovaState:
         self._is_announced = True  # whether that is all that is known
         self._sequence = 0
         self._cpus: dict[tuple[tuple[str, str], ...], Mapping[str, str]] = {}
+        self._hardware: Mapping[str, HostHardware] = {}
+        self._lasting: dict[str, tuple[object, ...]] = {}
 
     # --- read by whoever places
 
@@ -161,7 +165,9 @@ class NovaState:
     def supported(self) -> frozenset[str]:
         """What runs on the hosts, each list once (`supported_instances`)."""
         if self._supported is None:
-            self._supported = frozenset(map(supported_instances, self._nodes.values()))
+            self._supported = frozenset(
+                supported_instances(node, self._hardware.get(uuid)) for uuid, node in self._nodes.items()
+            )
         return self._supported
 
     def unknown(self, roots: Iterable[str]) -> tuple[str, ...]:
@@ -246,6 +252,16 @@ class NovaState:
             self._cells = dict(cells)
             self._changed()
 
+    def put_hardware(self, hardware: Mapping[str, HostHardware]) -> None:
+        """Take what the cells' databases tell of all compute nodes over, but what changes with each instance: that are
+        metrics of the hosts.
+        """
+        self._hardware = hardware
+        lasting = {uuid: _lasting(one) for uuid, one in hardware.items()}
+        if lasting != self._lasting:
+            self._lasting = lasting
+            self._supported, self._is_announced = None, False
+
     def announce(self, now_s: float) -> None:
         """Bring the host table up to this state. now_s: monotonic seconds."""
         if not self._is_announced:
@@ -297,8 +313,11 @@ class NovaState:
             "hypervisor_version": str(node.hypervisor_version) if node.hypervisor_version else "",
             "host_ip": node.host_ip,
         }
-        known[SUPPORTED] = supported_instances(node)
-        attributes = {key: value for key, value in known.items() if value}
+        hardware = self._hardware.get(node.uuid)
+        known[SUPPORTED] = supported_instances(node, hardware)
+        stats = HostStats() if hardware is None or hardware.stats is None else hardware.stats
+        # As in Nova a stat is found where the host has no property of that name.
+        attributes = {**stats.plain, **{key: value for key, value in known.items() if value}}
         attributes |= {f"cpu_info:{path}": value for path, value in node.cpu_info.items()}
         return HostReport(
             uuid=node.uuid,
@@ -306,6 +325,7 @@ class NovaState:
             enabled=not service.is_disabled,
             disabled_reason=service.reason if service.is_disabled else "",
             attributes=attributes,
+            failed_builds=stats.failed_builds,
         )
 
     def _notify(self, host: str, report: _Announced, now_s: float) -> None:
@@ -345,3 +365,9 @@ class NovaState:
         self._membership = self._supported = None
         self._is_announced = False
         self.version += 1
+
+
+def _lasting(hardware: HostHardware) -> tuple[object, ...]:
+    """What is announced with the host itself."""
+    stats = hardware.stats
+    return hardware.supported_instances, None if stats is None else (stats.plain, stats.failed_builds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Final
 from uuid import NAMESPACE_OID, UUID, uuid5
@@ -22,7 +22,7 @@ from nova_scheduler.request.resource_request import ResourceRequest, resource_re
 from nova_scheduler.wire.envelope import Call
 from placement_worker.replica.request import Query
 from scheduler_worker.build.host_search import ExternalClaim, HostSearchRequest
-from scheduler_worker.filters.image import ImagePropertiesFilter, supports
+from scheduler_worker.filters.image import ImagePropertiesFilter, IsolatedHostsFilter, supports
 from scheduler_worker.records.build_record import Gang
 from scheduler_worker.selection.flavor_query import TRAIT_KEY
 from scheduler_worker.selection.request_spec import RequestSpec, Unsatisfiable
@@ -30,6 +30,7 @@ from scheduler_worker.selection.selector import Selector
 
 NOTHING: Final = Query()
 OWNER_TRAIT: Final = "OWNER_NOVA"
+OWNER_SINCE: Final = 34  # the release of Nova that requires it
 ARCHITECTURE: Final = "hw_architecture"
 MAX_ASKED_FOR: Final = 10  # hosts that the placer names for one instance
 _WORD = re.compile(r"[A-Za-z0-9_\-]{1,64}")
@@ -69,17 +70,25 @@ class PlacerRequests:
         *,
         # enabled filters that berth does not have: every call is left to the fallback then
         lacking: Sequence[str] = (),
+        # the cells whose databases were read too long ago
+        outdated: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._selector = selector
         self._nova_state = nova_state
         self._settings = config.prefilters
         self._enabled = frozenset(one.rpartition(".")[2] for one in config.enabled_filters)
+        self._requires_owner = config.release >= OWNER_SINCE
         self._lacking = lacking
+        self._needs_facts = bool(config.fact_filters)
+        self._outdated = outdated
         self._default_architecture = config.image_properties_default_architecture
         self._is_one_of_two = config.is_one_of_two
 
     def undecided(self, request: NovaRequest) -> NotDecided | None:
         """Why a request is left to the fallback; None: it is decided here."""
+        # Where there is no fallback the filters reject the hosts of these cells.
+        if self._needs_facts and self._is_one_of_two and (cells := self._outdated()):
+            return NotDecided("host_facts", ", ".join(cells))
         return undecided(request, self._settings, self._enabled, self._lacking)
 
     def check_architecture(self, request: NovaRequest) -> None:
@@ -116,6 +125,7 @@ class PlacerRequests:
             extra_specs=request.flavor.extra_specs,
             availability_zone=request.availability_zone,
             image_properties=self._image_properties(request),
+            image=self._image(request),
             forced=bool(request.force_hosts or request.force_nodes),
             cell=cell,
         )
@@ -129,6 +139,7 @@ class PlacerRequests:
             project_id=request.project_id or "",
             extra_specs=request.flavor.extra_specs,
             image_properties=self._image_properties(request),
+            image=self._image(request),
         )
 
     def own_cell_first(self, request: NovaRequest, spec: RequestSpec) -> list[RequestSpec]:
@@ -178,8 +189,14 @@ class PlacerRequests:
         named = {name: str(value) for name, value in image.properties.items() if value is not None}
         return default | named | {f"{TRAIT_KEY}{trait}": "required" for trait in image.traits_required}
 
+    def _image(self, request: NovaRequest) -> str:
+        """The image's id, if a filter reads it: requests of one image more share no ranking then."""
+        return request.image_or_none.id or "" if IsolatedHostsFilter.name in self._enabled else ""
+
     def _owns_all(self) -> bool:
-        """Whether all of Nova's hosts have the trait of their owner, so that it can be required."""
+        """Whether all of Nova's hosts have the trait of their owner, and its release requires it then."""
+        if not self._requires_owner:
+            return False
         view = self._selector.all_hosts()
         view = view.subset(view.known)
         return bool(len(view)) and bool(view.has_trait(OWNER_TRAIT).all())

@@ -102,6 +102,7 @@ class Destinations:
         clock: Clock,
         in_shadow: bool = False,
         recorder: CallRecorder | None = None,  # takes how each call was decided
+        chosen: Callable[[Sequence[str]], None] | None = None,  # takes the hosts (uuids) that a call's instances get
     ) -> None:
         self._placer = placer
         self._selector = selector
@@ -115,6 +116,7 @@ class Destinations:
         self._recorder = recorder or CallRecorder()
         self._events = SHADOWED if in_shadow else ANSWERED
         self._claims = not in_shadow
+        self._chosen = chosen
         self._roots: object = None  # of placement, as they were looked at last
         self._unnamed: frozenset[str] = frozenset()  # those of them that Nova has named no compute node for
 
@@ -187,6 +189,8 @@ class Destinations:
                 claimed = [one for one in results if isinstance(one, HostClaimed)]
                 if len(claimed) == len(results):
                     claimed = without_siblings(claimed, self._selector.config.settings.max_attempts)
+                    if self._chosen is not None and self._claims:
+                        self._chosen([one.selections[0].host_uuid for one in claimed])
                     self._recorder.record_decision(placed(self._events.placed, call, instances, claimed))
                     return claimed
                 ended = self._ended(spec, results)

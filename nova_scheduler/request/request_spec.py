@@ -59,6 +59,7 @@ class NovaFlavor(Struct, frozen=True, kw_only=True):
 class NovaImage(Struct, frozen=True, kw_only=True):
     """`ImageMeta` 1.x."""
 
+    id: str | None = None
     disk_format: str | None = None
     # those of `ImageMetaProps` that are set, as Nova's field types have coerced them
     properties: dict[str, str | int | float | bool | list[Any] | None] = {}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.hosts.host_table import Mask
-from scheduler_worker.selection.host_view import HostsView, Membership
+from scheduler_worker.selection.host_view import VERSION, HostsView, Membership
 from scheduler_worker.selection.plugin import NONE_REJECTED, FilterResult, filter_result_of
 from scheduler_worker.selection.request_spec import RequestSpec
 
@@ -49,13 +50,43 @@ class AggregateImagePropertiesIsolation:
         return FilterResult(passed, {reason: count for reason, count in rejected.items() if count} or NONE_REJECTED)
 
 
+class IsolatedHostsFilter:
+    """Keeps `isolated_images` on the hosts of the services in `isolated_hosts`, and other images away from these if
+    `restrict_isolated_hosts_to_isolated_images`. As in Nova, without isolated images only the latter counts.
+    """
+
+    name: ClassVar[str] = "IsolatedHostsFilter"
+    run_on_rebuild: ClassVar[bool] = True
+
+    def __init__(self, hosts: Collection[str] = (), images: Collection[str] = (), *, restricts: bool = True) -> None:
+        self._hosts = frozenset(hosts)
+        self._images = frozenset(images)
+        self._restricts = restricts
+
+    @classmethod
+    def from_config(cls, config: SchedulerConfig) -> Self:
+        """The lists of these settings."""
+        restricts = config.restrict_isolated_hosts_to_isolated_images
+        return cls(config.isolated_hosts, config.isolated_images, restricts=restricts)
+
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
+        """By the names of the hosts' services and the image's id."""
+        states = view.table.services.states
+        isolated = np.isin(view.service, [at for at, state in enumerate(states) if state.name in self._hosts])
+        passed = np.ones(len(view), dtype=np.bool_)
+        if spec.image in self._images:
+            passed = isolated
+        elif self._restricts:
+            passed = ~isolated
+        return filter_result_of(passed, "image.isolated")
+
+
 # The properties of an image, in the order of a host's triples.
 PROPERTIES = ("hw_architecture", "img_hv_type", "hw_vm_mode")
-# The attributes that a host reports: `architecture/hypervisor/mode` triples, comma-separated, in which ANY is each;
-# the version of its hypervisor, a number with three digits a part (8002000: 8.2.0); how wide its addresses are.
+# The attributes that a host reports: `architecture/hypervisor/mode` triples, comma-separated, in which ANY is each; the
+# version of its hypervisor (VERSION); how wide its addresses are.
 SUPPORTED = "supported_instances"
 ANY = "*"
-VERSION = "hypervisor_version"
 ADDRESS_BITS = "cpu_info:maxphysaddr:bits"
 # What an image requests of these.
 WANTED_VERSION, WANTED_BITS = "img_hv_requested_version", "hw_maxphysaddr_bits"

@@ -93,9 +93,25 @@ class HostMetricsTable:
             outcomes[reason] += len(reading.values)
         return outcomes
 
+    def put_column(self, name: str, index: Rows, values: Floats, *, at: float, source: str, expires_s: float) -> None:
+        """Take one metric of some hosts over, instead of what was known; NaN: they have none. name: the caller's own.
+        at: wall-clock time in seconds; expires_s: monotonic time from which the numbers do not count.
+        """
+        column = self._columns.setdefault(name, _Column())
+        column.grow(len(self._table))
+        column.value[index], column.at[index] = values, at
+        column.source[index] = np.where(np.isnan(values), -1, self._index_of_source(source))
+        column.expires_s[index] = expires_s
+
+    def increment(self, name: str, index: int) -> None:
+        """One more of a number of a host, if it is known."""
+        column = self._columns.get(name)
+        if column is not None and index < len(column.value):
+            column.value[index] += 1  # of NaN it stays NaN
+
     def advance(self, now_s: float) -> None:
         """Numbers count by their age at this time from now on (monotonic, seconds)."""
-        self._now_s = now_s
+        self._now_s = max(self._now_s, now_s)
 
     def metric_of(self, index: Rows) -> dict[str, Floats]:
         """{metric: the numbers of these hosts, as `values` has them}, of all metrics that are kept."""

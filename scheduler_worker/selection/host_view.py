@@ -14,6 +14,8 @@ from scheduler_worker.config import Aggregate
 from scheduler_worker.hosts.host_metrics import HostMetricsTable
 from scheduler_worker.hosts.host_table import ADMIN_STATES, OPEN, Floats, HostTable, Mask, Rows
 
+VERSION = "hypervisor_version"  # the attribute: a number with three digits a part (8002000: 8.2.0)
+
 
 class Membership:
     """Which roots are in which configured aggregate, by row of the replica."""

@@ -48,6 +48,7 @@ class RequestSpec(Struct, frozen=True, kw_only=True):
     key: tuple[str, ...] = ()
     related: RelatedInstances | None = None  # where the instances are that the request names
     image_properties: Mapping[str, str] = {}  # as the image has them
+    image: str = ""  # its id, where a filter reads that
     forced: bool = False  # no filter is run; pre-filters and the claim are
     cell: str | None = None  # only hosts of this cell, where an instance moves
     leaves: str | None = None  # no hosts of this cell, which is drained

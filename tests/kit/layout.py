@@ -27,6 +27,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "scheduler_worker.config",
         "scheduler_worker.filters.image",
         "scheduler_worker.fleet.metrics_listener",
+        "scheduler_worker.hosts.host_metrics",
         "scheduler_worker.hosts.host_table",
         "scheduler_worker.hosts.service_directory",
         "scheduler_worker.placement_client",

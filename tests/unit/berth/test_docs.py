@@ -49,7 +49,13 @@ from bus.rabbitmq.address import parse_bus_url
 from lab.reference.messages import _type
 from lab.reference.pages import PAGES
 from placement_worker.domain.server_groups import permitted
-from scheduler_worker.config import DEFAULT_FILTERS, DEFAULT_WEIGHERS, MORE_FILTERS
+from scheduler_worker.config import (
+    DEFAULT_FILTERS,
+    DEFAULT_WEIGHERS,
+    HOST_FACT_FILTERS,
+    MORE_FILTERS,
+    NOVA_WEIGHERS,
+)
 from scheduler_worker.objects.change_plan import plan
 from scheduler_worker.records.object_records import ChangePlan
 from tests.kit.certificates import Authority
@@ -79,11 +85,14 @@ def test_every_message_and_queue_and_state_is_on_the_page() -> None:
     assert "`BuildState`: one of " + ", ".join(f"`{state}`" for state in sorted(BuildState)) in page
 
 
+LISTED = (*DEFAULT_FILTERS, *MORE_FILTERS, *HOST_FACT_FILTERS, *DEFAULT_WEIGHERS, *NOVA_WEIGHERS)
+
+
 def test_features_has_the_filters_and_weighers_that_there_are_and_no_other() -> None:
     """Names in code type are there; ProjectHostFilter is berth's own."""
     page = (DOCS / "reference" / "features.md").read_text()
     named = set(re.findall(r"`(\w*(?:Filter|Weigher|Isolation))`", page))
-    there = {path.rpartition(".")[2] for path in (*DEFAULT_FILTERS, *MORE_FILTERS, *DEFAULT_WEIGHERS)}
+    there = {path.rpartition(".")[2] for path in LISTED}
     assert named == there - {"ProjectHostFilter"}
 
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 
 import numpy as np
+import pytest
 
 from bus.bus import API, Bus
 from bus.clock import SystemClock
@@ -16,11 +17,42 @@ from bus.service.service import WorkerRuntime
 from nova_scheduler import app
 from nova_scheduler.cloud.api_config import NovaApiConfig
 from nova_scheduler.config import NovaConfig
+from scheduler_worker import plugins
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.fleet.metrics_listener import add_host_metrics
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
 
 CELL = "ce110000-0000-4000-8000-000000000001"
+COUNTING = ("ComputeFilter", "NumInstancesFilter")
+DATABASES = {CELL: "postgresql+asyncpg://berth@127.0.0.1:1/nova_cell1"}
+
+
+@pytest.mark.parametrize(
+    ("databases", "fallback", "enabled", "lacking"),
+    [
+        (DATABASES, "", COUNTING, ()),
+        (DATABASES, "amqp://stock", COUNTING, ()),
+        ({}, "amqp://stock", COUNTING[:1], COUNTING[1:]),
+    ],
+)
+def test_a_filter_of_what_is_not_read_is_left_to_the_fallback(
+    databases: dict[str, str], fallback: str, enabled: tuple[str, ...], lacking: tuple[str, ...]
+) -> None:
+    config = NovaConfig(enabled_filters=COUNTING, fallback_url=fallback, api=NovaApiConfig(cell_databases=databases))
+    found, left = app._scheduler_settings(SchedulerConfig(), config)
+    assert (found.enabled_filters, left) == (enabled, lacking)
+    assert [one.name for one in plugins.filters(found)] == list(enabled)
+    assert {"io_ops", "hypervisor_version"} <= {one.weigher.name for one in plugins.weighings(found)}
+
+
+@pytest.mark.parametrize("databases", [{}, DATABASES], ids=["none", "one"])
+def test_a_front_reads_the_cells_databases_that_are_named(databases: dict[str, str]) -> None:
+    """A task that ends is the end of its service."""
+    clock, rng, broker = SystemClock(), random.Random(1), MemoryBroker(SystemClock())
+    env = Environment("nova", transports=lambda _: MemoryTransport(broker, "nova"), clock=clock, rng=rng)
+    api = NovaApiConfig(cells={CELL: ("h0",)}, cell_databases=databases)
+    service = app.build(env, NovaConfig(transport_url="amqp://nova.invalid", api=api), SchedulerConfig())
+    assert ("host facts" in {name for name, _ in service._task_makers}) == bool(databases)
 
 
 async def test_a_frontend_takes_metrics_of_hosts() -> None:

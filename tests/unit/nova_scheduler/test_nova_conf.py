@@ -12,7 +12,7 @@ from nova_scheduler.nova_conf import MAX_BYTES, TRANSLATED, UNTRANSLATED, NovaCo
 
 LISTS = "[filter_scheduler]\nenabled_filters = ComputeFilter ,\n  ImagePropertiesFilter,\n"
 
-VALUES = ("True", "1", "none", "PLAIN")  # of which each option takes one
+VALUES = ("True", "1", "none", "PLAIN", "power.watts=1")  # of which each option takes one
 FILES: tuple[tuple[str, str, dict[str, Any], set[str]], ...] = (
     # name, file, settings, options that are left out
     ("empty", "", {}, set()),
@@ -48,9 +48,39 @@ FILES: tuple[tuple[str, str, dict[str, Any], set[str]], ...] = (
     ("a section of another service", "[libvirt]\nvirt_type = kvm\n[DEFAULT]\nmy_ip = 10.0.0.1\n", {}, set()),
     (
         "what berth lacks",
-        "[scheduler]\nworkers=4\n[filter_scheduler]\nio_ops_weight_multiplier=1\nodd=1\n[metrics]\nrequired=true\n",
+        "[scheduler]\nworkers=4\n[filter_scheduler]\nimage_props_weight_multiplier=1\nodd=1\n",
         {},
-        {"workers", "io_ops_weight_multiplier", "odd", "required"},
+        {"workers", "image_props_weight_multiplier", "odd"},
+    ),
+    (
+        "bounds, isolated hosts and weighers",
+        "[filter_scheduler]\nio_ops_weight_multiplier=-2\nbuild_failure_weight_multiplier=0\nmax_io_ops_per_host=0\n"
+        "isolated_hosts=h1, h2\nrestrict_isolated_hosts_to_isolated_images=no\n",
+        {"scheduler": {
+            "multipliers": {"io_ops": -2.0, "build_failure": 0.0}, "max_io_ops_per_host": 0,
+            "isolated_hosts": ("h1", "h2"), "restrict_isolated_hosts_to_isolated_images": False,
+        }},
+        set(),
+    ),
+    (
+        "metrics",
+        "[metrics]\nweight_setting = cpu.percent=-1.0, numa.membw.max=2,cpu.percent=-0.5\nrequired=false\n"
+        "weight_multiplier=3\nweight_of_unavailable=-7\n",
+        {"scheduler": {
+            "metrics": {
+                "weights": {"cpu.percent": -1.5, "numa.membw.max": 2.0},
+                "required": False, "weight_of_unavailable": -7.0,
+            },
+            "multipliers": {"metrics": 3.0},
+        }},
+        set(),
+    ),
+    ("metrics that are none", "[metrics]\nweight_setting = power.watts, 3\n", {}, {"weight_setting"}),
+    (
+        "filters that read the cells' databases",
+        "[filter_scheduler]\nenabled_filters = ComputeFilter, IoOpsFilter\n",
+        {"nova": {"enabled_filters": ("ComputeFilter", "IoOpsFilter")}},
+        {"enabled_filters"},
     ),
     (
         "values out of bounds, and one of another option's",

@@ -525,6 +525,44 @@ async def test_every_call_is_left_to_the_fallback_while_a_filter_is_lacking() ->
     assert await here.select(VMS[0])
 
 
+async def test_every_call_is_left_to_the_fallback_while_a_cells_database_is_away() -> None:
+    """Only if a filter reads it; where there is no fallback, that filter rejects the cell's hosts."""
+    counting = NovaConfig(enabled_filters=("ComputeFilter", "NumInstancesFilter"), fallback_url="amqp://stock")
+    here = await cloud(nova=counting)
+    here.outdated = (CELLS[0],)
+    with pytest.raises(NotDecided) as left:
+        await here.select(VMS[0])
+    assert left.value.reason == "host_facts"
+    here = await cloud(nova=replace(counting, fallback_url=""))
+    here.outdated = (CELLS[0],)
+    with pytest.raises(RemoteFault) as caught:
+        await here.select(VMS[0])
+    assert caught.value.class_name == "NoValidHost"
+    here = await cloud(nova=replace(counting, enabled_filters=("ComputeFilter",)))
+    here.outdated = (CELLS[0],)
+    assert await here.select(VMS[0])
+
+
+async def test_hosts_that_are_chosen_are_told() -> None:
+    here = await cloud()
+    answer = await here.select(*VMS[:2])
+    assert [f"h{here.uuids.index(uuid)}" for uuid in here.chosen] == [one[0] for one in hosts_of(answer)]
+    here = await cloud(nova=NovaConfig(shadow=True))
+    await here.select(VMS[0])
+    assert here.chosen == [], "another scheduler chooses"
+
+
+async def test_images_are_isolated_on_hosts() -> None:
+    enabled = NovaConfig(enabled_filters=("ComputeFilter", "IsolatedHostsFilter"))
+    here = await cloud(nova=enabled, settings={"isolated_images": (VMS[8],), "isolated_hosts": ("h1",)})
+    for at, (named, expected) in enumerate(((VMS[8], {"h1"}), (VMS[9], {"h0", "h2"}))):
+        answer = await here.select(VMS[at], run=f"call{at}", image=versioned("ImageMeta", "1.8", {"id": named}))
+        assert set(hosts_of(answer)[0]) <= expected
+    with pytest.raises(RemoteFault):
+        await here.select(VMS[0], image=versioned("ImageMeta", "1.8", {"id": VMS[9]}), **REBUILD)
+    assert await here.select(VMS[0], image=versioned("ImageMeta", "1.8", {"id": VMS[8]}), **REBUILD)
+
+
 async def test_a_call_that_has_claimed_is_not_left_to_the_fallback() -> None:
     """The frontend that had claimed for it was killed, and this one has a filter that is lacking: a stock
     nova-scheduler claimed a second host beside the first.

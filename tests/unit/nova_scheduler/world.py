@@ -24,9 +24,10 @@ from placement_worker.replica.replica import Replica
 from scheduler_worker import plugins
 from scheduler_worker.build.claim_ownership import ClaimOwnership
 from scheduler_worker.build.placer import Placer
-from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.filters.image import SUPPORTED, VERSION
+from scheduler_worker.config import HOST_FACT_FILTERS, SchedulerConfig
+from scheduler_worker.filters.image import SUPPORTED
 from scheduler_worker.hosts.host_table import HostTable
+from scheduler_worker.selection.host_view import VERSION
 from scheduler_worker.selection.selector import Selector
 from scheduler_worker.selection.selector_config import SelectorConfig
 from tests.kit.claims import PlacementClaims
@@ -76,6 +77,7 @@ class Cloud:
         children: Sequence[Mapping[str, int]] = (),
         nova: NovaConfig = HINTED,
         told: Sequence[ComputeNode] = (),
+        settings: Mapping[str, Any] = {},  # of the scheduler
     ) -> None:
         self.nova, self.told = nova, told
         self.children = children  # of each host
@@ -90,8 +92,12 @@ class Cloud:
         self.notified: list[bool] = []  # of each call that is decided, whether it has hosts
         self.replica, self.table = Replica(), host_table()
         self.facts = KnownFacts(self.table)
-        self.config = SchedulerConfig(retry_jitter_s=0.002, enabled_filters=nova.own_filters)
+        self.config = SchedulerConfig(
+            retry_jitter_s=0.002, available_filters=HOST_FACT_FILTERS, enabled_filters=nova.own_filters, **settings
+        )
         self.lacking: tuple[str, ...] = ()  # enabled filters that berth does not have
+        self.outdated: tuple[str, ...] = ()  # cells whose databases were read too long ago
+        self.chosen: list[str] = []  # the host of each instance
         self.deaf = False  # Nova does not answer
         self.waiting: set[str] | None = None  # instances that wait for a host; None: all
         self.selector = Selector(
@@ -124,11 +130,14 @@ class Cloud:
             self.facts,
             self,
             self,
-            requests=PlacerRequests(self.selector, self.facts, self.nova, lacking=self.lacking),
+            requests=PlacerRequests(
+                self.selector, self.facts, self.nova, lacking=self.lacking, outdated=lambda: self.outdated
+            ),
             configure=lambda: None,
             notifier=self,
             clock=self.clock,
             in_shadow=self.nova.shadow,
+            chosen=self.chosen.extend,
         )
 
     async def open(self) -> Cloud:

@@ -13,7 +13,15 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceStates
 from scheduler_worker import filters, plugins, weighers
-from scheduler_worker.config import DEFAULT_FILTERS, DEFAULT_WEIGHERS, MORE_FILTERS, Flavor, SchedulerConfig
+from scheduler_worker.config import (
+    DEFAULT_FILTERS,
+    DEFAULT_WEIGHERS,
+    HOST_FACT_FILTERS,
+    MORE_FILTERS,
+    NOVA_WEIGHERS,
+    Flavor,
+    SchedulerConfig,
+)
 from scheduler_worker.filters.extra_specs import (
     AggregateInstanceExtraSpecsFilter,
     AggregateTypeAffinityFilter,
@@ -191,7 +199,7 @@ def test_a_weigher_is_enabled_by_class_name_or_class_path(enabled: str) -> None:
 
 @pytest.mark.parametrize("package", [filters, weighers], ids=["filters", "weighers"])
 def test_every_filter_and_weigher_of_ours_can_be_enabled_by_its_name(package: ModuleType) -> None:
-    listed = {*DEFAULT_FILTERS, *MORE_FILTERS, *DEFAULT_WEIGHERS}
+    listed = {*DEFAULT_FILTERS, *MORE_FILTERS, *HOST_FACT_FILTERS, *DEFAULT_WEIGHERS, *NOVA_WEIGHERS}
     modules = [f"{package.__name__}.{one.name}" for one in iter_modules(package.__path__)]
     made = {
         f"{name}.{kind.__name__}"

@@ -1,0 +1,136 @@
+"""Reads `compute_nodes` of a cell's database, each time in one transaction: the ids and times of all rows, and in full
+those that may have changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import sqlalchemy
+from msgspec import Struct
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+
+from bus.contracts.base import Uuid
+from bus.service.settings import SettingsError
+from nova_scheduler.cloud.database_address import UnusableAddress, engine_of, fault_of
+from nova_scheduler.cloud.host_facts import MAX_TEXT, TABLE, CellRead, KnownRow, NodeRow, hardware_of
+from nova_scheduler.cloud.rest import NovaUnavailable
+
+UNAVAILABLE: Final = "nova.cell_unavailable"
+PAGE: Final = 1_000  # ids in one page
+FULL_PAGE: Final = 100  # rows in full in one page
+MAX_ROWS: Final = 100_000  # compute nodes of one cell
+STATEMENT_S: Final = 10.0  # that one statement is waited for
+# A time has whole seconds, and a row may be written twice in one. So a row that has changed is read again by as many
+# reads, seconds later: what was written at the same time is there then, whatever the writer's clock.
+AGAIN: Final = 2
+
+_JSON: Final = ("stats", "metrics", "supported_instances", "pci_stats", "numa_topology")
+_PLAIN: Final = ("id", "uuid", "host", "hypervisor_hostname", "hypervisor_version", "free_disk_gb")
+# The two statements. A row that was deleted has its id in `deleted`.
+TIMES: Final = sqlalchemy.text(
+    f"SELECT id, updated_at FROM {TABLE} WHERE deleted = 0 AND id > :after ORDER BY id LIMIT {PAGE}"
+)
+ROWS: Final = sqlalchemy.text(
+    f"SELECT {', '.join(_PLAIN)}, {', '.join(f'substr({name}, 1, {MAX_TEXT + 1}) AS {name}' for name in _JSON)} "
+    f"FROM {TABLE} WHERE id IN :ids"
+).bindparams(sqlalchemy.bindparam("ids", expanding=True))
+
+
+class _Version(Struct, frozen=True):
+    updated_at: object
+    again: int  # how many reads still take the row in full
+
+
+class RowVersions:
+    """Which rows of a table a read takes in full, by what the reads before have found. Pure."""
+
+    def __init__(self) -> None:
+        self._rows: Mapping[int, _Version] = {}
+
+    def after(self, times: Mapping[int, object]) -> tuple[RowVersions, tuple[int, ...]]:
+        """What is known after a read that finds these times, and the rows that it takes in full: {id: updated_at}."""
+        rows: dict[int, _Version] = {}
+        due: list[int] = []
+        for number, updated_at in times.items():
+            known = self._rows.get(number)
+            if known is None or known.updated_at != updated_at:
+                rows[number] = _Version(updated_at, AGAIN)
+                due.append(number)
+            elif known.again:
+                rows[number] = _Version(updated_at, known.again - 1)
+                due.append(number)
+            else:
+                rows[number] = known
+        found = RowVersions()
+        found._rows = rows
+        return found, tuple(due)
+
+
+class CellDatabase:
+    """The database of one cell, read with a connection of its own each time."""
+
+    def __init__(self, cell: str, url: str) -> None:
+        """Raises SettingsError."""
+        self.cell = cell
+        try:
+            self._engine = engine_of(
+                url,
+                lambda at: create_async_engine(at, poolclass=sqlalchemy.NullPool, isolation_level="REPEATABLE READ"),
+            )
+        except UnusableAddress as error:
+            reason = f"nova.api.cell_databases.{cell} cannot be used: {error}"
+            raise SettingsError("nova.cell_database", reason) from error
+        self._versions = RowVersions()
+
+    async def read(self) -> CellRead:
+        """All that may have changed since the read before. One that fails changes nothing. Raises NovaUnavailable."""
+        try:
+            async with asyncio.timeout(STATEMENT_S) as limit, self._engine.connect() as connection:
+                times = await self._times(connection, limit)
+                versions, due = self._versions.after(times)
+                changed: dict[int, KnownRow | None] = {}
+                for start in range(0, len(due), FULL_PAGE):
+                    _extend(limit)
+                    found = await connection.execute(ROWS, {"ids": due[start : start + FULL_PAGE]})
+                    changed |= parse_rows(found.mappings().all())
+        except NovaUnavailable:
+            raise
+        except Exception as error:  # some drivers raise errors of their own, as of an option or a library
+            reason = f"{type(error).__name__}: {fault_of(error, self._engine.url, STATEMENT_S)}"
+            raise NovaUnavailable(f"cell {self.cell}: {reason}", code=UNAVAILABLE) from error
+        self._versions = versions
+        return CellRead(present=times.keys(), changed=changed)
+
+    async def _times(self, connection: AsyncConnection, limit: asyncio.Timeout) -> dict[int, object]:
+        """{id: updated_at} of all rows. Raises NovaUnavailable."""
+        times: dict[int, object] = {}
+        while True:
+            _extend(limit)
+            page = (await connection.execute(TIMES, {"after": max(times, default=0)})).all()
+            times.update((int(number), updated_at) for number, updated_at in page)
+            if len(times) > MAX_ROWS:
+                raise NovaUnavailable(f"cell {self.cell}: more than {MAX_ROWS} compute nodes", code=UNAVAILABLE)
+            if len(page) < PAGE:
+                return times
+
+
+def parse_rows(rows: Sequence[Mapping[Any, Any]]) -> dict[int, KnownRow | None]:
+    """{id: what the row tells}; None: not even whose it is."""
+    found: dict[int, KnownRow | None] = {}
+    for given in rows:
+        number = int(given["id"])
+        try:
+            row = msgspec.convert(dict(given), NodeRow)
+            found[number] = KnownRow(uuid=msgspec.convert(row.uuid, Uuid), hardware=hardware_of(row))
+        except msgspec.ValidationError:
+            found[number] = None
+    return found
+
+
+def _extend(limit: asyncio.Timeout) -> None:
+    """Give the next statement the whole time."""
+    limit.reschedule(asyncio.get_running_loop().time() + STATEMENT_S)

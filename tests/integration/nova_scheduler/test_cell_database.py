@@ -1,0 +1,202 @@
+"""`compute_nodes` of a cell read from a real database: rows that change, rows that are broken, and the database locked,
+away and back. MariaDB: NOVA_CELL_DATABASE=mysql+aiomysql://... names a scratch database with Nova's schema.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import sqlalchemy
+from sqlalchemy.engine import make_url
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from nova_scheduler.cloud import cell_database
+from nova_scheduler.cloud.cell_database import AGAIN, PAGE, CellDatabase
+from nova_scheduler.cloud.host_facts import MAX_TEXT
+from nova_scheduler.cloud.rest import NovaUnavailable
+from tests.unit.nova_scheduler.facts_kit import CELL1, uuid_of
+
+MARIADB = os.environ.get("NOVA_CELL_DATABASE", "")
+UNSEEN = ("vcpus", "memory_mb", "local_gb", "vcpus_used", "memory_mb_used", "local_gb_used")
+# As Nova's schema has it, of what is read and what may not be null.
+TABLE = f"""CREATE TABLE compute_nodes (
+    id SERIAL PRIMARY KEY, uuid VARCHAR(36), host VARCHAR(255), hypervisor_hostname VARCHAR(255),
+    hypervisor_version INTEGER NOT NULL, free_disk_gb INTEGER, updated_at TIMESTAMP, deleted INTEGER,
+    {", ".join(f"{name} INTEGER NOT NULL" for name in UNSEEN)}, hypervisor_type TEXT NOT NULL, cpu_info TEXT NOT NULL,
+    stats TEXT, metrics TEXT, supported_instances TEXT, pci_stats TEXT, numa_topology TEXT)"""
+ROW = sqlalchemy.text(
+    f"""INSERT INTO compute_nodes (id, uuid, host, hypervisor_hostname, hypervisor_version, free_disk_gb, updated_at,
+    deleted, {", ".join(UNSEEN)}, hypervisor_type, cpu_info, stats, numa_topology) VALUES (:id, :uuid, :host, :host,
+    8002000, 5, '2026-01-01 00:00:00', 0, {", ".join("1" for _ in UNSEEN)}, 'QEMU', '', :stats, :numa_topology)"""
+)
+
+
+@pytest.fixture(params=[pytest.param("postgresql", marks=pytest.mark.postgres), "mariadb"])
+def cell_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "mariadb":
+        if not MARIADB:
+            pytest.skip("no MariaDB: set NOVA_CELL_DATABASE")
+        yield MARIADB
+    else:
+        found = make_url(request.getfixturevalue("empty_database")).set(drivername="postgresql+asyncpg")
+        yield found.render_as_string(hide_password=False)
+
+
+@pytest.fixture
+async def cell(cell_url: str) -> AsyncIterator[AsyncEngine]:
+    """What writes to the cell's database."""
+    engine = create_async_engine(cell_url, poolclass=sqlalchemy.NullPool)
+    async with engine.begin() as connection:
+        await connection.execute(sqlalchemy.text("DELETE FROM compute_nodes" if cell_url == MARIADB else TABLE))
+    yield engine
+    await engine.dispose()
+
+
+async def insert(cell: AsyncEngine, *numbers: int, stats: str = '{"num_instances": 1}', **more: str | None) -> None:
+    async with cell.begin() as connection:
+        rows = [
+            {"id": at, "uuid": uuid_of(at), "host": f"h{at}", "stats": stats, "numa_topology": "", **more}
+            for at in numbers
+        ]
+        await connection.execute(ROW, rows)
+
+
+async def write(cell: AsyncEngine, changes: str, number: int) -> None:
+    async with cell.begin() as connection:
+        await connection.execute(sqlalchemy.text(f"UPDATE compute_nodes SET {changes} WHERE id = {number}"))
+
+
+async def counted(database: CellDatabase) -> dict[int, int | None]:
+    """{row: its instances} of those that a read takes in full; None: unknown."""
+    read = await database.read()
+    return {
+        number: None if row is None or row.hardware.stats is None else row.hardware.stats.num_instances
+        for number, row in read.changed.items()
+    }
+
+
+async def test_rows_that_change(cell_url: str, cell: AsyncEngine) -> None:
+    database = CellDatabase(CELL1, cell_url)
+    assert await counted(database) == {}
+    await insert(cell, 1, 2)
+    assert await counted(database) == {1: 1, 2: 1}
+    # Written again within the second of the write before: the row has the same time.
+    await write(cell, """stats = '{"num_instances": 2}'""", 1)
+    assert [await counted(database) for _ in range(AGAIN)] == [{1: 2, 2: 1}] * AGAIN
+    assert await counted(database) == {}
+    await write(cell, """stats = '{"num_instances": 3}', updated_at = '2026-01-01 00:00:07'""", 1)
+    assert await counted(database) == {1: 3}
+    await write(cell, "updated_at = NULL", 2)
+    assert await counted(database) == {1: 3, 2: 1}
+    await write(cell, "deleted = 2", 2)
+    read = await database.read()
+    assert (set(read.present), set(read.changed)) == ({1}, {1})
+
+
+async def test_rows_that_are_broken(cell_url: str, cell: AsyncEngine) -> None:
+    await insert(cell, 1)
+    await insert(cell, 2, stats='{"num_instances":')
+    await insert(cell, 3, uuid="x")
+    await insert(cell, 4, uuid=None)
+    await insert(cell, 5, numa_topology="é" * (30_000 if cell_url == MARIADB else MAX_TEXT + 10))
+    read = await CellDatabase(CELL1, cell_url).read()
+    assert {number for number, row in read.changed.items() if row is None} == {3, 4}
+    told = {number: row.hardware for number, row in read.changed.items() if row is not None}
+    assert {number: one.unreadable for number, one in told.items()} == {
+        1: (),
+        2: ("stats",),
+        5: () if cell_url == MARIADB else ("numa_topology",),
+    }
+    assert (told[1].host, told[1].hypervisor_version) == ("h1", 8002000)
+
+
+async def test_more_rows_than_a_page(cell_url: str, cell: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    await insert(cell, *range(1, 2 * PAGE + 1))
+    database = CellDatabase(CELL1, cell_url)
+    read = await database.read()
+    assert set(read.present) == set(read.changed) == set(range(1, 2 * PAGE + 1))
+    monkeypatch.setattr(cell_database, "MAX_ROWS", PAGE)
+    with pytest.raises(NovaUnavailable):
+        await database.read()
+
+
+async def test_a_database_that_is_locked(cell_url: str, cell: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    await insert(cell, 1)
+    database = CellDatabase(CELL1, cell_url)
+    monkeypatch.setattr(cell_database, "STATEMENT_S", 1.0)
+    lock = "LOCK TABLES compute_nodes WRITE" if cell_url == MARIADB else "LOCK TABLE compute_nodes"
+    async with cell.connect() as connection:
+        await connection.execute(sqlalchemy.text(lock))
+        with pytest.raises(NovaUnavailable) as locked:
+            await database.read()
+        assert locked.value.code == cell_database.UNAVAILABLE
+    monkeypatch.setattr(cell_database, "STATEMENT_S", 10.0)
+    assert await counted(database) == {1: 1}
+
+
+class Proxy:
+    """A way to the database that can be cut."""
+
+    def __init__(self, url: str) -> None:
+        self._to = make_url(url)
+        self._server: asyncio.Server | None = None
+        self._pipes: set[asyncio.Task[None]] = set()
+        self.port = 0
+
+    def url(self) -> str:
+        made = self._to.set(host="127.0.0.1", port=self.port, query={})
+        return made.render_as_string(hide_password=False)
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for pipe in self._pipes:
+            pipe.cancel()
+        await asyncio.gather(*self._pipes, return_exceptions=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        folder = self._to.query.get("host") or self._to.host
+        if isinstance(folder, str) and folder.startswith("/"):
+            there = await asyncio.open_unix_connection(f"{folder}/.s.PGSQL.{self._to.port or 5432}")
+        else:
+            there = await asyncio.open_connection(self._to.host, self._to.port)
+        for source, sink in ((reader, there[1]), (there[0], writer)):
+            pipe = asyncio.create_task(self._pipe(source, sink))
+            self._pipes.add(pipe)
+            pipe.add_done_callback(self._pipes.discard)
+
+    async def _pipe(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            try:
+                while data := await source.read(65_536):
+                    sink.write(data)
+                    await sink.drain()
+            finally:
+                sink.close()
+
+
+async def test_a_database_that_is_away_and_back(cell_url: str, cell: AsyncEngine) -> None:
+    await insert(cell, 1)
+    proxy = Proxy(cell_url)
+    await proxy.start()
+    database = CellDatabase(CELL1, proxy.url())
+    assert await counted(database) == {1: 1}
+    await proxy.stop()
+    await insert(cell, 2)
+    for _ in range(2):
+        with pytest.raises(NovaUnavailable) as away:
+            await database.read()
+        assert away.value.code == cell_database.UNAVAILABLE
+    await proxy.start()
+    assert await counted(database) == {1: 1, 2: 1}, "a read that has failed is none of those that are repeated"
+    assert await counted(database) == {1: 1, 2: 1}
+    assert await counted(database) == {2: 1}
+    await proxy.stop()
