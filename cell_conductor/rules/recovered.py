@@ -131,10 +131,12 @@ def recovered(
     floor = incarnation * ATTEMPTS_PER_INCARNATION
     if result.blocked_reason is not None:
         since = before.since if before is not None and before.blocked_reason else at
-        record = replace(record, blocked_reason=result.blocked_reason.value, since=since, proves_from=floor)
+        proves_from = max(floor, record.proves_from)
+        record = replace(record, blocked_reason=result.blocked_reason.value, since=since, proves_from=proves_from)
         return _with_commands(replace(record, deadline=at + context.destroy_retry_s), result.commands, at, context)
     sequence = max(record.sequence, FIRST_SEQUENCE if known is None else known.sequence + 1, int(at * 1000))
-    proves_from = max(floor, record.next_attempt) if record.last_attempt > floor else floor  # the others are unknown
+    # Lower attempts are unknown, and what is released is above what a late copy of the restatement states.
+    proves_from = max(floor + 1, record.next_attempt)
     record = replace(record, blocked_reason="", sequence=sequence, proves_from=proves_from, queried=False)
     is_new = before is None or before.phase != record.phase or before.host_uuid != record.host_uuid
     if is_new:

@@ -352,8 +352,10 @@ async def test_a_delete_of_what_is_blocked_is_recorded_and_carried_out_once_its_
     assert not [one for one in world.placement if isinstance(one, Release)]
 
 
-async def test_what_a_delete_releases_is_not_below_what_placement_was_restated() -> None:
-    """The delete came between the two: placement refuses a release below, and the allocation would stay."""
+async def test_what_a_delete_releases_is_above_what_placement_was_restated() -> None:
+    """The delete came between the two: placement refuses a release below, and what a conductor that was paused states
+    once more of the released attempt would be held by nobody.
+    """
     world = World(listed(3, 7), told=known(3, 7))
     world.services = {"s1", "s2"}
     cell = await cell_of(world, ACTIVE)
@@ -363,7 +365,16 @@ async def test_what_a_delete_releases_is_not_below_what_placement_was_restated()
     world.services |= {"s3"}
     settled = await cell.look_again()
     assert settled is not None and settled.phase == (State.DESTROYING, State.DELETED)
-    assert [one.attempt <= settled.next_attempt for one in world.restated] == [True]
+    assert [one.attempt < settled.next_attempt for one in world.restated] == [True]
+
+
+@pytest.mark.parametrize(("proves_from", "after"), [(0, FLOOR), (FLOOR + 501, FLOOR + 501)])
+async def test_what_is_blocked_once_more_proves_no_more_than_before(proves_from: int, after: int) -> None:
+    """Of a machine that an operator gave to it the attempts in between are unknown."""
+    world = World(listed(3, 7), told=known(3, 7))
+    world.services = {"s1", "s2"}
+    found = await (await cell_of(world, replace(ACTIVE, proves_from=proves_from))).recover()
+    assert found is not None and (found.blocked_reason, found.proves_from) == (BlockedReason.HOST_ABSENT, after)
 
 
 async def test_what_is_blocked_is_judged_by_no_report_and_begins_nothing() -> None:
