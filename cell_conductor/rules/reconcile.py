@@ -135,8 +135,9 @@ def delete(facts: InstanceFacts) -> Reconciled | None:
     if base.phase not in AT_REST or own or not is_by_record:
         is_gone = not own and not may_be_absent
         base = _in(base, RELEASING_DELETED if is_gone else DESTROYING_DELETED)
-    if may_be_absent:  # its places, the source's among them, are waited for
-        base = replace(base, action=base.action and replace(base.action, delete=True))
+    if may_be_absent:  # its places, the source's among them, are waited for; its requests have their ends now
+        going = base.action and replace(base.action, delete=True, answered=True, ending_kind=None, ending_request_id="")
+        base = replace(base, action=going)
     else:
         base = replace(base, action=None, **(place_of(own[-1], base) | {"code": ""} if own else {}))
     return _ended(Reconciled(base, commands, ended))

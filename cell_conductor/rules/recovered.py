@@ -39,6 +39,9 @@ def restatement(result: Reconciled, known: KnownInstance | None) -> Restate | No
     if record is None or record.spec is None or result.blocked_reason or known is None:
         return None
     row, allocations = desired_state_of(record), None
+    # A request that goes on releases its own migration.
+    moving = "" if record.action is None else record.action.request_id
+    migrations = tuple(one for one in known.migrations if one != moving)
     if row.current in DESIRED and row.condition is not Condition.RESIZED:
         # The host may report the same inventories of other providers by now, where placement has moved it to.
         wanted = next(
@@ -54,9 +57,9 @@ def restatement(result: Reconciled, known: KnownInstance | None) -> Restate | No
         allocations = None if own == [(record.host_uuid, wanted)] else wanted
     elif row.condition is Condition.OFFLOADED:
         allocations = {}
-    elif row.source is not MachineTarget.UNKNOWN or row.in_other_cell:
+    elif row.in_other_cell or row.condition is Condition.RESIZED:
         return None
-    if not known.migrations and row.current not in DESIRED and not (allocations == {} and known.selections):
+    if not migrations and row.current not in DESIRED and not (allocations == {} and known.selections):
         return None
     return Restate(
         consumer=record.uuid,
@@ -64,7 +67,7 @@ def restatement(result: Reconciled, known: KnownInstance | None) -> Restate | No
         project_id=record.spec.project_id,
         user_id=record.spec.user_id,
         allocations=allocations,
-        migrations=known.migrations[:MAX_RESTATED],
+        migrations=migrations[:MAX_RESTATED],
     )
 
 

@@ -213,6 +213,9 @@ def faults_about_the_record(case: Case, result: Reconciled) -> Iterator[str]:
         yield "a number was seen that is higher"
     if after.phase not in IN_OTHER_CELL | DELETE_REQUESTED and after.last_attempt < FLOOR:
         yield "its numbers are below the floor"
+    told = {one.request_id for one in result.ended}
+    if after.action is not None and after.action.request_id in told and not after.action.answered:
+        yield "a request that has had its end would have another one with its instance"
     is_changed = record is not None and after.phase != record.phase
     is_gone = row.current in (MachineTarget.ABSENT_AFTER_DESTROY, MachineTarget.ABSENT)
     if known is None and is_changed and is_gone:

@@ -29,7 +29,7 @@ from cell_conductor.rules.recovered import restatement
 from cell_conductor.rules.recovery_facts import KnownInstance, Reconciled
 from cell_conductor.state.database_marks import Stated
 from cell_conductor.state.fence import fence_of
-from cell_conductor.state.instance import Instance, State
+from cell_conductor.state.instance import Instance, Phase, State
 from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineKind
 from cell_conductor.store import tables
 from cell_conductor.store.keyed import Recovering, Unrecognised
@@ -38,7 +38,7 @@ from cell_conductor.store.port import DatabaseIdentity
 from cell_conductor.store.postgres import PostgresTransaction
 from lab.simulation.watch import failed_steps
 from tests.unit.cell_conductor.move_scenario import ACTION
-from tests.unit.cell_conductor.records import record
+from tests.unit.cell_conductor.records import moving, record
 from tests.unit.cell_conductor.scenario import UUID, host, selection
 from tests.unit.cell_conductor.test_recovery import ACTIVE, FLOOR, Cell, World, cell_of, known, listed
 from tests.unit.cell_conductor.world import listing, opened
@@ -322,6 +322,28 @@ def test_an_instance_is_to_hold_what_its_machine_has(
         assert wanted == "nothing"
     else:
         assert told.allocations == (None if wanted == "nothing" else wanted)
+
+
+@pytest.mark.parametrize(
+    ("phase", "under_way", "released"),
+    [
+        ((State.DESTROYING, State.DELETED), None, [MIGRATION]),  # seed 198: nobody released it
+        ((State.DESTROYING, State.DELETED), ACTION, [MIGRATION]),
+        ((State.DESTROYING, State.DELETED), MIGRATION, []),  # its delete releases it, too
+        ((State.RELEASING, State.DELETED), None, [MIGRATION]),
+        ((State.RELEASING, State.FAILED), None, [MIGRATION]),
+        ((State.RESIZED, None), MIGRATION, []),
+        ((State.TRANSFERRED, None), None, []),
+    ],
+)
+def test_a_migration_of_no_request_under_way_is_released(
+    phase: Phase, under_way: str | None, released: list[str]
+) -> None:
+    made = moving(*phase)
+    action = None if under_way is None or made.action is None else replace(made.action, request_id=under_way)
+    known = KnownInstance(selections=(HERE, ELSEWHERE), own_count=1, migrations=(MIGRATION,))
+    told = restatement(Reconciled(replace(made, action=action)), known)
+    assert (told is None) is (not released) and (told is None or [*told.migrations] == released)
 
 
 # --- A record of an instance that cannot be read, or searched for
