@@ -591,6 +591,20 @@ async def test_another_conductor_takes_up_what_is_listed_late_and_an_ordinary_re
     ]
 
 
+async def test_a_service_that_was_away_with_the_highest_mark_lists_late_and_begins_no_other_recovery() -> None:
+    world = World(listed(3, 7), told=known(3, 7))
+    world.services = {"s1", "s2"}
+    cell = await cell_of(world, ACTIVE)
+    found = await cell.recover()
+    assert found is not None and found.blocked_reason == BlockedReason.HOST_ABSENT and set(cell.table.absent) == {"s3"}
+    world.services |= {"s3"}
+    cell.hear(DatabaseMark(1, (1_000,)), by="s3")
+    settled = await cell.look_again()
+    assert (cell.store.is_recovering, cell.store.incarnation, cell.table.absent) == (False, 2, {})
+    assert settled is not None
+    assert (settled.state, settled.host_uuid, settled.attempt, settled.blocked_reason) == (State.ACTIVE, host(3), 7, "")
+
+
 @pytest.mark.parametrize("by", ["without", "forget"])
 async def test_a_service_that_has_nothing_by_an_operators_word_is_waited_for_by_nobody(by: str) -> None:
     world = World(told=known(2))
