@@ -324,16 +324,14 @@ def _requests(world: World, client: Client, lost: Collection[str]) -> Iterator[s
 
 
 def _holdings(world: World, client: Client) -> Iterator[str]:
-    """An active instance holds the amounts that its flavor requests, wherever its host's providers have moved to."""
+    """An active instance holds the amounts that its flavor requests, wherever its host's providers have moved to. Of one
+    that is blocked for good, its cell knows nothing.
+    """
+    lost = unclearable(world)
     for table in world.cells.values():
         for uuid, instance in table.instances.items():
             kept = world.placement.consumers.get(uuid)
-            if (
-                instance.state is not State.ACTIVE
-                or kept is None
-                or uuid not in client.flavors
-                or uuid in world.taken_back
-            ):
+            if instance.state is not State.ACTIVE or kept is None or uuid not in client.flavors or uuid in lost:
                 continue
             held: Counter[str] = Counter()
             for amounts in kept.consumer.allocations.values():
