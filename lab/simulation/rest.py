@@ -324,7 +324,7 @@ def _requests(world: World, client: Client, lost: Collection[str]) -> Iterator[s
 
 
 def _holdings(world: World, client: Client) -> Iterator[str]:
-    """An active instance holds the amounts that its flavor requests, wherever its host's providers have moved to. Of one
+    """An active instance holds the amounts that its flavor requests, wherever its host's providers moved to. Of one
     that is blocked for good, its cell knows nothing.
     """
     lost = unclearable(world)
@@ -337,7 +337,8 @@ def _holdings(world: World, client: Client) -> Iterator[str]:
             for amounts in kept.consumer.allocations.values():
                 held.update(amounts)
             flavor = client.flavors[uuid]
-            if uuid in world.move_watch.moved and instance.spec is not None:
+            # A recovery takes up a resized machine as it is listed: no record that it moved was seen.
+            if (uuid in world.move_watch.moved or world.plan.sets_cells_back) and instance.spec is not None:
                 flavor = instance.spec.flavor
             if held != resources_of_flavor(flavor):
                 yield f"holds_what_it_asked_for: {uuid} of {flavor} holds {dict(held)}"
