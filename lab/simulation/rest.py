@@ -324,22 +324,21 @@ def _requests(world: World, client: Client, lost: Collection[str]) -> Iterator[s
 
 
 def _holdings(world: World, client: Client) -> Iterator[str]:
-    """An active instance holds the amounts that its flavor requests, wherever its host's providers have moved to."""
+    """An active instance holds the amounts that its flavor requests, wherever its host's providers moved to. Of one
+    that is blocked for good, its cell knows nothing.
+    """
+    lost = unclearable(world)
     for table in world.cells.values():
         for uuid, instance in table.instances.items():
             kept = world.placement.consumers.get(uuid)
-            if (
-                instance.state is not State.ACTIVE
-                or kept is None
-                or uuid not in client.flavors
-                or uuid in world.taken_back
-            ):
+            if instance.state is not State.ACTIVE or kept is None or uuid not in client.flavors or uuid in lost:
                 continue
             held: Counter[str] = Counter()
             for amounts in kept.consumer.allocations.values():
                 held.update(amounts)
             flavor = client.flavors[uuid]
-            if uuid in world.move_watch.moved and instance.spec is not None:
+            # A recovery takes up a resized machine as it is listed: no record that it moved was seen.
+            if (uuid in world.move_watch.moved or world.plan.sets_cells_back) and instance.spec is not None:
                 flavor = instance.spec.flavor
             if held != resources_of_flavor(flavor):
                 yield f"holds_what_it_asked_for: {uuid} of {flavor} holds {dict(held)}"
