@@ -111,7 +111,7 @@ def deciding(
     rest, cells = NovaRest(config.api, clock=env.clock, setting="nova.api"), cells_of(config.api, env.clock)
     poller = NovaStatePoller(rest, nova_state, table, cells=cells, config=config.api, clock=env.clock)
     facts_poller = HostFactsPoller(
-        [CellDatabase(cell, url) for cell, url in sorted(config.api.cell_databases.items())],
+        _cell_databases(config),
         facts,
         in_flight,
         nova_state,
@@ -119,22 +119,13 @@ def deciding(
         table=table,
         weighed=sorted(scheduler.metrics.weights),
         held=held,
-        reads_devices=any(isinstance(one.weigher, PCIWeigher) for one in selector.config.weighings),
         interval_s=config.api.facts_interval_s,
         hosts_known=poller.first,
         clock=env.clock,
     )
-    placer = Placer(
-        claims,
-        held,
-        selector,
-        placed.follower,
-        clock=env.clock,
-        rng=random.Random(env.rng.getrandbits(64)),
-        config=scheduler,
-    )
+    rng = random.Random(env.rng.getrandbits(64))
     destinations = Destinations(
-        placer,
+        Placer(claims, held, selector, placed.follower, clock=env.clock, rng=rng, config=scheduler),
         selector,
         nova_state,
         poller,
@@ -200,6 +191,10 @@ def _add_follower(service: WorkerRuntime, follower: Follower) -> None:
     service.add_task("replica", follower.run)
     service.add_preparation(follower.ready.wait)
     service.add_check("replica", follower.ready.is_set)
+
+
+def _cell_databases(config: NovaConfig) -> list[CellDatabase]:
+    return [CellDatabase(cell, url) for cell, url in sorted(config.api.cell_databases.items())]
 
 
 def device_filters(config: NovaConfig, in_flight: InstancesInFlight) -> dict[str, Filter]:

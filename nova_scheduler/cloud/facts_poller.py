@@ -14,6 +14,7 @@ from bus.clock import Clock
 from bus.contracts.host_metrics import NUM_INSTANCES, NUM_IO_OPS
 from bus.contracts.placement_queries import ConsumerRecord
 from bus.faults import Fault
+from bus.yielding import YieldingParts
 from nova_scheduler.cloud.host_facts import CellRead, HostFacts, HostHardware
 from nova_scheduler.cloud.in_flight import InstancesInFlight
 from nova_scheduler.cloud.rest import NovaUnavailable
@@ -27,6 +28,7 @@ log = structlog.get_logger("nova")
 
 SOURCE = "nova"  # of the numbers, beside those that come by the bus
 MAX_LOGGED = 20
+PARSED_AT_ONCE = 16  # rows in one turn of the event loop: some ms
 
 
 class CellRows(Protocol):
@@ -59,7 +61,6 @@ class HostFactsPoller:
         table: HostTable,
         weighed: Sequence[str],  # names of metrics
         held: HeldAllocations,
-        reads_devices: bool,  # whether a weigher does
         interval_s: float,
         hosts_known: asyncio.Event,  # no database is read before
         clock: Clock,
@@ -69,7 +70,6 @@ class HostFactsPoller:
         self._in_flight = in_flight
         in_flight.on_change = self._count
         self._held = held
-        self._reads_devices = reads_devices
         self._nova_state = nova_state
         self._table = table
         self._metrics = metrics
@@ -108,6 +108,9 @@ class HostFactsPoller:
             self._nova_state.put_hardware(self._facts.hardware)
             self._nova_state.announce(self._clock.monotonic())
             hosts = self._facts.all_of(cell)
+            async for part in YieldingParts(hosts, PARSED_AT_ONCE):
+                for uuid in part:
+                    self._in_flight.devices_of(uuid)  # parsed before a call needs it
             self._publish(hosts, began_s + self._facts.max_age_s)
             self._log_unreadable(cell, hosts)
             self._log_without()
@@ -147,9 +150,8 @@ class HostFactsPoller:
         columns = {
             NUM_INSTANCES: _column([None if one is None else one.num_instances for one in stats]) + in_flight,
             NUM_IO_OPS: _column([None if one is None else one.num_io_ops for one in stats]) + in_flight,
+            PCI_DEVICES: _column([self._free_devices(uuid) for uuid in announced]),
         }
-        if self._reads_devices:
-            columns[PCI_DEVICES] = _column([self._free_devices(uuid) for uuid in announced])
         now = self._clock.time()
         for name, values in columns.items():
             self._metrics.put_column(name, index, values, at=now, source=SOURCE, expires_s=expires_s)

@@ -104,7 +104,7 @@ class HostMetricsTable:
         column.expires_s[index] = expires_s
 
     def increment(self, name: str, index: int, by: float = 1.0) -> None:
-        """Add to a number of a host, if it is known."""
+        """Add `by` to a number of a host, if it is known."""
         column = self._columns.get(name)
         if column is not None and index < len(column.value):
             column.value[index] += by  # of NaN it stays NaN

@@ -219,7 +219,6 @@ def poller(
         metrics,
         table=world.table,
         held=claims or MemoryClaims(),
-        reads_devices=True,
         weighed=("cpu.percent",),
         interval_s=5.0,
         hosts_known=ready,

@@ -446,7 +446,7 @@ async def test_settings_with_which_it_starts(config: dict[str, Any]) -> None:
     assert built(config)
 
 
-WITH_CELLS = NovaApiConfig(cell_databases={"ce110000-0000-4000-8000-000000000001": "postgresql+asyncpg://h/d"})
+WITH_CELLS = NovaApiConfig(cells={CELL: ("*",)}, cell_databases={CELL: "postgresql+asyncpg://h/d"})
 
 
 @pytest.mark.parametrize(
