@@ -24,14 +24,17 @@ from nova_scheduler.cloud.cell_database import CellDatabase
 from nova_scheduler.cloud.cells import cells_of
 from nova_scheduler.cloud.facts_poller import HostFactsPoller
 from nova_scheduler.cloud.host_facts import HostFacts
+from nova_scheduler.cloud.in_flight import InstancesInFlight
 from nova_scheduler.cloud.poller import NovaStatePoller
 from nova_scheduler.cloud.rest import NovaRest
 from nova_scheduler.cloud.state import NovaState, host_table
-from nova_scheduler.config import NOT_OWNED, NotificationSettings, NovaConfig, as_amqp
+from nova_scheduler.config import NotificationSettings, NovaConfig, as_amqp
 from nova_scheduler.decide.decision_log import CallRecorder, PublishedCalls
 from nova_scheduler.decide.notifications import NovaNotifier
 from nova_scheduler.decide.placer_requests import PlacerRequests
 from nova_scheduler.decide.select_destinations import Destinations, Notifier
+from nova_scheduler.filters.numa import NUMATopologyFilter
+from nova_scheduler.filters.pci import PciPassthroughFilter, PCIWeigher
 from nova_scheduler.rpc.dispatcher import CallDispatcher
 from nova_scheduler.rpc.server import RpcServer
 from nova_scheduler.stock.comparison import AnswerComparison
@@ -47,12 +50,14 @@ from scheduler_worker.config import HOST_FACT_FILTERS, NOVA_WEIGHERS, SchedulerC
 from scheduler_worker.fleet.metrics_listener import add_host_metrics
 from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.placement_client import BusClaims, ClaimPort
+from scheduler_worker.selection.plugin import Filter
 from scheduler_worker.selection.selector import Selector
 from scheduler_worker.selection.selector_config import SelectorConfig
 
 log = structlog.get_logger("nova")
 
 NAME = "nova-scheduler"
+PCI_WEIGHER = f"{PCIWeigher.__module__}.{PCIWeigher.__qualname__}"
 
 
 class PlacementAccess(Struct, frozen=True):
@@ -96,47 +101,48 @@ def deciding(
 ) -> Deciding:
     """What decides the calls. Raises SettingsError."""
     table, claims = host_table(), placed.claims
+    facts = HostFacts(config.api.cell_databases, max_age_s=config.api.facts_max_age_s)
+    in_flight = InstancesInFlight(facts, env.clock, pack=_packs(config), claims=not config.shadow)
     scheduler, lacking = _scheduler_settings(scheduler, config)
-    selector = _selector(placed.replica, table, scheduler)
+    selector = _selector(placed.replica, table, scheduler, device_filters(config, in_flight))
+    selector.in_flight = in_flight if facts.cells else None
+    held = ClaimOwnership(claims, table.last_cell_of, _no_records)
     nova_state = NovaState(table)
     rest, cells = NovaRest(config.api, clock=env.clock, setting="nova.api"), cells_of(config.api, env.clock)
     poller = NovaStatePoller(rest, nova_state, table, cells=cells, config=config.api, clock=env.clock)
-    facts = HostFacts(config.api.cell_databases, max_age_s=config.api.facts_max_age_s)
     facts_poller = HostFactsPoller(
-        [CellDatabase(cell, url) for cell, url in sorted(config.api.cell_databases.items())],
+        _cell_databases(config),
         facts,
+        in_flight,
         nova_state,
-        table,
         selector.metrics,
+        table=table,
         weighed=sorted(scheduler.metrics.weights),
+        held=held,
         interval_s=config.api.facts_interval_s,
         hosts_known=poller.first,
         clock=env.clock,
     )
-    placer = Placer(
-        claims,
-        ClaimOwnership(claims, table.last_cell_of, _no_records),
-        selector,
-        placed.follower,
-        clock=env.clock,
-        rng=random.Random(env.rng.getrandbits(64)),
-        config=scheduler,
-    )
+    rng = random.Random(env.rng.getrandbits(64))
     destinations = Destinations(
-        placer,
+        Placer(claims, held, selector, placed.follower, clock=env.clock, rng=rng, config=scheduler),
         selector,
         nova_state,
         poller,
         placed.follower,
         requests=PlacerRequests(
-            selector, nova_state, config, lacking=lacking, outdated=lambda: facts.outdated(env.clock.monotonic())
+            selector,
+            nova_state,
+            config,
+            lacking=lacking,
+            outdated=lambda: facts.outdated(env.clock.monotonic()),
+            devices_of=in_flight.devices_of if facts.cells and config.device_filters else None,
         ),
         configure=partial(configure, selector, nova_state, scheduler),
         notifier=notifier,
         clock=env.clock,
         in_shadow=config.shadow,
         recorder=recorder,
-        chosen=facts_poller.choose,
     )
     return Deciding(destinations, selector, nova_state, rest, poller, facts, facts_poller)
 
@@ -187,8 +193,26 @@ def _add_follower(service: WorkerRuntime, follower: Follower) -> None:
     service.add_check("replica", follower.ready.is_set)
 
 
-def _selector(replica: Replica, table: HostTable, scheduler: SchedulerConfig) -> Selector:
-    filters, weighings = plugins.filters(scheduler), plugins.weighings(scheduler)
+def _cell_databases(config: NovaConfig) -> list[CellDatabase]:
+    return [CellDatabase(cell, url) for cell, url in sorted(config.api.cell_databases.items())]
+
+
+def device_filters(config: NovaConfig, in_flight: InstancesInFlight) -> dict[str, Filter]:
+    """The filters that read what is in flight, by name."""
+    judged, devices_of = config.device_filters, in_flight.devices_of
+    made: tuple[Filter, ...] = (
+        NUMATopologyFilter(devices_of, pack=_packs(config)),
+        PciPassthroughFilter(devices_of),
+    )
+    return {one.name: one for one in made if one.name in judged and config.api.cell_databases}
+
+
+def _packs(config: NovaConfig) -> bool:
+    return config.packing_host_numa_cells_allocation_strategy
+
+
+def _selector(replica: Replica, table: HostTable, scheduler: SchedulerConfig, made: Mapping[str, Filter]) -> Selector:
+    filters, weighings = plugins.filters(scheduler, made), plugins.weighings(scheduler)
     return Selector(replica, table, SelectorConfig(scheduler, flavors={}, filters=filters, weighings=weighings))
 
 
@@ -231,6 +255,7 @@ def _scheduler_settings(scheduler: SchedulerConfig, config: NovaConfig) -> tuple
     filters that berth does not have, or has nothing to run on, if another scheduler decides every call then: they are
     not run here. Raises SettingsError.
     """
+    by_devices = (PCI_WEIGHER,) if config.api.cell_databases or PCIWeigher.name in scheduler.multipliers else ()
     known = replace(
         scheduler,
         flavors={},
@@ -238,7 +263,7 @@ def _scheduler_settings(scheduler: SchedulerConfig, config: NovaConfig) -> tuple
         aggregates=(),
         available_filters=(*scheduler.available_filters, *HOST_FACT_FILTERS),
         enabled_filters=config.own_filters,
-        enabled_weighers=tuple(dict.fromkeys((*scheduler.enabled_weighers, *NOVA_WEIGHERS))),
+        enabled_weighers=tuple(dict.fromkeys((*scheduler.enabled_weighers, *NOVA_WEIGHERS, *by_devices))),
         default_availability_zone=config.default_availability_zone,
     )
     without_facts = () if config.api.cell_databases else config.fact_filters
@@ -247,7 +272,7 @@ def _scheduler_settings(scheduler: SchedulerConfig, config: NovaConfig) -> tuple
             reason = f"{without_facts[0]} needs nova.api.cell_databases: Nova's API does not tell what it reads"
             raise SettingsError("nova.cell_databases_unset", reason)
         return known, ()
-    lacking = (*plugins.lacking(known), *without_facts)
+    lacking = (*plugins.lacking(known, made=config.device_filters), *without_facts)
     return replace(known, enabled_filters=tuple(one for one in known.enabled_filters if one not in lacking)), lacking
 
 
@@ -272,8 +297,8 @@ def _fallback(env: Environment, config: NovaConfig) -> StockForwarder | None:
         if config.shadow:
             reason = "the shadow needs nova.fallback_url: where the stock nova-scheduler decides"
             raise SettingsError("nova.shadow_fallback", reason)
-        if undecided := [one for one in config.enabled_filters if one in NOT_OWNED]:
-            log.warning("nova.no_fallback", filters=undecided)
+        if config.undecided_filters:
+            log.warning("nova.no_fallback", filters=config.undecided_filters)
         return None
     if _is_one_place(config.fallback_url, config.transport_url):
         reason = "nova.fallback_url is where nova.transport_url is: calls would come back from there"

@@ -27,13 +27,10 @@ NOVA_FILTERS = (
     "ServerGroupAffinityFilter",
 )
 NUMA_FILTER, PCI_FILTER = "NUMATopologyFilter", "PciPassthroughFilter"
-# Nova's filters that berth does not have, and the hint that each reads; "": another part of a request (`undecided`).
-NOT_OWNED: Mapping[str, str] = {
-    "JsonFilter": "query",
-    "SimpleCIDRAffinityFilter": "build_near_host_ip",
-    NUMA_FILTER: "",
-    PCI_FILTER: "",
-}
+# Nova's filters that berth does not have, and the hint that each reads.
+NOT_OWNED: Mapping[str, str] = {"JsonFilter": "query", "SimpleCIDRAffinityFilter": "build_near_host_ip"}
+# Those that berth runs where it reads the cells' databases; elsewhere the requests that they read are not decided.
+DEVICE_FILTERS = (NUMA_FILTER, PCI_FILTER)
 PASSES_ALL = "AllHostsFilter"
 _FACT_FILTERS = frozenset(path.rpartition(".")[2] for path in HOST_FACT_FILTERS)
 PORT = 5672  # of a host that names none: oslo.messaging's, with TLS too
@@ -139,11 +136,13 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fallback's nova-scheduler decides; berth decides beside it without a claim, and reports the difference."""
     enabled_filters: tuple[str, ...] = NOVA_FILTERS
     """`[filter_scheduler] enabled_filters` of nova.conf, instead of `scheduler.enabled_filters`, in the order in which
-    they run. What only a filter reads that is not among them is ignored, as in Nova; what JsonFilter,
-    SimpleCIDRAffinityFilter, NUMATopologyFilter and PciPassthroughFilter read, which berth does not have, is left to
-    the fallback. With another one that is neither berth's nor in `scheduler.available_filters` (an operator's own), or
-    one of the number of instances without `nova.api.cell_databases`, every call is; without a fallback the process does
-    not start."""
+    they run. What only a filter reads that is not among them is ignored, as in Nova; what JsonFilter and
+    SimpleCIDRAffinityFilter read, which berth does not have, is left to the fallback, and without
+    `nova.api.cell_databases` so is what NUMATopologyFilter and PciPassthroughFilter read. With another one that is
+    neither berth's nor in `scheduler.available_filters` (an operator's own), or one of the number of instances without
+    `nova.api.cell_databases`, every call is; without a fallback the process does not start."""
+    packing_host_numa_cells_allocation_strategy: bool = False
+    """`[compute]`: instances get the NUMA nodes of a host that are used most, instead of least."""
     image_properties_default_architecture: Annotated[str, Bound(max_length=32)] = ""
     """`[filter_scheduler]`: the architecture of images that name none. Empty: they run on each."""
     default_availability_zone: Zone = "nova"
@@ -169,7 +168,18 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def own_filters(self) -> tuple[str, ...]:
         """Those of the enabled filters that berth runs."""
-        return tuple(one for one in self.enabled_filters if one not in NOT_OWNED and one != PASSES_ALL)
+        others = {*NOT_OWNED, PASSES_ALL, *(() if self.api.cell_databases else DEVICE_FILTERS)}
+        return tuple(one for one in self.enabled_filters if one not in others)
+
+    @property
+    def device_filters(self) -> tuple[str, ...]:
+        """Those of them that read NUMA nodes and PCI devices."""
+        return tuple(one for one in self.enabled_filters if one in DEVICE_FILTERS)
+
+    @property
+    def undecided_filters(self) -> tuple[str, ...]:
+        """Those of the enabled filters whose requests are not decided here."""
+        return tuple(one for one in self.enabled_filters if one != PASSES_ALL and one not in self.own_filters)
 
     @property
     def fact_filters(self) -> tuple[str, ...]:

@@ -44,6 +44,10 @@ TRANSLATED: Final[Mapping[Name, Path]] = {
     ("filter_scheduler", "image_properties_default_architecture"): ("nova", "image_properties_default_architecture"),
     ("filter_scheduler", "host_subset_size"): ("scheduler", "host_subset_size"),
     ("filter_scheduler", "shuffle_best_same_weighed_hosts"): ("scheduler", "shuffle_best_same_weighed_hosts"),
+    ("compute", "packing_host_numa_cells_allocation_strategy"): (
+        "nova",
+        "packing_host_numa_cells_allocation_strategy",
+    ),
     ("scheduler", "max_attempts"): ("scheduler", "max_attempts"),
     ("notifications", "notification_format"): ("nova", "notifications", "notification_format"),
     ("notifications", "versioned_notifications_topics"): ("nova", "notifications", "versioned_notifications_topics"),
@@ -51,7 +55,7 @@ TRANSLATED: Final[Mapping[Name, Path]] = {
         ("filter_scheduler", f"{name}_weight_multiplier"): ("scheduler", "multipliers", name)
         for name in (
             *("ram", "cpu", "disk", "soft_affinity", "soft_anti_affinity"),
-            *("build_failure", "io_ops", "num_instances", "hypervisor_version"),
+            *("build_failure", "io_ops", "num_instances", "hypervisor_version", "pci"),
         )
     },
     **{
@@ -90,7 +94,7 @@ UNTRANSLATED: Final[Mapping[Name, str]] = {
     ("filter_scheduler", "aggregate_image_properties_isolation_separator"): "all metadata of an aggregate counts",
     **{
         ("filter_scheduler", name): _NO_WEIGHER
-        for name in ("image_props_weight_multiplier", "image_props_weight_setting", "pci_weight_multiplier")
+        for name in ("image_props_weight_multiplier", "image_props_weight_setting")
     },
 }
 
@@ -212,7 +216,7 @@ def _contradictions(tree: Mapping[str, Any]) -> Iterator[UntranslatedOption]:
     for one in config.enabled_filters:
         if one in NOT_OWNED:
             yield UntranslatedOption(*option, f"berth does not decide what {one[:MAX_SHOWN]} reads")
-    for one in config.fact_filters:
+    for one in (*config.fact_filters, *config.device_filters):
         yield UntranslatedOption(
             *option, f"for {one[:MAX_SHOWN]}, name the cells' databases in nova.api.cell_databases"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from bus.service.settings import SettingsError
@@ -20,21 +20,26 @@ class PluginInvalid(SettingsError):
         super().__init__("plugin.invalid", reason)
 
 
-def filters(config: SchedulerConfig) -> list[Filter]:
-    """The enabled filters in order, from berth's own and `available_filters`. Raises PluginInvalid."""
+def filters(config: SchedulerConfig, made_already: Mapping[str, Filter] = {}) -> list[Filter]:
+    """The enabled filters in order, from berth's own and `available_filters`. made_already: by name. Raises
+    PluginInvalid.
+    """
     available = _available(config)
-    if missing := lacking(config):
+    if missing := lacking(config, made=made_already):
         names = sorted({path.rpartition(".")[2] for path in available.values()})
         raise PluginInvalid(f"filter {missing[0]!r} is not available (available: {', '.join(names)})")
-    made: list[Filter] = [_instance(available[enabled], "filter", config) for enabled in config.enabled_filters]
+    made: list[Filter] = [
+        made_already[enabled] if enabled in made_already else _instance(available[enabled], "filter", config)
+        for enabled in config.enabled_filters
+    ]
     if config.metrics.required and config.metrics.weights and not any(isinstance(one, MetricsFilter) for one in made):
         raise PluginInvalid("metrics.required: enable MetricsFilter, which keeps hosts without those metrics away")
     return made
 
 
-def lacking(config: SchedulerConfig) -> tuple[str, ...]:
-    """The enabled filters that are neither berth's own nor among `available_filters`."""
-    available = _available(config)
+def lacking(config: SchedulerConfig, *, made: Collection[str] = ()) -> tuple[str, ...]:
+    """The enabled filters that are neither berth's own nor among `available_filters`. made: names of others."""
+    available = {*_available(config), *made}
     return tuple(one for one in config.enabled_filters if one not in available)
 
 

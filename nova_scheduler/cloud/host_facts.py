@@ -21,8 +21,8 @@ MAX_WORD: Final = 255
 MAX_SUPPORTED: Final = 256  # triples of architecture, hypervisor type and mode
 MAX_COUNT: Final = 2**31 - 1
 MAX_VALUE: Final = 1e15  # of a metric
+CPU_RATIO, RAM_RATIO, MAX_RATIO = 4.0, 1.0, 1e6  # Nova's initial ratios, for rows that have none
 
-IN_FLIGHT_S: Final = 600.0  # that an instance counts on its host without a word of its nova-compute
 _NAME = re.compile(r"[\w.+ -]{1,64}")
 # Of `stats`: what changes with each instance, or with each minute; no flavor names it as a host's property.
 _NUMBER: Final = re.compile(r"-?[0-9]{1,20}")
@@ -45,6 +45,8 @@ class NodeRow(Struct, frozen=True, kw_only=True):
     supported_instances: str | None = None
     pci_stats: str | None = None
     numa_topology: str | None = None
+    cpu_allocation_ratio: float | None = None
+    ram_allocation_ratio: float | None = None
 
 
 class HostStats(Struct, frozen=True, kw_only=True):
@@ -70,6 +72,8 @@ class HostHardware(Struct, frozen=True, kw_only=True):
     # none
     numa_topology: str | None = ""
     pci_pools: str | None = ""
+    cpu_allocation_ratio: float = CPU_RATIO
+    ram_allocation_ratio: float = RAM_RATIO
     unreadable: tuple[str, ...] = ()  # names of columns
 
 
@@ -101,8 +105,15 @@ def hardware_of(row: NodeRow) -> HostHardware:
             parts[name] = None
             unreadable.append(name)
     version = row.hypervisor_version or 0
+    parts["cpu_allocation_ratio"] = _ratio(row.cpu_allocation_ratio, CPU_RATIO)
+    parts["ram_allocation_ratio"] = _ratio(row.ram_allocation_ratio, RAM_RATIO)
     parts["hypervisor_version"] = version if 0 <= version <= MAX_COUNT else 0
     return msgspec.structs.replace(known, **parts, unreadable=tuple(unreadable))
+
+
+def _ratio(given: float | None, initial: float) -> float:
+    """As Nova reads it: one that is 0 is none. NaN is in no bounds."""
+    return given if given is not None and 0 < given <= MAX_RATIO else initial
 
 
 def _bounded(column: str | None) -> str:
@@ -180,13 +191,18 @@ class CellRead(Struct, frozen=True, kw_only=True):
     present: Collection[int]  # the ids of all its compute nodes
     # {id: what it tells} of those whose row may have changed since the read before; None: not whose it is
     changed: Mapping[int, KnownRow | None]
+    written: Collection[int] = ()  # the ids of those whose time is another than at the read before
+    # {instance that was asked for: the (host, nodename) that it is on, or moves to}
+    sights: Mapping[str, Collection[tuple[str, str]]] = {}
 
 
-class _InFlight(Struct, frozen=True):
-    """An instance that a host was chosen for, which its nova-compute may not have counted yet."""
+class TakenRead(Struct, frozen=True, kw_only=True):
+    """A complete read that was taken over."""
 
-    reads: int  # of its cell that had begun
-    chosen_s: float
+    number: int
+    read_s: float  # when it began
+    before: int  # the number of the complete one before it
+    written: Collection[str]  # the compute nodes (uuids) whose rows were written since that
 
 
 class HostFacts:
@@ -203,14 +219,13 @@ class HostFacts:
         self._begun = dict.fromkeys(self.cells, 0)  # reads
         self._complete = dict.fromkeys(self.cells, 0)  # the number of the last complete one
         self._read_s = dict.fromkeys(self.cells, -math.inf)  # when that one began
-        self._in_flight: dict[str, list[_InFlight]] = {}
 
     def begin(self, cell: str) -> int:
         """A read of a cell begins: its number."""
         self._begun[cell] += 1
         return self._begun[cell]
 
-    def put(self, cell: str, number: int, read: CellRead, read_s: float) -> None:
+    def put(self, cell: str, number: int, read: CellRead, read_s: float) -> TakenRead:
         """Take a complete read over. read_s: when it began (monotonic)."""
         rows, present = self._rows[cell], frozenset(read.present)
         before: dict[str, HostHardware] = {}
@@ -219,41 +234,27 @@ class HostFacts:
             if self._cell_of.get(uuid) == cell:
                 before[uuid] = self.hardware.pop(uuid)
                 del self._cell_of[uuid]
+        written: set[str] = set()
         for at, row in read.changed.items():
-            if row is not None:
-                rows[at] = row
-                self._cell_of[row.uuid], self.hardware[row.uuid] = cell, row.hardware
-        written = {uuid for uuid, one in before.items() if self.hardware.get(uuid) != one}
-        self._settle(cell, written, read_s)
-        self._complete[cell], self._read_s[cell] = number, read_s
-
-    def _settle(self, cell: str, written: Collection[str], now_s: float) -> None:
-        """What was chosen before the last complete read began, and whose row was written after that, is in the row: a
-        nova-compute counts an instance before it builds it, and again once it is built.
-        """
-        for uuid, chosen in list(self._in_flight.items()):
-            if self._cell_of.get(uuid, cell) != cell:
+            if row is None:
                 continue
-            left = [
-                one
-                for one in chosen
-                if now_s - one.chosen_s < IN_FLIGHT_S and not (uuid in written and one.reads < self._complete[cell])
-            ]
-            if left and uuid in self.hardware:
-                self._in_flight[uuid] = left
-            else:
-                del self._in_flight[uuid]
+            known = before.get(row.uuid)
+            rows[at] = row
+            self._cell_of[row.uuid] = cell
+            # The same object as long as it tells the same: what is made of it is kept.
+            self.hardware[row.uuid] = known if known == row.hardware and known is not None else row.hardware
+            if at in read.written or known != row.hardware:
+                written.add(row.uuid)
+        last, self._complete[cell], self._read_s[cell] = self._complete[cell], number, read_s
+        return TakenRead(number=number, read_s=read_s, before=last, written=written)
 
-    def choose(self, uuid: str, now_s: float) -> bool:
-        """Count an instance on a compute node until its row does. False: nothing is known of this node."""
-        cell = self._cell_of.get(uuid)
-        if cell is not None:
-            self._in_flight.setdefault(uuid, []).append(_InFlight(self._begun[cell], now_s))
-        return cell is not None
+    def begun(self, cell: str | None) -> int:
+        """How many reads of a cell have begun."""
+        return self._begun.get(cell or "", 0)
 
-    def in_flight(self, uuid: str) -> int:
-        """How many instances count beside those of the row."""
-        return len(self._in_flight.get(uuid, ()))
+    def cell_of(self, uuid: str) -> str | None:
+        """The cell whose read has named a compute node last; None: its row is not known."""
+        return self._cell_of.get(uuid)
 
     def of(self, uuid: str, now_s: float) -> HostHardware | None:
         """The facts of a compute node; None: its row is not known, or was read too long ago."""

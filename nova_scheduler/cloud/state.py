@@ -145,6 +145,10 @@ class NovaState:
         """Whether a host is known in this Nova cell."""
         return uuid in self._cells.values()
 
+    def cells(self) -> frozenset[str]:
+        """The cells (uuids) of the compute nodes that are known."""
+        return frozenset(cell for one in self._nodes.values() if (cell := self._cells.get(one.host)) is not None)
+
     def aggregates(self) -> tuple[Aggregate, ...]:
         """Nova's aggregates as the scheduler's settings have them (`SchedulerConfig.aggregates`), in order of names."""
         return self.membership().aggregates

@@ -16,7 +16,10 @@ from msgspec.structs import replace
 from bus.contracts.base import Uuid, reason_of
 from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_NAMED, ServerGroup
 from nova_scheduler.cloud.state import NovaState
-from nova_scheduler.config import NovaConfig
+from nova_scheduler.config import NUMA_FILTER, NovaConfig
+from nova_scheduler.filters.numa import DevicesOf
+from nova_scheduler.fit.numa import NumaLimits
+from nova_scheduler.request.numa import devices, numa_request
 from nova_scheduler.request.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused
 from nova_scheduler.request.resource_request import ResourceRequest, resource_request, undecided
 from nova_scheduler.wire.envelope import Call
@@ -72,11 +75,15 @@ class PlacerRequests:
         lacking: Sequence[str] = (),
         # the cells whose databases were read too long ago
         outdated: Callable[[], Sequence[str]] = tuple,
+        # the NUMA nodes and PCI devices of hosts; None: no filter reads them
+        devices_of: DevicesOf | None = None,
     ) -> None:
         self._selector = selector
         self._nova_state = nova_state
         self._settings = config.prefilters
         self._enabled = frozenset(one.rpartition(".")[2] for one in config.enabled_filters)
+        self._undecided = frozenset(config.undecided_filters)
+        self._devices_of = devices_of
         self._requires_owner = config.release >= OWNER_SINCE
         self._lacking = lacking
         self._needs_facts = bool(config.fact_filters)
@@ -87,9 +94,10 @@ class PlacerRequests:
     def undecided(self, request: NovaRequest) -> NotDecided | None:
         """Why a request is left to the fallback; None: it is decided here."""
         # Where there is no fallback the filters reject the hosts of these cells.
-        if self._needs_facts and self._is_one_of_two and (cells := self._outdated()):
+        needs_facts = self._needs_facts or (self._devices_of is not None and _asks_devices(request))
+        if needs_facts and self._is_one_of_two and (cells := self._outdated()):
             return NotDecided("host_facts", ", ".join(cells))
-        return undecided(request, self._settings, self._enabled, self._lacking)
+        return undecided(request, self._settings, self._undecided, self._lacking)
 
     def check_architecture(self, request: NovaRequest) -> None:
         """Raises NotDecided: no host's processor has the architecture of the image. A hypervisor may emulate it, which
@@ -103,7 +111,7 @@ class PlacerRequests:
 
     def spec(self, request: NovaRequest) -> RequestSpec | Unsatisfiable:
         """The spec of a request. One for pinned CPUs takes others where a host does not offer these apart, as in Nova,
-        which asks twice: with NUMATopologyFilter such requests are not decided here.
+        which asks twice. Raises NotDecided.
         """
         translate = partial(
             resource_request, request, self._settings, self._nova_state, requires_owner=self._owns_all()
@@ -128,8 +136,20 @@ class PlacerRequests:
             image=self._image(request),
             forced=bool(request.force_hosts or request.force_nodes),
             cell=cell,
+            devices=devices(request) if self._devices_of is not None else (),
         )
         return replace(spec, key=(msgspec.json.encode(spec, order="sorted").decode(),))
+
+    def limits(self, host_uuid: str, request: NovaRequest) -> NumaLimits | None:
+        """The limits that NUMATopologyFilter gives a host for a request. Raises NotDecided."""
+        if self._devices_of is None or NUMA_FILTER not in self._enabled or request.numa_topology is None:
+            return None
+        if request.force_hosts or request.force_nodes or request.is_rebuild:  # no filter is run
+            return None
+        asked, found = numa_request(request), self._devices_of(host_uuid)
+        if asked is None or asked.topology is None or found is None or found.topology is None:
+            return None
+        return found.limits(asked)
 
     def spec_of_rebuild(self, request: NovaRequest) -> RequestSpec:
         """The spec of a rebuild, which claims nothing and stays on its host."""
@@ -200,6 +220,10 @@ class PlacerRequests:
         view = self._selector.all_hosts()
         view = view.subset(view.known)
         return bool(len(view)) and bool(view.has_trait(OWNER_TRAIT).all())
+
+
+def _asks_devices(request: NovaRequest) -> bool:
+    return request.numa_topology is not None or bool(request.pci)
 
 
 def parse_arguments(arguments: Mapping[str, object]) -> SelectArguments:

@@ -102,7 +102,6 @@ class Destinations:
         clock: Clock,
         in_shadow: bool = False,
         recorder: CallRecorder | None = None,  # takes how each call was decided
-        chosen: Callable[[Sequence[str]], None] | None = None,  # takes the hosts (uuids) that a call's instances get
     ) -> None:
         self._placer = placer
         self._selector = selector
@@ -116,7 +115,6 @@ class Destinations:
         self._recorder = recorder or CallRecorder()
         self._events = SHADOWED if in_shadow else ANSWERED
         self._claims = not in_shadow
-        self._chosen = chosen
         self._roots: object = None  # of placement, as they were looked at last
         self._unnamed: frozenset[str] = frozenset()  # those of them that Nova has named no compute node for
 
@@ -160,7 +158,7 @@ class Destinations:
             self._notifier.notify(call, begun_at, placed=False)
             raise
         self._notifier.notify(call, begun_at, placed=True)
-        return self._answer(asked, found)
+        return self._answer(asked, request, found)
 
     def _may_be_outlived(self, call: Call) -> bool:
         """Whether its client may have got an answer, or given up while the call waited in the topic; and what were
@@ -189,8 +187,6 @@ class Destinations:
                 claimed = [one for one in results if isinstance(one, HostClaimed)]
                 if len(claimed) == len(results):
                     claimed = without_siblings(claimed, self._selector.config.settings.max_attempts)
-                    if self._chosen is not None and self._claims:
-                        self._chosen([one.selections[0].host_uuid for one in claimed])
                     self._recorder.record_decision(placed(self._events.placed, call, instances, claimed))
                     return claimed
                 ended = self._ended(spec, results)
@@ -303,15 +299,21 @@ class Destinations:
         raise self._refused(call, asked, ended)
 
     def _answer(
-        self, asked: SelectArguments, instances: Sequence[CellHosts]
+        self, asked: SelectArguments, request: NovaRequest, instances: Sequence[CellHosts]
     ) -> list[list[Primitive]] | list[Primitive]:
         """The reply: for each instance its host and the alternates. As they were when they were claimed: a host that
         has left Nova since is answered, too, as by Nova: without an answer nobody would release what is claimed there.
         """
         if not asked.return_objects:
-            return [legacy(hosts[0]) for _, hosts in instances]
+            return [legacy(hosts[0], self._requests.limits(hosts[0].host_uuid, request)) for _, hosts in instances]
         default = self._selector.config.settings.default_availability_zone
-        return [[primitive(one, cell=cell, zone=one.zone or default) for one in hosts] for cell, hosts in instances]
+        return [
+            [
+                primitive(one, cell=cell, zone=one.zone or default, numa=self._requests.limits(one.host_uuid, request))
+                for one in hosts
+            ]
+            for cell, hosts in instances
+        ]
 
 
 def without_siblings(claimed: Sequence[HostClaimed], most: int) -> list[HostClaimed]:

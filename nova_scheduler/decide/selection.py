@@ -11,17 +11,18 @@ from typing import Final
 import msgspec
 
 from bus.contracts.cell import Selection
+from nova_scheduler.fit.numa import NumaLimits
+from nova_scheduler.fit.numa_objects import primitive_of
 from nova_scheduler.wire.versioned import Primitive, versioned
 
 # Of Placement, as which the conductor sends the allocation request: nova-scheduler 34 asks for candidates with it.
 MICROVERSION: Final = "1.36"
 
 
-def limits() -> Primitive:
-    """The limits of a host: none. In Nova, too, only NUMATopologyFilter sets any, for a request with a NUMA topology;
-    where that filter is enabled, berth decides no such request.
-    """
-    return versioned("SchedulerLimits", "1.0", dict.fromkeys(("numa_topology", "vcpu", "disk_gb", "memory_mb")))
+def limits(numa: NumaLimits | None) -> Primitive:
+    """The limits of a host. As in Nova only NUMATopologyFilter sets any."""
+    others = dict.fromkeys(("vcpu", "disk_gb", "memory_mb"))
+    return versioned("SchedulerLimits", "1.0", {"numa_topology": numa and primitive_of(numa), **others})
 
 
 def allocation_request(selection: Selection) -> str:
@@ -31,7 +32,7 @@ def allocation_request(selection: Selection) -> str:
     return msgspec.json.encode({"allocations": allocations, "mappings": mappings}).decode()
 
 
-def primitive(selection: Selection, *, cell: str, zone: str) -> Primitive:
+def primitive(selection: Selection, *, cell: str, zone: str, numa: NumaLimits | None = None) -> Primitive:
     """A host as a Selection. cell: uuid. zone: its name. Where nothing is claimed, as for a rebuild, it allocates
     nothing.
     """
@@ -44,7 +45,7 @@ def primitive(selection: Selection, *, cell: str, zone: str) -> Primitive:
             "service_host": selection.service,
             "nodename": selection.host,
             "cell_uuid": cell,
-            "limits": limits(),
+            "limits": limits(numa),
             "allocation_request": allocation_request(selection) if is_claimed else "null",
             "allocation_request_version": MICROVERSION if is_claimed else None,
             "availability_zone": zone,
@@ -52,6 +53,7 @@ def primitive(selection: Selection, *, cell: str, zone: str) -> Primitive:
     )
 
 
-def legacy(selection: Selection) -> Primitive:
+def legacy(selection: Selection, numa: NumaLimits | None = None) -> Primitive:
     """The same for a conductor that asks for no objects (`return_objects` = False)."""
-    return {"host": selection.service, "nodename": selection.host, "limits": {}}
+    known = {} if numa is None else {"numa_topology": primitive_of(numa)}
+    return {"host": selection.service, "nodename": selection.host, "limits": known}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import comb
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from nova_scheduler.fit.numa import (
@@ -32,6 +33,12 @@ from nova_scheduler.fit.numa_cell import fit_cell
 MAX_ARRANGEMENTS = 10_000  # that are looked at, of a host; of those that must fail few are
 
 
+class Arrangements(Struct):
+    """How many more may be looked at, of all hosts together."""
+
+    left: int
+
+
 def fit_instance_to_host(
     host: HostTopology | None,
     instance: InstanceTopology,
@@ -39,17 +46,21 @@ def fit_instance_to_host(
     pci: PciView | None = None,
     *,
     pack: bool = False,
+    allowed: Arrangements | None = None,
 ) -> InstanceTopology | Unfit:
     """The topology with its cells on the host's, pinned, or why it does not fit. pack: prefer cells that are used
-    more (`[compute] packing_host_numa_cells_allocation_strategy`). pci: None where the devices are not known.
+    more (`[compute] packing_host_numa_cells_allocation_strategy`). pci: None where the devices are not known. allowed:
+    less those that it has looked at.
     """
+    allowed = allowed or Arrangements(MAX_ARRANGEMENTS)
     if host is None or not host.cells or not instance.cells:
         return Unfit(NO_TOPOLOGY)
     if len(host.cells) < len(instance.cells):
         return Unfit(TOO_FEW_CELLS)
     search = _Search(host, instance, limits, pci)
     cells, arrangement = _ordered(host, instance, pci, pack), list(range(len(instance.cells)))
-    for _ in range(MAX_ARRANGEMENTS):
+    for _ in range(min(allowed.left, MAX_ARRANGEMENTS)):
+        allowed.left -= 1
         failed = search.fails_at([cells[number] for number in arrangement])
         if failed is None:
             return InstanceTopology(cells=tuple(search.cells), emulator_threads_policy=instance.emulator_threads_policy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nova_scheduler.filters.numa import NumaRequest
+from nova_scheduler.fit.host_devices import NumaRequest
 from nova_scheduler.fit.numa_objects import TopologyUnreadable, parse_instance_topology, parse_network_metadata
 from nova_scheduler.request.request_spec import NotDecided, NovaRequest
 
@@ -18,6 +18,12 @@ def numa_request(request: NovaRequest) -> NumaRequest | None:
     if topology is None and not needs_threads:
         return None
     return NumaRequest(topology=topology, networks=networks, needs_threads=needs_threads)
+
+
+def devices(request: NovaRequest) -> tuple[object, ...]:
+    """What a RequestSpec asks of NUMA nodes and PCI devices, as `RequestSpec.devices` has it. Raises NotDecided."""
+    numa = numa_request(request)
+    return (*(() if numa is None else (numa,)), *request.pci)
 
 
 def _says(request: NovaRequest, key: str, value: str) -> bool:

@@ -86,9 +86,9 @@ class ResourceRequest(Struct, frozen=True, kw_only=True):
 def undecided(
     request: NovaRequest, settings: PrefilterSettings, enabled: Collection[str], lacking: Sequence[str] = ()
 ) -> NotDecided | None:
-    """Why berth does not decide this request, if so: a Nova filter that berth does not have reads a part of it.
-    enabled: names of filters; what only others read is ignored. lacking: enabled filters of which berth does not know
-    what they read.
+    """Why berth does not decide this request, if so: a Nova filter that is not run here reads a part of it. enabled:
+    names of such filters; what only others read is ignored. lacking: enabled filters of which berth does not know what
+    they read.
     """
     if lacking:
         return NotDecided("filter", ", ".join(lacking))
@@ -128,6 +128,7 @@ def _sizes(request: NovaRequest) -> Iterator[tuple[str, int, int]]:
     any_of = [uuids for one in groups for uuids in one.aggregates] + [one.split(",") for one in asked.aggregates or ()]
     forbidden = [*(one.forbidden_aggregates for one in groups), asked.forbidden_aggregates or ()]
     yield "aggregates", sum(len(one) or 1 for one in any_of) + sum(map(len, forbidden)), MAX_NAMES
+    yield "specs of PCI requests", sum(len(one.spec) for one in request.pci), MAX_SPECS
     yield "names of request groups", sum(len(one) or 1 for one in level.same_subtree), MAX_NAMES
 
 

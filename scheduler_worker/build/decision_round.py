@@ -18,7 +18,7 @@ from scheduler_worker.build.host_search import HostSearch
 from scheduler_worker.hosts.host_table import Rows
 from scheduler_worker.selection.choice import MAX_OPTIONS, NONE_FULL, CellBatching, Choice
 from scheduler_worker.selection.ranking import GroupExclusions, Ranking
-from scheduler_worker.selection.request_spec import RequestSpec, member_capacity, options_on
+from scheduler_worker.selection.request_spec import RequestSpec, member_capacity
 from scheduler_worker.selection.selector import Selector
 
 # The most hosts that are tried, one after another, for a gang all of whose members must be on one.
@@ -170,7 +170,7 @@ class DecisionRound:
     def _take_back(self, members: Sequence[HostSearch]) -> None:
         """Undo these choices."""
         for one in members:
-            self._replica.drop_assumed(one.request.instance_uuid)
+            self._selector.drop_assumed(one.request.instance_uuid)
             self._placed_of(one).clear()
         self._exclusions.clear()  # hosts that were full are not
 
@@ -261,12 +261,12 @@ class DecisionRound:
         assert chosen is not None
         host = chosen.selected
         row = self._replica.row_of(host.uuid)
-        if row is not None and (found := options_on(self._replica, state.spec, row, limit=MAX_OPTIONS)):
+        if row is not None and (found := self._selector.options_on(state.spec, row, limit=MAX_OPTIONS)):
             return state, replace(chosen, selected=replace(host, row=row, options=found))
         return replace(state, rejected={**state.rejected, host.uuid: "claim.conflict"}), None
 
     def _assume(self, state: HostSearch, choice: Choice) -> None:
-        self._replica.assume(state.request.instance_uuid, choice.selected.options[0].allocations)
+        self._selector.assume(state.request.instance_uuid, state.spec, choice.selected)
         if state.request.server_group is not None:
             placed = self._placed_of(state)
             placed[choice.selected.uuid] = placed.get(choice.selected.uuid, 0) + 1

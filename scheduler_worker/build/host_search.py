@@ -15,7 +15,6 @@ from bus.contracts.cell import Selection
 from bus.contracts.placement import Claim, ClaimOption
 from bus.contracts.placement_queries import ConsumerRecord
 from bus.faults import Fault, RequestRefused
-from placement_worker.replica.replica import Replica
 from scheduler_worker.placement_client import PlacementUnavailable, unavailable_from_fault
 from scheduler_worker.records.build_record import FIRST_ATTEMPT, Gang
 from scheduler_worker.selection.choice import Choice
@@ -254,12 +253,16 @@ class HostSearchStep(Struct, frozen=True):
     state: HostSearch
     confirmed: ConfirmedClaim | None = None  # the chosen claim holds; None: it does not; the feed brings the rest
 
-    def carry_out(self, replica: Replica) -> None:
-        """Have the replica assume what holds, and nothing else."""
-        uuid, concluded = self.state.request.instance_uuid, self.confirmed
+    def carry_out(self, selector: Selector) -> None:
+        """Have the replica, and what counts beside it, assume what holds, and nothing else."""
+        uuid, concluded, result = self.state.request.instance_uuid, self.confirmed, self.state.result
+        if selector.in_flight is not None and isinstance(result, HostClaimed):
+            main = result.selections[0]
+            selector.in_flight.claimed(uuid, main.host_uuid, self.state.spec, main.mappings)
         if concluded is None:
-            replica.drop_assumed(uuid)
+            selector.drop_assumed(uuid)
             return
+        replica = selector.replica
         if concluded.granted_allocations is not None:
             replica.assume(uuid, concluded.granted_allocations)
         replica.confirm(uuid, concluded.generations, concluded.sequence)

@@ -149,7 +149,7 @@ class Placer:
                         for state, answer in part:
                             lost += isinstance(answer, ClaimResult) and answer.outcome in CONTENDED
                             stepped = apply_answer(state, answer, self._selector, now=now)
-                            stepped.carry_out(self._selector.replica)
+                            stepped.carry_out(self._selector)
                             answered.append(stepped.state)
                     build_metrics.count_claims(answers)
                     self._spread = self._spread.after(len(claimed), lost)
@@ -158,7 +158,7 @@ class Placer:
             # However the round ended, by cancellation too: no choice stays assumed that was not claimed.
             for state in after:
                 if not isinstance(state.result, HostClaimed):
-                    self._selector.replica.drop_assumed(state.request.instance_uuid)
+                    self._selector.drop_assumed(state.request.instance_uuid)
         for before, state in zip(states, after, strict=True):
             if isinstance(state.result, NoValidHost) and before.result is None:
                 metrics_module.DECISIONS.labels("no_host").inc()
@@ -252,7 +252,7 @@ class Placer:
                 after.append(replace(state, result=PlacementUnavailable("what the instance held is released")))
             elif found_now is not None and not matches_allocation(state, found_now):
                 stepped = apply_recovered(state, found_now, self._selector, now=self._clock.time())
-                stepped.carry_out(self._selector.replica)
+                stepped.carry_out(self._selector)
                 after.append(stepped.state)
         recovered = merged(states, after)
         for state in recovered:

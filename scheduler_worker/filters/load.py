@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import numpy as np
@@ -41,6 +42,10 @@ class IoOpsFilter:
         unknown = int(np.count_nonzero(np.isnan(numbers)))
         rejected = {UNKNOWN: unknown, self.reason: int(np.count_nonzero(~passed)) - unknown}
         return FilterResult(passed, {reason: count for reason, count in rejected.items() if count})
+
+    def suiting(self, host: HostsView, spec: RequestSpec, options: Sequence[object]) -> list[int]:
+        """All, or none where the host has its fill of those that were chosen since."""
+        return list(range(len(options))) if self.filter(host, spec).passed[0] else []
 
     def bounds(self, view: HostsView) -> Floats:
         """The bound of each host."""

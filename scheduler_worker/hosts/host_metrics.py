@@ -103,11 +103,11 @@ class HostMetricsTable:
         column.source[index] = np.where(np.isnan(values), -1, self._index_of_source(source))
         column.expires_s[index] = expires_s
 
-    def increment(self, name: str, index: int) -> None:
-        """One more of a number of a host, if it is known."""
+    def increment(self, name: str, index: int, by: float = 1.0) -> None:
+        """Add `by` to a number of a host, if it is known."""
         column = self._columns.get(name)
         if column is not None and index < len(column.value):
-            column.value[index] += 1  # of NaN it stays NaN
+            column.value[index] += by  # of NaN it stays NaN
 
     def advance(self, now_s: float) -> None:
         """Numbers count by their age at this time from now on (monotonic, seconds)."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeGuard
 
 import numpy as np
 from msgspec import Struct
 
+from bus.contracts.placement import ClaimOption
 from scheduler_worker.config import Aggregate
 from scheduler_worker.hosts.host_table import Floats, Mask
 from scheduler_worker.selection.host_view import HostsView, HostView, Membership
-from scheduler_worker.selection.request_spec import RequestSpec
+from scheduler_worker.selection.request_spec import RequestSpec, options_on
+
+MAX_JUDGED_OPTIONS = 64  # of one host, of which the first that suit are kept
+Mappings = Mapping[str, Sequence[str]]  # the providers (uuids) of each group of the request, in one option
 
 
 class FilterResult(Struct, frozen=True):
@@ -31,6 +35,15 @@ class Filter(Protocol):
         """A result over all hosts of the view at once."""
 
 
+class OptionFilter(Filter, Protocol):
+    """A filter that also judges what would be claimed on a host, as the host is drawn: choices that were made since the
+    hosts were ranked may have left no room there.
+    """
+
+    def suiting(self, host: HostsView, spec: RequestSpec, options: Sequence[Mappings]) -> list[int]:
+        """Which of a host's options do, by their numbers. host: the view of it alone."""
+
+
 class HostFilter:
     """Base of a filter that looks at one host at a time: override `rejection_reason`. Slow beyond 1,000 hosts."""
 
@@ -45,6 +58,19 @@ class HostFilter:
         reasons = [self.rejection_reason(view.host(row), spec) for row in range(len(view))]
         passed = np.array([reason is None for reason in reasons], dtype=np.bool_)
         return FilterResult(passed, dict(Counter(reason for reason in reasons if reason is not None)))
+
+
+class InFlight(Protocol):
+    """Counts choices on their hosts in what placement does not count, from the choice until the host counts them."""
+
+    def assume(self, instance: str, host: str, spec: RequestSpec, mappings: Mappings) -> None:
+        """A host (uuid) was chosen, instead of an earlier choice."""
+
+    def claimed(self, instance: str, host: str, spec: RequestSpec, mappings: Mappings) -> None:
+        """The instance holds a claim on a host, whatever was assumed."""
+
+    def drop(self, instance: str) -> None:
+        """What was assumed is not claimed."""
 
 
 class Weigher(Protocol):
@@ -77,6 +103,21 @@ def applies_to(plugin: Filter | Weigher, spec: RequestSpec) -> bool:
     return applies is None or bool(applies(spec))
 
 
+def judges_options(plugin: Filter) -> TypeGuard[OptionFilter]:
+    """Whether it is an `OptionFilter`."""
+    return callable(getattr(plugin, "suiting", None))
+
+
+def options_of(host: HostsView, spec: RequestSpec, judges: Sequence[OptionFilter], *, limit: int) -> list[ClaimOption]:
+    """The possible allocations on a host that all of these filters let pass, best first. host: the view of it alone.
+    Raises QueryTooWide.
+    """
+    found = options_on(host.replica, spec, int(host.rows[0]), limit=MAX_JUDGED_OPTIONS)
+    for one in judges:
+        found = [found[number] for number in one.suiting(host, spec, [option.mappings for option in found])]
+    return found[:limit]
+
+
 def runs_on_rebuild(plugin: Filter) -> bool:
     """Whether a filter is run for a rebuild from another image, on the host that the instance is on.
 
@@ -93,7 +134,7 @@ def reads_image_property(plugin: Filter, name: str, membership: Membership) -> b
 
 def is_own(plugin: Filter | Weigher) -> bool:
     """Whether it is one of berth's own plug-ins, so that it is known which requests' peers it reads."""
-    return type(plugin).__module__.startswith("scheduler_worker.")
+    return type(plugin).__module__.startswith(("scheduler_worker.", "nova_scheduler."))
 
 
 NONE_REJECTED: Mapping[str, int] = {}

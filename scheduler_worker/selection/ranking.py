@@ -19,7 +19,7 @@ from scheduler_worker.hosts.host_table import Rows
 from scheduler_worker.selection.choice import MAX_OPTIONS, NONE_FULL, CellBatching, Choice, RankedHost, Weights
 from scheduler_worker.selection.host_heap import LEAST_CHUNK, Entry, HostHeap, ServiceRotation
 from scheduler_worker.selection.host_view import HostsView
-from scheduler_worker.selection.plugin import Weighing
+from scheduler_worker.selection.plugin import OptionFilter, Weighing, options_of
 from scheduler_worker.selection.request_spec import RequestSpec, options_on
 from scheduler_worker.selection.weighing import KEPT_HOSTS, reweigh, score
 
@@ -73,8 +73,10 @@ class Ranking:
         rng: Random,
         # with `shuffle`, equal hosts of several cells come from one cell at a time
         batching: CellBatching | None = None,
+        judges: Sequence[OptionFilter] = (),  # the filters that judge a host's options as it is drawn
     ) -> None:
         self.view = view
+        self._judges = judges
         self.spec = spec
         self.funnel = funnel
         self._rng = rng
@@ -201,7 +203,12 @@ class Ranking:
     def _found(self, position: int, row: int, score_: float, *, limit: int) -> RankedHost | None:
         """The host at a position of the view, which is this row of the replica, if it still fits."""
         replica = self.view.replica
-        if not (found := options_on(replica, self.spec, row, limit=limit)):
+        if self._judges:
+            host = self.view.subset(np.array([position], dtype=np.intp))
+            found = options_of(host, self.spec, self._judges, limit=limit)
+        else:
+            found = options_on(replica, self.spec, row, limit=limit)
+        if not found:
             return None
         service = self.view.table.services.states[self._services.item(position)].name
         return RankedHost(replica.uuid_of(row), row, position, -score_, found, service)

@@ -13,6 +13,7 @@ from bus.contracts.build import BuildRequest, FunnelStep
 from bus.contracts.cell import Selection
 from bus.contracts.objects import ZONE_KEY
 from bus.contracts.operations import AdminState
+from bus.contracts.placement import ClaimOption
 from placement_worker.replica.replica import Replica
 from placement_worker.replica.request import RejectedRoots, rejected_roots
 from scheduler_worker.config import Aggregate
@@ -24,13 +25,15 @@ from scheduler_worker.selection.choice import CellBatching, RankedHost
 from scheduler_worker.selection.explain import NoValidHost, funnel_step
 from scheduler_worker.selection.flavor_query import IMAGE_TRAITS, traits_of_image
 from scheduler_worker.selection.host_view import HostsView
-from scheduler_worker.selection.plugin import Filter, applies_to, runs_on_rebuild
+from scheduler_worker.selection.plugin import Filter, InFlight, OptionFilter, applies_to, options_of, runs_on_rebuild
 from scheduler_worker.selection.ranking import Ranking
-from scheduler_worker.selection.request_spec import RequestSpec, Unsatisfiable, search_hosts
+from scheduler_worker.selection.request_spec import RequestSpec, Unsatisfiable, options_on, search_hosts
 from scheduler_worker.selection.selector_config import SelectorConfig
 
 NOT_REPORTED = "host.not_reported"
 CELL_DISABLED = "cell.disabled"
+UNSUITED = "host.options_unsuited"
+MAX_EXPLAINED = 256  # hosts whose options are looked at to explain why none suits
 
 
 class Selector:
@@ -41,6 +44,7 @@ class Selector:
         self.assumed = AssumedUsage(replica)
         self.table = table
         self.config = config  # in force; another one takes its place
+        self.in_flight: InFlight | None = None  # what placement does not count; None: nothing is kept
         metrics = config.settings.metrics
         self.metrics = HostMetricsTable(table, max_age_s=metrics.max_age_s, reserved=tuple(metrics.weights))
         self._roots: Rows | None = None
@@ -125,7 +129,30 @@ class Selector:
             shuffle=self.config.settings.shuffle_best_same_weighed_hosts,
             rng=rng,
             batching=batching,
+            judges=self._judges(spec),
         )
+
+    def _judges(self, spec: RequestSpec) -> tuple[OptionFilter, ...]:
+        return () if spec.forced else tuple(one for one in self.config.judges if applies_to(one, spec))
+
+    def options_on(self, spec: RequestSpec, row: int, *, limit: int) -> list[ClaimOption]:
+        """The possible allocations on one root that its filters let pass, best first. Raises QueryTooWide."""
+        if not (judges := self._judges(spec)):
+            return options_on(self.replica, spec, row, limit=limit)
+        return options_of(self._view(np.array([row], dtype=np.intp)), spec, judges, limit=limit)
+
+    def assume(self, instance: str, spec: RequestSpec, chosen: RankedHost) -> None:
+        """Count the first of a chosen host's options as used."""
+        first = chosen.options[0]
+        self.replica.assume(instance, first.allocations)
+        if self.in_flight is not None:
+            self.in_flight.assume(instance, chosen.uuid, spec, first.mappings)
+
+    def drop_assumed(self, instance: str) -> None:
+        """Count what was assumed no more: it is not claimed."""
+        self.replica.drop_assumed(instance)
+        if self.in_flight is not None:
+            self.in_flight.drop(instance)
 
     def passing(self, spec: RequestSpec) -> HostsView:
         """All hosts that can take the request now."""
@@ -134,6 +161,7 @@ class Selector:
     def explain(self, spec: RequestSpec, tried: Mapping[str, str]) -> NoValidHost:
         """Why no host is left. `tried`: {host uuid: reason} of hosts that this request may not use any more."""
         left = self._passing(spec, explain=True)
+        self._judge(left, spec)
         rows = self.rows_of(tried)
         out = {row: rows[row] for row in left.view.rows.tolist() if row in rows}
         if out:
@@ -230,6 +258,16 @@ class Selector:
             left.keep("reported", managed, NOT_REPORTED)
         return left
 
+    def _judge(self, left: HostFiltering, spec: RequestSpec) -> None:
+        """Leave those out of which no option suits a filter that hosts pass; of many hosts the first are looked at."""
+        for one in self._judges(spec) if len(left.view) else ():
+            passed = np.ones(len(left.view), dtype=np.bool_)
+            for position in range(min(len(left.view), MAX_EXPLAINED)):
+                host = left.view.subset(np.array([position], dtype=np.intp))
+                passed[position] = bool(options_of(host, spec, (one,), limit=1))
+            if not passed.all():
+                left.keep(one.name, passed, UNSUITED)
+
     def suits_rebuild(self, host_uuid: str, spec: RequestSpec) -> NoValidHost | None:
         """Whether an image's traits and the filters that look at images let an instance stay on its host: None, or what
         they reject.
@@ -249,8 +287,10 @@ class Selector:
         return _rejected(view, [one for one in self.config.filters if runs_on_rebuild(one)], spec)
 
     def rejects(self, host_uuid: str, spec: RequestSpec) -> NoValidHost | None:
-        """None, or why the filters reject a host, whatever room it has. One that is not known is not rejected."""
-        row = self.replica.row_of(host_uuid)
+        """None, or why the filters reject a host, whatever room it has: devices are room. One that is not known is not
+        rejected.
+        """
+        spec, row = replace(spec, devices=()), self.replica.row_of(host_uuid)
         if row is None or spec.forced:
             return None
         view = self._view(np.array([row], dtype=np.intp))

@@ -13,7 +13,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.selection.flavor import ParsedFlavor
 from scheduler_worker.selection.flavor_query import request_spec
 from scheduler_worker.selection.host_view import Membership
-from scheduler_worker.selection.plugin import Filter, Weighing, is_own, reads_image_property
+from scheduler_worker.selection.plugin import Filter, Weighing, is_own, judges_options, reads_image_property
 from scheduler_worker.selection.request_spec import RequestSpec, Unsatisfiable
 
 MAX_SPECS = 1_000  # of kinds of requests that are kept
@@ -36,6 +36,7 @@ class SelectorConfig:
         self.settings = settings
         self.flavors = flavors
         self.filters = tuple(filters)
+        self.judges = tuple(one for one in filters if judges_options(one))
         self.weighings = tuple(weighings)
         self.revision = revision
         self.membership = Membership(settings.aggregates) if membership is None else membership

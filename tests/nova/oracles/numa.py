@@ -19,9 +19,9 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
-from nova_scheduler.filters import numa as filters_numa
-from nova_scheduler.filters.numa import HostNuma, NUMATopologyFilter
-from nova_scheduler.fit import numa_fit
+from nova_scheduler.filters.numa import NUMATopologyFilter
+from nova_scheduler.fit import host_devices, numa_fit
+from nova_scheduler.fit.host_devices import HostDevices
 from nova_scheduler.fit.numa import (
     HostCell,
     HostTopology,
@@ -168,7 +168,7 @@ class Decisions:
     def filter(self, asked: Mapping[str, Any]) -> object:
         limits = parse_limits(asked["limits"])
         assert limits is not None
-        known = HostNuma(
+        known = HostDevices(
             topology=host_topology(asked["host"]) if asked["host"] else None,
             cpu_allocation_ratio=limits.cpu_allocation_ratio,
             ram_allocation_ratio=limits.ram_allocation_ratio,
@@ -184,8 +184,8 @@ class Decisions:
             return {"passes": True, "candidates": everyone, "limits": None}
         spec = RequestSpec(query=Query(), flavor="", project_id="", devices=(request,))
         judged = NUMATopologyFilter({"host": known}.get)
-        with patch.object(filters_numa, "fit_instance_to_host", self._whole_fit):
-            suits = judged.suiting("host", spec, asked["candidates"])
+        with patch.object(host_devices, "fit_instance_to_host", self._whole_fit):
+            suits = [at for at in everyone if judged.rejection_reason("host", spec, asked["candidates"][at]) is None]
         return {"passes": bool(suits), "candidates": suits, "limits": primitive_of(known.limits(request))}
 
     def _whole_fit(self, *_: object, **__: object) -> InstanceTopology | Unfit:

@@ -20,6 +20,7 @@ from uuid import UUID
 import numpy as np
 
 from nova_scheduler.filters.pci import PciPassthroughFilter, weights_of
+from nova_scheduler.fit.host_devices import HostDevices
 from nova_scheduler.fit.pci import (
     NUMA_POLICIES,
     Consumed,
@@ -211,7 +212,13 @@ def ours(case: Mapping[str, Any]) -> list[dict[str, Any]]:
         affinity = affinity_of(instance["cells"], dict(case["sockets"]))
         found = consume(pools, requests, instance["mapping"], affinity)
         spec = RequestSpec(query=Query(), flavor="", project_id="", devices=requests)
-        suits = PciPassthroughFilter({"host": pools}.get).suiting("host", spec, instance["candidates"])
+        known = HostDevices(pools=pools, cpu_allocation_ratio=1.0, ram_allocation_ratio=1.0)
+        judged = PciPassthroughFilter({"host": known}.get)
+        suits = [
+            number
+            for number, one in enumerate(instance["candidates"])
+            if judged.rejection_reason("host", spec, one) is None
+        ]
         step: dict[str, Any] = {
             "fits": isinstance(found, Consumed),
             "passes": bool(suits) or not requests,

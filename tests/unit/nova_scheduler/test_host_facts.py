@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,13 @@ from structlog.testing import capture_logs
 
 from bus.clock import SystemClock
 from bus.contracts.host_metrics import NUM_INSTANCES, NUM_IO_OPS
+from bus.contracts.placement_queries import ConsumerRecord
+from bus.faults import Fault
 from bus.service.settings import SettingsError
 from nova_scheduler.cloud import host_facts
 from nova_scheduler.cloud.cell_database import CellDatabase, RowVersions, parse_rows
 from nova_scheduler.cloud.facts_poller import HostFactsPoller
 from nova_scheduler.cloud.host_facts import (
-    IN_FLIGHT_S,
     MAX_STATS,
     MAX_TEXT,
     CellRead,
@@ -28,11 +29,15 @@ from nova_scheduler.cloud.host_facts import (
     HostStats,
     KnownRow,
     NodeRow,
+    TakenRead,
     hardware_of,
 )
+from nova_scheduler.cloud.in_flight import InstancesInFlight
 from nova_scheduler.cloud.rest import NovaUnavailable
+from placement_worker.replica.request import Query
 from scheduler_worker.filters.image import SUPPORTED
 from scheduler_worker.hosts.host_metrics import HostMetricsTable
+from scheduler_worker.selection.request_spec import RequestSpec
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.nova_scheduler.facts_kit import CELL1, CELL2, World, node, uuid_of
 
@@ -98,9 +103,14 @@ def test_a_row_is_read_again_after_it_has_changed() -> None:
     """Its time has whole seconds: it may be written again at the same one."""
     versions, reads = RowVersions(), []
     for times in [*[{1: "t", 2: None}] * 4, {1: "u"}, {1: "t"}, {2: None}]:
-        versions, due = versions.after(times)
-        reads.append(due)
-    assert reads == [(1, 2), (1, 2), (1, 2), (), (1,), (1,), (2,)]
+        versions, due, written = versions.after(times)
+        reads.append((due, sorted(written)))
+    assert reads == [
+        ((1, 2), [1, 2]), ((1, 2), []), ((1, 2), []), ((), []), ((1,), [1]), ((1,), [1]), ((2,), [2])
+    ]  # fmt: skip
+
+
+PLAIN = RequestSpec(query=Query(), flavor="", project_id="")
 
 
 def known(number: int, **stats: int) -> KnownRow:
@@ -129,29 +139,28 @@ def test_facts_count_for_as_long_as_their_cell_is_read() -> None:
     assert facts.of(uuid_of(3), 23.0) == known(3, num_instances=7).hardware, "another cell has it now"
 
 
-def test_a_chosen_host_counts_until_its_row_was_written_after_the_choice() -> None:
+def test_a_row_is_written_where_its_time_or_what_it_tells_has_changed() -> None:
     facts, uuid = HostFacts([CELL1], max_age_s=10), uuid_of(1)
-    assert not facts.choose(uuid, 0.0)
+
+    def read(row: KnownRow | None, *written: int) -> TakenRead:
+        changed = {} if row is None else {1: row}
+        return facts.put(CELL1, facts.begin(CELL1), CellRead(present=[1], changed=changed, written=written), 0.0)
+
+    assert facts.cell_of(uuid) is None
+    reads = [read(known(1), 1), read(known(1)), read(known(1), 1), read(known(1, num_instances=1)), read(None)]
+    assert [one.written for one in reads] == [{uuid}, set(), {uuid}, {uuid}, set()]
+    facts.begin(CELL1)  # it fails
+    last = read(None)
+    assert (last.before, last.number, facts.begun(CELL1), facts.cell_of(uuid)) == (5, 7, 7, CELL1)
+
+
+def test_what_has_not_changed_stays_the_same_object() -> None:
+    """What is made of a row is kept by it."""
+    facts = HostFacts([CELL1], max_age_s=10)
     put(facts, 0.0, {1: known(1)})
-    running = facts.begin(CELL1)
-    assert facts.choose(uuid, 1.0) and facts.in_flight(uuid) == 1
-    # This read began before the choice: what it finds may be of before.
-    facts.put(CELL1, running, CellRead(present=[1], changed={1: known(1, num_instances=1)}), 0.5)
-    put(facts, 5.0, {1: known(1, num_instances=2)})
-    assert facts.in_flight(uuid) == 1, "it was written after the read before, and that began before the choice"
-    facts.choose(uuid, 6.0)
-    put(facts, 10.0, {1: known(1, num_instances=2)})
-    assert facts.in_flight(uuid) == 2, "nothing was written"
-    put(facts, 15.0, {1: known(1, num_instances=3)})
-    assert facts.in_flight(uuid) == 0
-    facts.choose(uuid, 20.0)
-    put(facts, 20.0 + IN_FLIGHT_S - 1, {1: known(1, num_instances=3)})
-    assert facts.in_flight(uuid) == 1
-    put(facts, 20.0 + IN_FLIGHT_S, {1: known(1, num_instances=3)})
-    assert facts.in_flight(uuid) == 0, "its nova-compute has never said a word of it"
-    facts.choose(uuid, 700.0)
-    put(facts, 701.0, {})
-    assert facts.in_flight(uuid) == 0
+    before = facts.hardware[uuid_of(1)]
+    put(facts, 1.0, {1: known(1)})
+    assert facts.hardware[uuid_of(1)] is before
 
 
 class MemoryRows:
@@ -162,24 +171,54 @@ class MemoryRows:
         self.rows = dict(rows)
         self.fails = False
         self.reads = 0
+        self.on: dict[str, tuple[str, str]] = {}  # {instance: where it is}
 
-    async def read(self) -> CellRead:
+    async def read(self, instances: Sequence[str] = ()) -> CellRead:
         self.reads += 1
         await asyncio.sleep(0)
         if self.fails:
             raise NovaUnavailable("away")
-        return CellRead(present=self.rows.keys(), changed=dict(self.rows))
+        sights = {one: {self.on[one]} for one in instances if one in self.on}
+        return CellRead(present=self.rows.keys(), changed=dict(self.rows), sights=sights)
 
 
-def poller(world: World, facts: HostFacts, databases: Sequence[MemoryRows]) -> tuple[HostFactsPoller, HostMetricsTable]:
+class MemoryClaims:
+    """What placement answers of instances; `fails`: with this fault."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, tuple[str, ...]] = {}
+        self.fails: Fault | None = None
+
+    async def allocations_of(self, instances: Collection[str]) -> dict[str, ConsumerRecord]:
+        await asyncio.sleep(0)
+        if self.fails is not None:
+            raise self.fails
+        return {
+            one: ConsumerRecord(
+                consumer=one, project_id="p", consumer_generation=1, allocations={}, hosts=self.held[one]
+            )
+            for one in instances
+            if one in self.held
+        }
+
+
+def poller(
+    world: World,
+    facts: HostFacts,
+    databases: Sequence[MemoryRows],
+    in_flight: InstancesInFlight | None = None,
+    claims: MemoryClaims | None = None,
+) -> tuple[HostFactsPoller, HostMetricsTable]:
     metrics, ready = HostMetricsTable(world.table, max_age_s=900), asyncio.Event()
     ready.set()
     made = HostFactsPoller(
         databases,
         facts,
+        in_flight or InstancesInFlight(facts, SystemClock()),
         world.facts,
-        world.table,
         metrics,
+        table=world.table,
+        held=claims or MemoryClaims(),
         weighed=("cpu.percent",),
         interval_s=5.0,
         hosts_known=ready,
@@ -206,7 +245,8 @@ async def test_what_is_read_is_put_where_filters_look() -> None:
     two = MemoryRows(CELL2, {1: known(3, num_instances=9), 2: known(4)})
     two.fails = True
     facts = HostFacts([CELL1, CELL2], max_age_s=60)
-    made, metrics = poller(world, facts, [one, two])
+    in_flight = InstancesInFlight(facts, SystemClock())
+    made, metrics = poller(world, facts, [one, two], in_flight)
     with capture_logs() as logs:
         running = asyncio.create_task(made.run())
         await made.first.wait()
@@ -222,7 +262,8 @@ async def test_what_is_read_is_put_where_filters_look() -> None:
     said = [log["event"] for log in logs]
     assert (said.count("nova.facts_unread"), said.count("nova.facts_unreadable")) == (2, 1)
     two.fails, revision = False, world.table.revision
-    made.choose([uuid_of(1), uuid_of(4)])
+    for at in (1, 4):
+        in_flight.claimed(f"instance{at}", uuid_of(at), PLAIN, {})
     await asyncio.sleep(6)
     assert numbers(world, metrics, NUM_INSTANCES, 1, 2, 3) == [5, None, 9]
     assert world.table.revision > revision

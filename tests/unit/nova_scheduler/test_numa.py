@@ -8,13 +8,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from nova_scheduler.filters import numa as filters_numa
-from nova_scheduler.filters.numa import INCONSISTENT, UNKNOWN, HostNuma, NumaRequest, NUMATopologyFilter
+from nova_scheduler.filters.numa import IN_FLIGHT, UNKNOWN, NUMATopologyFilter
 from nova_scheduler.filters.pci import PciPassthroughFilter
-from nova_scheduler.fit import numa, numa_fit
+from nova_scheduler.fit import host_devices, numa, numa_fit
+from nova_scheduler.fit.host_devices import INCONSISTENT, DeviceRequest, HostDevices, NumaRequest, fitted
 from nova_scheduler.fit.numa import (
     HostCell,
     HostTopology,
@@ -328,19 +330,37 @@ def hosts() -> Hosts:
     return Hosts([PLENTY] * 4)
 
 
-def known(topology: HostTopology | None, **changed: Any) -> HostNuma:
-    return HostNuma(topology=topology, cpu_allocation_ratio=1.0, ram_allocation_ratio=1.0, **changed)
+def known(topology: HostTopology | None, **changed: Any) -> HostDevices:
+    return HostDevices(topology=topology, cpu_allocation_ratio=1.0, ram_allocation_ratio=1.0, **changed)
 
 
 def asking(hosts: Hosts, *more: object, **fields: Any) -> RequestSpec:
     return replace(hosts.spec(), devices=(NumaRequest(**fields), *more))
 
 
-def test_hosts_pass_by_their_numa_nodes(hosts: Hosts) -> None:
-    facts = dict(zip(hosts.uuids, (known(TWO), known(SHARED), known(None)), strict=False))
-    result = NUMATopologyFilter(facts.get).filter(hosts.view(), asking(hosts, topology=vm(part())))
-    assert result.passed.tolist() == [True, False, False, False]
-    assert result.rejected == {numa.PCPUS: 1, numa.NO_TOPOLOGY: 1, UNKNOWN: 1}
+def test_hosts_pass_by_their_numa_nodes() -> None:
+    hosts = Hosts([PLENTY] * 7)
+    told = known(TWO), known(SHARED), known(None), known(TWO, is_overdrawn=True), known(TWO, knows_pools=False)
+    facts = dict(zip(hosts.uuids, (*told, known(None, knows_topology=False)), strict=False))
+    judged, asked = NUMATopologyFilter(facts.get), asking(hosts, topology=vm(part()))
+    result = judged.filter(hosts.view(), asked)
+    assert result.passed.tolist() == [True, False, False, False, True, False, False]
+    assert result.rejected == {numa.PCPUS: 1, numa.NO_TOPOLOGY: 1, IN_FLIGHT: 1, UNKNOWN: 2}
+    with_device = replace(asked, devices=(*asked.devices, PciRequest(count=0)))
+    assert judged.filter(hosts.view(), with_device).rejected[UNKNOWN] == 3
+
+
+def test_of_all_hosts_a_bounded_number_of_arrangements_is_looked_at(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image may name as many NUMA nodes as the hosts have, and the fit holds everything else up."""
+    monkeypatch.setattr(filters_numa, "MAX_ARRANGEMENTS", 3)
+    full = host(*(node(at, pinned_cpus=frozenset(range(4))) for at in range(2)))
+    judged = NUMATopologyFilter(dict.fromkeys(hosts.uuids, known(full)).get)
+    asked = asking(hosts, topology=vm(part(), part(2, 1)))
+    found = judged.filter(hosts.view(), asked).rejected
+    assert found == {numa.PCPUS: 1, numa.TOO_MANY_ARRANGEMENTS: 3}
+    assert judged.rejection_reason(hosts.uuids[-1], asked) == numa.PCPUS, "one host that is drawn is looked at"
 
 
 def test_it_applies_to_what_asks_of_numa_nodes(hosts: Hosts) -> None:
@@ -353,7 +373,6 @@ def test_it_applies_to_what_asks_of_numa_nodes(hosts: Hosts) -> None:
         asking(hosts, needs_threads=True),
     ]
     assert [applies_to(judged, spec) for spec in specs] == [False, False, False, True, True]
-    assert [judged.fitted("unknown", spec) for spec in specs[:2]] == [None, Unfit(UNKNOWN)]
 
 
 @pytest.mark.parametrize(
@@ -378,17 +397,17 @@ def test_candidates_do_by_the_numa_node_of_their_devices(hosts: Hosts) -> None:
     kind = {"vendor_id": "8086", "product_id": "1515"}
     pools = [PciPool.of(1, **kind, numa_node=at, tags={"rp_uuid": f"rp{at}"}) for at in (0, 1, 2)]
     device = PciRequest(spec=(kind,), alias_name="nic", request_id="r", numa_policy="required")
-    judged = NUMATopologyFilter({"host": known(TWO, pools=pools)}.get)
     spec = asking(hosts, device, topology=vm(part()))
     candidates = [{"r-0": [f"rp{at}"]} for at in (0, 1, 2)]
-    assert judged.suiting("host", spec, candidates) == [0, 1]
-    found = [judged.fitted("host", spec, one) for one in candidates]
+    judged = NUMATopologyFilter(dict.fromkeys(hosts.uuids, known(TWO, pools=pools)).get)
+    assert judged.suiting(hosts.view().subset(np.array([0])), spec, candidates) == [0, 1]
+    found = [fitted(known(TWO, pools=pools), DeviceRequest.of(spec.devices), one) for one in candidates]
     assert [outcome(one) if one else None for one in found] == [[(0, {0: 0, 1: 1})], [(1, {0: 4, 1: 5})], numa.PCI]
 
 
 def test_a_fit_with_pins_of_another_cell_is_refused(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     astray = vm(part(1, 0, cpu_pinning={0: 7}))
-    monkeypatch.setattr(filters_numa, "fit_instance_to_host", lambda *_, **__: astray)
+    monkeypatch.setattr(host_devices, "fit_instance_to_host", lambda *_, **__: astray)
     judged = NUMATopologyFilter({"host": known(TWO)}.get)
     assert judged.rejection_reason("host", asking(hosts, topology=vm(part(1)))) == INCONSISTENT
 
@@ -406,7 +425,7 @@ def test_limits_are_those_of_the_host_and_the_request() -> None:
 
 def test_each_reason_is_said_in_words() -> None:
     reasons = {value for name, value in vars(numa).items() if name.isupper() and str(value).startswith("numa.")}
-    assert {UNKNOWN, INCONSISTENT, *reasons} <= PHRASES.keys()
+    assert {UNKNOWN, IN_FLIGHT, INCONSISTENT, *reasons} <= PHRASES.keys()
 
 
 SHARES = NovaFlavor(name="m", vcpus=1, memory_mb=1)

@@ -446,10 +446,14 @@ async def test_settings_with_which_it_starts(config: dict[str, Any]) -> None:
     assert built(config)
 
 
+WITH_CELLS = NovaApiConfig(cells={CELL: ("*",)}, cell_databases={CELL: "postgresql+asyncpg://h/d"})
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [
         ({"enabled_filters": ("ComputeFilter", "NUMATopologyFilter")}, [["NUMATopologyFilter"]]),
+        ({"enabled_filters": ("NUMATopologyFilter", "JsonFilter"), "api": WITH_CELLS}, [["JsonFilter"]]),
         ({"enabled_filters": ("NUMATopologyFilter",), "fallback_url": "rabbit://u:p@h:5672/stock"}, []),
         ({}, []),
     ],
@@ -459,7 +463,7 @@ async def test_a_filter_that_only_a_fallback_has_is_told_of_without_one(
 ) -> None:
     with capture_logs() as lines:
         built(config)
-    assert [one["filters"] for one in lines if one["event"] == "nova.no_fallback"] == told
+    assert [list(one["filters"]) for one in lines if one["event"] == "nova.no_fallback"] == told
 
 
 async def test_the_front_is_drained_before_the_book_at_which_its_calls_claim(monkeypatch: pytest.MonkeyPatch) -> None:

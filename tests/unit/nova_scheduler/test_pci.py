@@ -9,15 +9,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from bus.contracts.host_metrics import HostMetrics, HostReading
-from nova_scheduler.cloud.host_devices import ChosenDevices, HostDevices
-from nova_scheduler.filters.pci import ENOUGH, PCI_DEVICES, UNKNOWN, PciPassthroughFilter, PCIWeigher
+from nova_scheduler.filters.pci import ENOUGH, IN_FLIGHT, PCI_DEVICES, UNKNOWN, PciPassthroughFilter, PCIWeigher
 from nova_scheduler.fit import pci
+from nova_scheduler.fit.host_devices import HostDevices
 from nova_scheduler.fit.numa import InstanceCell
 from nova_scheduler.fit.pci import (
     Consumed,
@@ -258,70 +259,36 @@ def test_a_fit_of_numa_cells_sees_devices_by_cell_and_whether_they_are_near() ->
     assert view_of(pools, [], None, SOCKETS).fits is None
 
 
-# --- Hosts: what is free there, which pass, how they weigh.
+# --- Hosts: which pass, how they weigh.
 
 
-def chosen(count: int = 1) -> ChosenDevices:
-    return ChosenDevices(requests=(ask(count),))
-
-
-def test_what_was_chosen_counts_until_the_row_has_it() -> None:
-    devices = HostDevices()
-    devices.choose(A, "early", chosen())
-    assert devices.pools_of(A) is None
-    devices.put(A, row(fields(count=5)))
-    devices.choose(A, "vm", chosen(2))
-    seen = [counts(devices.pools_of(A) or ())]
-    devices.put(A, row(fields(count=4)), counted=["early", "another"])  # it has the first
-    seen.append(counts(devices.pools_of(A) or ()))
-    devices.choose(A, "late", chosen(3))  # the row has room for one of both
-    seen.append(counts(devices.pools_of(A) or ()))
-    devices.release(A, "late")
-    devices.release(A, "unknown")
-    devices.release(B, "vm")
-    seen.append(counts(devices.pools_of(A) or ()))
-    devices.put(A, row(fields(count=4)), counted=["vm"])
-    seen.append(counts(devices.pools_of(A) or ()))
-    assert seen == [[2], [2], [2], [2], [4]]
-    assert devices.pools_of(B) is None
-
-
-def test_of_a_host_whose_row_cannot_be_read_nothing_is_known() -> None:
-    devices = HostDevices()
-    devices.put(A, row(fields(count=3)))
-    with pytest.raises(PciPoolsUnreadable):
-        devices.put(A, "{")
-    assert devices.pools_of(A) is None
-    devices.choose(A, "vm", chosen())
-    devices.put(A, row(fields(count=3)))
-    assert counts(devices.pools_of(A) or ()) == [2]
-    devices.drop(A)
-    assert devices.pools_of(A) is None
+def known(*pools: PciPool, **changed: Any) -> HostDevices:
+    return HostDevices(pools=pools, cpu_allocation_ratio=1.0, ram_allocation_ratio=1.0, **changed)
 
 
 @pytest.fixture
 def hosts() -> Hosts:
-    return Hosts([PLENTY] * 5)
+    return Hosts([PLENTY] * 7)
 
 
 def test_hosts_pass_by_their_devices(hosts: Hosts) -> None:
-    free: dict[str, Sequence[PciPool]] = dict(
-        zip(hosts.uuids, ((pool(2),), (pool(1),), (pool(dev_type="vdpa"), pool(1)), ()), strict=False)
-    )
+    told = known(pool(2)), known(pool(1)), known(pool(dev_type="vdpa"), pool(1)), known(), known(knows_pools=False)
+    free = dict(zip(hosts.uuids, (*told, known(pool(2), is_overdrawn=True)), strict=False))
     judged = PciPassthroughFilter(free.get)
     spec = replace(hosts.spec(), devices=(ask(1), ask(1)))
     result = judged.filter(hosts.view(), spec)
-    assert result.passed.tolist() == [True, False, False, False, False]
-    assert result.rejected == {pci.NO_MATCH: 2, pci.ONLY_VDPA: 1, UNKNOWN: 1}
+    assert result.passed.tolist() == [True, *[False] * 6]
+    assert result.rejected == {pci.NO_MATCH: 2, pci.ONLY_VDPA: 1, UNKNOWN: 2, IN_FLIGHT: 1}
     assert [applies_to(judged, one) for one in (spec, hosts.spec())] == [True, False]
 
 
 def test_candidates_of_a_host_do_by_their_providers(hosts: Hosts) -> None:
-    first, second = hosts.uuids[:2]
-    judged = PciPassthroughFilter({first: (pool(1, rp_uuid=A), pool(1, 0, "type-PF", rp_uuid=B))}.get)
+    first = hosts.uuids[0]
+    judged = PciPassthroughFilter({first: known(pool(1, rp_uuid=A), pool(1, 0, "type-PF", rp_uuid=B))}.get)
     spec = replace(hosts.spec(), devices=(ask(),))
     candidates = [{f"{ID}-0": [one]} for one in (A, B, C)]
-    assert (judged.suiting(first, spec, candidates), judged.suiting(second, spec, candidates)) == ([0], [])
+    alone = (hosts.view().subset(np.array([at])) for at in (0, 1))
+    assert [judged.suiting(one, spec, candidates) for one in alone] == [[0], []]
 
 
 def test_hosts_weigh_by_their_free_devices(hosts: Hosts) -> None:
@@ -331,9 +298,9 @@ def test_hosts_weigh_by_their_free_devices(hosts: Hosts) -> None:
     )
     hosts.selector.metrics.apply(HostMetrics(source="nova", readings=readings), None, now=0.0, now_s=0.0)
     weights = PCIWeigher().weigh(hosts.view(), hosts.spec()).tolist()
-    assert weights == [ENOUGH - 5, 1, ENOUGH, 1, ENOUGH]
+    assert weights == [ENOUGH - 5, 1, ENOUGH, 1, *[ENOUGH] * 3]
 
 
 def test_each_reason_is_said_in_words() -> None:
-    reasons = {UNKNOWN, pci.SPLIT_PROVIDER, *(reason for reason, _ in pci._RULES)}
+    reasons = {UNKNOWN, IN_FLIGHT, pci.SPLIT_PROVIDER, *(reason for reason, _ in pci._RULES)}
     assert reasons <= PHRASES.keys()

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.placement import MAX_LOCATED_HOSTS
-from nova_scheduler.config import NOT_OWNED, NOVA_FILTERS
+from nova_scheduler.config import DEVICE_FILTERS, NOT_OWNED, NOVA_FILTERS
 from nova_scheduler.fit.pci import PciRequest
 from nova_scheduler.request.request_spec import (
     INVALID,
@@ -478,7 +478,7 @@ def test_what_a_filter_reads_that_berth_does_not_have_is_decided_by_nova() -> No
     ]
     for one, in_placement, reason in table:
         settings = PrefilterSettings(pci_in_placement=in_placement)
-        why = undecided(one, settings, NOT_OWNED)
+        why = undecided(one, settings, (*NOT_OWNED, *DEVICE_FILTERS))
         assert (why and why.reason) == reason
         assert undecided(one, settings, NOVA_FILTERS) is None, "Nova does not enable them of itself"
 
@@ -514,6 +514,9 @@ OVERSIZED: dict[str, Callable[[int], NovaRequest]] = {
     ),
     "empty subtrees": lambda more: request(
         request_level_params=NovaRequestLevel(same_subtree=((),) * (MAX_NAMES + more))
+    ),
+    "specs of PCI requests": lambda more: request(
+        pci_requests=NovaPciRequests(requests=(PciRequest(spec=({},) * (MAX_SPECS + more)),))
     ),
     "a subtree": lambda more: request(request_level_params=NovaRequestLevel(same_subtree=(named(MAX_NAMES + more),))),
 }

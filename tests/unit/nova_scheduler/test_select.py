@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 from bus.contracts.cell import ServiceDown, ServiceRemoved, ServiceStates
 from bus.contracts.placement import MAX_NAMED, Claim, ClaimResult, Release
 from bus.faults import Fault
+from nova_scheduler.cloud.host_facts import HostHardware
 from nova_scheduler.cloud.state import DOWN, ComputeNode
 from nova_scheduler.config import NovaConfig, PrefilterSettings
 from nova_scheduler.request.request_spec import NotDecided, SpecRefused
@@ -543,13 +544,16 @@ async def test_every_call_is_left_to_the_fallback_while_a_cells_database_is_away
     assert await here.select(VMS[0])
 
 
-async def test_hosts_that_are_chosen_are_told() -> None:
-    here = await cloud()
+async def test_hosts_that_are_chosen_count_until_their_rows_do() -> None:
+    rows = [HostHardware(host=f"h{at}", nodename=f"h{at}.local") for at in range(3)]
+    here = await cloud(rows=rows)
     answer = await here.select(*VMS[:2])
-    assert [f"h{here.uuids.index(uuid)}" for uuid in here.chosen] == [one[0] for one in hosts_of(answer)]
-    here = await cloud(nova=NovaConfig(shadow=True))
+    counts = {f"h{at}": here.in_flight.count(uuid) for at, uuid in enumerate(here.uuids)}
+    assert {host for host, count in counts.items() if count} == {one[0] for one in hosts_of(answer)}
+    assert sum(counts.values()) == 2
+    here = await cloud(rows=rows, nova=NovaConfig(shadow=True))
     await here.select(VMS[0])
-    assert here.chosen == [], "another scheduler chooses"
+    assert not any(map(here.in_flight.count, here.uuids)), "another scheduler chooses"
 
 
 async def test_images_are_isolated_on_hosts() -> None:

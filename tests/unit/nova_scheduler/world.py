@@ -12,6 +12,9 @@ from msgspec.structs import replace
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.cell import HostReport, HostStates
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
+from nova_scheduler.app import device_filters
+from nova_scheduler.cloud.host_facts import CellRead, HostFacts, HostHardware, KnownRow
+from nova_scheduler.cloud.in_flight import InstancesInFlight
 from nova_scheduler.cloud.state import ComputeNode, NovaState, host_table, supported_instances
 from nova_scheduler.config import NOVA_FILTERS, NovaConfig
 from nova_scheduler.decide.placer_requests import PlacerRequests
@@ -78,6 +81,7 @@ class Cloud:
         nova: NovaConfig = HINTED,
         told: Sequence[ComputeNode] = (),
         settings: Mapping[str, Any] = {},  # of the scheduler
+        rows: Sequence[HostHardware] = (),  # of the hosts, as their cell's database has them
     ) -> None:
         self.nova, self.told = nova, told
         self.children = children  # of each host
@@ -97,7 +101,9 @@ class Cloud:
         )
         self.lacking: tuple[str, ...] = ()  # enabled filters that berth does not have
         self.outdated: tuple[str, ...] = ()  # cells whose databases were read too long ago
-        self.chosen: list[str] = []  # the host of each instance
+        self.host_facts = HostFacts(CELLS, max_age_s=1e9)
+        self.in_flight = InstancesInFlight(self.host_facts, self.clock, claims=not nova.shadow)
+        self.rows = list(rows)
         self.deaf = False  # Nova does not answer
         self.waiting: set[str] | None = None  # instances that wait for a host; None: all
         self.selector = Selector(
@@ -106,11 +112,19 @@ class Cloud:
             SelectorConfig(
                 self.config,
                 flavors={},
-                filters=plugins.filters(self.config),
+                filters=plugins.filters(self.config, device_filters(nova, self.in_flight)),
                 weighings=plugins.weighings(self.config),
             ),
         )
+        self.selector.in_flight = self.in_flight if rows else None
+        self.read()
         self.destinations = self.front()
+
+    def read(self) -> None:
+        """The cell's database is read."""
+        rows = {at: KnownRow(uuid=self.uuids[at], hardware=one) for at, one in enumerate(self.rows)}
+        read = CellRead(present=rows.keys(), changed=rows)
+        self.host_facts.put(CELLS[0], self.host_facts.begin(CELLS[0]), read, self.clock.monotonic())
 
     def front(self) -> Destinations:
         """Another front on the same replica."""
@@ -131,13 +145,17 @@ class Cloud:
             self,
             self,
             requests=PlacerRequests(
-                self.selector, self.facts, self.nova, lacking=self.lacking, outdated=lambda: self.outdated
+                self.selector,
+                self.facts,
+                self.nova,
+                lacking=self.lacking,
+                outdated=lambda: self.outdated,
+                devices_of=self.in_flight.devices_of if self.rows and self.nova.device_filters else None,
             ),
             configure=lambda: None,
             notifier=self,
             clock=self.clock,
             in_shadow=self.nova.shadow,
-            chosen=self.chosen.extend,
         )
 
     async def open(self) -> Cloud:
