@@ -96,6 +96,12 @@ class TrialSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         "http://127.0.0.1:8778"
     )
     """Placement's API, as its endpoint in Keystone has it."""
+    placement_database: Secret = ""
+    """The address of Placement's database, instead of its API: of a user that may read its tables, with an asynchronous
+    driver: `mysql+aiomysql://USER:PASSWORD@HOST/placement`, `postgresql+asyncpg://...`. Nothing is written there.
+    """
+    database_interval_s: Seconds = 5.0
+    """Seconds between two reads of the database, each of which is of one moment."""
     keystone: KeystoneLogin = KeystoneLogin()
     """Credentials for Keystone, of a user that may read resource providers and their allocations. The token is renewed
     when it expires.

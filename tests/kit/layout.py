@@ -19,6 +19,8 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "bus",
         "placement_worker.operations.export",
         "placement_worker.operations.mirror",
+        "placement_worker.operations.mirror_database",
+        "placement_worker.operations.mirror_rest",
         "placement_worker.replica",
         "scheduler_worker.build.claim_ownership",
         "scheduler_worker.build.decision",
