@@ -88,8 +88,9 @@ async def live(
     _on_signals(stop)
     surroundings = environment()
     service = build(surroundings)
-    health = None if http is None else Health(service.not_ready, host=http[0], port=http[1], refresh=service.refresh)
-    if health is not None:
+    health = None
+    if http is not None:
+        health = Health(service.not_ready, host=http[0], port=http[1], refresh=service.refresh, ages_s=service.ages_s)
         await health.open()  # before the worker opens, so that /readyz shows what it waits for
     freezing = asyncio.create_task(_freeze_when_ready(service))
     try:

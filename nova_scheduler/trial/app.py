@@ -112,6 +112,7 @@ def _add_mirror(service: WorkerRuntime, mirror: PlacementMirror) -> None:
     service.add_task("replica", mirror.run)
     service.add_preparation(mirror.ready.wait)
     service.add_bus_check("replica", lambda: mirror.unavailable_reason)
+    service.add_age("replica", lambda: mirror.age_s)
 
 
 def _add_listener(service: WorkerRuntime, listener: CallListener, comparison: AnswerComparison) -> None:
