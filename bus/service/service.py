@@ -47,6 +47,7 @@ class WorkerRuntime:
         self.log = log if log is not None else structlog.get_logger("service").bind(service=name)
         self.ready = asyncio.Event()
         self.phase = "new"
+        self.on_reload: Callable[[], None] | None = None  # reads settings again; None: they are read at the start
         self._refused = ""  # what a server refuses to this start
         self._resources: list[tuple[Callable[[], Awaitable[Any]] | None, Callable[[], Awaitable[Any]]]] = []
         self._declarations: list[Callable[[], Awaitable[Any]]] = []

@@ -76,13 +76,17 @@ class PlacerRequests:
         self._selector = selector
         self._nova_state = nova_state
         self._settings = config.prefilters
-        self._enabled = frozenset(one.rpartition(".")[2] for one in config.enabled_filters)
         self._requires_owner = config.release >= OWNER_SINCE
-        self._lacking = lacking
-        self._needs_facts = bool(config.fact_filters)
         self._outdated = outdated
         self._default_architecture = config.image_properties_default_architecture
         self._is_one_of_two = config.is_one_of_two
+        self.enable(config, lacking)
+
+    def enable(self, config: NovaConfig, lacking: Sequence[str]) -> None:
+        """Translate for these enabled filters from now on."""
+        self._enabled = frozenset(one.rpartition(".")[2] for one in config.enabled_filters)
+        self._needs_facts = bool(config.fact_filters)
+        self._lacking = lacking
 
     def undecided(self, request: NovaRequest) -> NotDecided | None:
         """Why a request is left to the fallback; None: it is decided here."""

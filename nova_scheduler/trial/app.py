@@ -17,11 +17,12 @@ from bus.service.environment import Environment
 from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
 from bus.service.worker_heartbeat import add_heartbeat
-from nova_scheduler.app import NAME, PlacementAccess, deciding, notifier_of, transport_of
+from nova_scheduler.app import NAME, PlacementAccess, add_reload, deciding, notifier_of, transport_of
 from nova_scheduler.config import NovaConfig, TrialSettings
 from nova_scheduler.decide.decision_log import PublishedCalls
 from nova_scheduler.decide.placer_requests import parse_arguments
 from nova_scheduler.decide.select_destinations import METHOD
+from nova_scheduler.reload import SettingsReload
 from nova_scheduler.request.request_spec import NotDecided, SpecRefused, parse_request_spec
 from nova_scheduler.stock.comparison import AnswerComparison, instances_of
 from nova_scheduler.stock.shadow import GrantedClaims
@@ -71,8 +72,10 @@ class Trial(Struct, frozen=True):
     mirror: PlacementMirror
 
 
-def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> Trial:
-    """A trial. Raises SettingsError."""
+def build(
+    env: Environment, config: NovaConfig, scheduler: SchedulerConfig, reload: SettingsReload | None = None
+) -> Trial:
+    """A trial. reload: None: settings are read at the start alone. Raises SettingsError."""
     config = replace(config, shadow=True)
     api, replica = env.bus(API), Replica()
     api.publishes_as(FRONTEND)
@@ -102,6 +105,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> T
     service.add_resource(None, source.close)
     service.add_task("nova calls told", calls.run)
     decides.add_to(service)
+    add_reload(service, reload, decides)
     _add_mirror(service, mirror)
     _add_listener(service, listener, comparison)
     add_heartbeat(service, env, api, NAME)
