@@ -1,4 +1,4 @@
-"""Settings that are read again while a frontend runs: what is applied, what needs a restart, and a file that is wrong."""
+"""Settings that are read again while a frontend runs: what is applied, what needs a restart, and a wrong file."""
 
 from __future__ import annotations
 
