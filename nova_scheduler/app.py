@@ -33,6 +33,7 @@ from nova_scheduler.decide.notifications import NovaNotifier
 from nova_scheduler.decide.placer_requests import PlacerRequests
 from nova_scheduler.decide.select_destinations import Destinations, Notifier
 from nova_scheduler.reload import SettingsReload
+from nova_scheduler.request.releases import check_release
 from nova_scheduler.rpc.dispatcher import CallDispatcher
 from nova_scheduler.rpc.server import RpcServer
 from nova_scheduler.stock.comparison import AnswerComparison
@@ -143,7 +144,8 @@ def deciding(
     scheduler, lacking = _scheduler_settings(scheduler, config)
     selector = _selector(placed.replica, table, scheduler)
     nova_state = NovaState(table)
-    rest, cells = NovaRest(config.api, clock=env.clock, setting="nova.api"), cells_of(config.api, env.clock)
+    rest = NovaRest(config.api, clock=env.clock, setting="nova.api", on_version=partial(check_release, config.release))
+    cells = cells_of(config.api, env.clock)
     poller = NovaStatePoller(rest, nova_state, table, cells=cells, config=config.api, clock=env.clock)
     facts = HostFacts(config.api.cell_databases, max_age_s=config.api.facts_max_age_s)
     facts_poller = HostFactsPoller(

@@ -155,8 +155,8 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     default_availability_zone: Zone = "nova"
     """As in nova.conf: the zone of hosts that are in no aggregate with a zone."""
     release: Literal[29, 30, 31, 32, 33, 34] = 34
-    """The release of Nova's conductor and API. What a release does not have is not applied: before 34 the trait
-    OWNER_NOVA is not required, even where every host has it.
+    """The release of Nova's conductor and API, with whose newest microversion it is compared. What a release does not
+    have is not applied: before 34 the trait OWNER_NOVA is not required, even where every host has it.
     """
     prefilters: PrefilterSettings = PrefilterSettings()
     """The settings of nova.conf that shape a query."""

@@ -17,6 +17,7 @@ from bus.contracts.base import Uuid, reason_of
 from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_NAMED, ServerGroup
 from nova_scheduler.cloud.state import NovaState
 from nova_scheduler.config import NovaConfig
+from nova_scheduler.request.releases import SINCE
 from nova_scheduler.request.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused
 from nova_scheduler.request.resource_request import ResourceRequest, resource_request, undecided
 from nova_scheduler.wire.envelope import Call
@@ -30,7 +31,6 @@ from scheduler_worker.selection.selector import Selector
 
 NOTHING: Final = Query()
 OWNER_TRAIT: Final = "OWNER_NOVA"
-OWNER_SINCE: Final = 34  # the release of Nova that requires it
 ARCHITECTURE: Final = "hw_architecture"
 MAX_ASKED_FOR: Final = 10  # hosts that the placer names for one instance
 _WORD = re.compile(r"[A-Za-z0-9_\-]{1,64}")
@@ -76,7 +76,7 @@ class PlacerRequests:
         self._selector = selector
         self._nova_state = nova_state
         self._settings = config.prefilters
-        self._requires_owner = config.release >= OWNER_SINCE
+        self._release = config.release
         self._outdated = outdated
         self._default_architecture = config.image_properties_default_architecture
         self._is_one_of_two = config.is_one_of_two
@@ -110,7 +110,12 @@ class PlacerRequests:
         which asks twice: with NUMATopologyFilter such requests are not decided here.
         """
         translate = partial(
-            resource_request, request, self._settings, self._nova_state, requires_owner=self._owns_all()
+            resource_request,
+            request,
+            self._settings,
+            self._nova_state,
+            requires_owner=self._owns_all(),
+            release=self._release,
         )
         asked = translate(pinning=True)
         if isinstance(asked, Unsatisfiable):
@@ -199,7 +204,7 @@ class PlacerRequests:
 
     def _owns_all(self) -> bool:
         """Whether all of Nova's hosts have the trait of their owner, and its release requires it then."""
-        if not self._requires_owner:
+        if self._release < SINCE[OWNER_TRAIT]:
             return False
         view = self._selector.all_hosts()
         view = view.subset(view.known)
