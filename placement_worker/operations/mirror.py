@@ -182,7 +182,7 @@ class PlacementMirror:
         for uuid, part in found.held.items():
             self._known.hold(uuid, part)
         for uuid, provider in found.read.items():
-            changes += self._put(uuid, provider, is_other=self._known.ids.get(uuid) != found.ids.get(uuid))
+            changes += self._put(uuid, provider)
         changes += [change for uuid in found.held if uuid not in found.read for change in self._usage(uuid)]
         self._known.ids.update(found.ids)
         self._apply(changes)
@@ -190,10 +190,10 @@ class PlacementMirror:
     def _is_root(self, uuid: str) -> bool:
         return uuid in self._known.providers and self._known.providers[uuid].parent is None
 
-    def _put(self, uuid: str, provider: Provider, *, is_other: bool) -> Iterator[Change]:
-        """A provider that may have changed. is_other: than the one that had its uuid before."""
+    def _put(self, uuid: str, provider: Provider) -> Iterator[Change]:
+        """A provider that may have changed."""
         before, used = self._known.providers.get(uuid), self._sum(uuid)
-        is_made_again = before is not None and (is_other or provider.generation < before.generation)
+        is_made_again = before is not None and provider.generation < before.generation
         if is_made_again:
             yield Change(provider=uuid, generation=provider.generation, removed=True)
         if before is None or is_made_again or replace(provider, spec_generation=0) != _at(before, provider.generation):

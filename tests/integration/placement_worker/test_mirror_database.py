@@ -171,6 +171,36 @@ async def test_what_moves_no_generation_is_seen(url: str, tables: Tables) -> Non
     assert mirror.hosts_of("a") == ()
 
 
+async def test_what_has_not_moved_is_not_read_again(url: str, tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(random.Random(1))
+    source.claim("a", source.make())
+    await tables.write(source)
+    mirror = mirror_of(url)
+    await mirror.read()
+    rows, asked = Snapshot.rows, list[Any]()
+
+    async def read(here: Snapshot, statement: Any, **values: Any) -> Any:
+        asked.append(statement)
+        return await rows(here, statement, **values)
+
+    monkeypatch.setattr(Snapshot, "rows", read)
+    await mirror.read()
+    assert mirror_database.ALLOCATIONS in asked and mirror_database.INVENTORIES not in asked
+
+
+async def test_allocations_are_added_up(url: str, tables: Tables) -> None:
+    """Placement's table does not rule out two of one consumer, provider and class, and its sums have both."""
+    source = Source(random.Random(1))
+    source.held["a"] = {source.make(): {"VCPU": 2}}
+    await tables.write(source)
+    again = "SELECT 7777, resource_provider_id, consumer_id, resource_class_id, 3 FROM allocations"
+    await tables.run(f"INSERT INTO allocations {again}")
+    source.held["a"] = {one: {"VCPU": 5} for one in source.there}
+    mirror = mirror_of(url)
+    await mirror.read()
+    assert shown(mirror.replica) == true(source)
+
+
 def at_known_generation(source: Source, uuid: str, mirror: PlacementMirror, **fields: Any) -> Any:
     """The provider at the generation that the replica has."""
     row = mirror.replica.row_of(uuid)
