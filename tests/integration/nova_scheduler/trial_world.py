@@ -42,12 +42,12 @@ TAKES = {"VCPU": 1, "MEMORY_MB": 512, "DISK_GB": 1}
 VERSION = {"x-auth-token": "admin", "openstack-api-version": "placement 1.36"}
 
 # As Placement itself has written them. The root of a host is the host.
-HOST = "INSERT INTO resource_providers (uuid, name, generation) VALUES (:uuid, :name, 1)"
+HOST = "INSERT INTO resource_providers (uuid, name, generation, created_at) VALUES (:uuid, :name, 1, now())"
 ROOTS = "UPDATE resource_providers SET root_provider_id = id"
 INVENTORY = """
 INSERT INTO inventories (resource_provider_id, resource_class_id, total, reserved, min_unit, max_unit, step_size,
-allocation_ratio) SELECT p.id, c.id, :total, 0, 1, :total, 1, 1.0 FROM resource_providers p, resource_classes c
-WHERE c.name = :name
+allocation_ratio, created_at) SELECT p.id, c.id, :total, 0, 1, :total, 1, 1.0, now()
+FROM resource_providers p, resource_classes c WHERE c.name = :name
 """
 # What the database has of each provider: its usage by class.
 USED = """
