@@ -109,10 +109,11 @@ def trial(
 ) -> None:
     """Decide a running Nova's calls, and change nothing there.
 
-    Listens on Nova's broker (`nova.transport_url`) in a queue of its own, and reads the Placement of OpenStack
-    (`nova.trial.placement_url`) and Nova's API; it changes nothing there. What the stock scheduler has chosen is read
-    from the allocations of the call's servers. Each difference is logged, and shown with --page; at the end (SIGTERM,
-    Ctrl-C) the counts are printed. The page "A trial beside Nova" has each step.
+    Listens on Nova's broker (`nova.transport_url`) in a queue of its own, and reads the Placement of OpenStack, by its
+    database (`nova.trial.placement_database`) or its API (`placement_url`), and Nova's API; it changes nothing there.
+    What the stock scheduler has chosen is read from the allocations of the call's servers. Each difference is logged,
+    and shown with --page; at the end (SIGTERM, Ctrl-C) the counts are printed. The page "A trial beside Nova" has each
+    step.
     """
     found: list[AnswerComparison] = []
 
