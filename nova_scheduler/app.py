@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import structlog
@@ -35,6 +35,8 @@ from nova_scheduler.decide.placer_requests import PlacerRequests
 from nova_scheduler.decide.select_destinations import Destinations, Notifier
 from nova_scheduler.filters.numa import NUMATopologyFilter
 from nova_scheduler.filters.pci import PciPassthroughFilter, PCIWeigher
+from nova_scheduler.reload import SettingsReload
+from nova_scheduler.request.releases import check_release
 from nova_scheduler.rpc.dispatcher import CallDispatcher
 from nova_scheduler.rpc.server import RpcServer
 from nova_scheduler.stock.comparison import AnswerComparison
@@ -68,6 +70,54 @@ class PlacementAccess(Struct, frozen=True):
     claims: ClaimPort
 
 
+class DecisionSettings:
+    """How hosts are filtered and weighed: as the settings have it, with the aggregates that Nova has now."""
+
+    def __init__(
+        self,
+        selector: Selector,
+        nova_state: NovaState,
+        requests: PlacerRequests,
+        scheduler: SchedulerConfig,
+        device_filters: Callable[[NovaConfig], Mapping[str, Filter]],
+    ) -> None:
+        self._selector = selector
+        self._nova_state = nova_state
+        self._requests = requests
+        self._scheduler = scheduler
+        self._device_filters = device_filters
+        self._reloads = 0
+
+    def configure(self) -> None:
+        """Decide by Nova's aggregates as they are known now."""
+        selector, nova_state = self._selector, self._nova_state
+        revision = (nova_state.version, self._reloads)
+        if revision == selector.config.revision:
+            return
+        known = replace(self._scheduler, aggregates=nova_state.aggregates())
+        selector.config = SelectorConfig(
+            known,
+            flavors={},
+            filters=selector.config.filters,
+            weighings=plugins.weighings(known),
+            revision=revision,
+            membership=nova_state.membership(),
+        )
+
+    def apply(self, config: NovaConfig, scheduler: SchedulerConfig) -> None:
+        """Decide by these filters, weighers and multipliers from now on. Raises SettingsError; nothing is changed."""
+        scheduler, lacking = _scheduler_settings(scheduler, config)
+        filters, _ = plugins.filters(scheduler, self._device_filters(config)), plugins.weighings(scheduler)
+        self._requests.enable(config, lacking)
+        self._scheduler = scheduler
+        self._reloads += 1
+        before = self._selector.config
+        self._selector.config = SelectorConfig(
+            before.settings, flavors={}, filters=filters, weighings=before.weighings, membership=before.membership
+        )
+        self.configure()
+
+
 class Deciding(Struct, frozen=True):
     """What decides the calls of a Nova, and what it is kept up to date by."""
 
@@ -78,6 +128,7 @@ class Deciding(Struct, frozen=True):
     poller: NovaStatePoller
     facts: HostFacts
     facts_poller: HostFactsPoller
+    settings: DecisionSettings
 
     def add_to(self, service: WorkerRuntime) -> None:
         """Have a service read Nova before calls are decided."""
@@ -108,7 +159,8 @@ def deciding(
     selector.in_flight = in_flight if facts.cells else None
     held = ClaimOwnership(claims, table.last_cell_of, _no_records)
     nova_state = NovaState(table)
-    rest, cells = NovaRest(config.api, clock=env.clock, setting="nova.api"), cells_of(config.api, env.clock)
+    rest = NovaRest(config.api, clock=env.clock, setting="nova.api", on_version=partial(check_release, config.release))
+    cells = cells_of(config.api, env.clock)
     poller = NovaStatePoller(rest, nova_state, table, cells=cells, config=config.api, clock=env.clock)
     facts_poller = HostFactsPoller(
         _cell_databases(config),
@@ -123,6 +175,15 @@ def deciding(
         hosts_known=poller.first,
         clock=env.clock,
     )
+    requests = PlacerRequests(
+        selector,
+        nova_state,
+        config,
+        lacking=lacking,
+        outdated=lambda: facts.outdated(env.clock.monotonic()),
+        devices_of=in_flight.devices_of if facts.cells else None,
+    )
+    settings = DecisionSettings(selector, nova_state, requests, scheduler, partial(device_filters, in_flight=in_flight))
     rng = random.Random(env.rng.getrandbits(64))
     destinations = Destinations(
         Placer(claims, held, selector, placed.follower, clock=env.clock, rng=rng, config=scheduler),
@@ -130,27 +191,23 @@ def deciding(
         nova_state,
         poller,
         placed.follower,
-        requests=PlacerRequests(
-            selector,
-            nova_state,
-            config,
-            lacking=lacking,
-            outdated=lambda: facts.outdated(env.clock.monotonic()),
-            devices_of=in_flight.devices_of if facts.cells and config.device_filters else None,
-        ),
-        configure=partial(configure, selector, nova_state, scheduler),
+        requests=requests,
+        configure=settings.configure,
         notifier=notifier,
         clock=env.clock,
         in_shadow=config.shadow,
         recorder=recorder,
     )
-    return Deciding(destinations, selector, nova_state, rest, poller, facts, facts_poller)
+    return Deciding(destinations, selector, nova_state, rest, poller, facts, facts_poller, settings)
 
 
-def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> WorkerRuntime:
+def build(
+    env: Environment, config: NovaConfig, scheduler: SchedulerConfig, reload: SettingsReload | None = None
+) -> WorkerRuntime:
     """One server of the topic. Any number may run side by side, and beside stock nova-schedulers.
 
-    scheduler: how hosts are weighed and claimed. Raises SettingsError.
+    scheduler: how hosts are weighed and claimed. reload: None: settings are read at the start alone. Raises
+    SettingsError.
     """
     service = WorkerRuntime(NAME, clock=env.clock)
     api = env.bus(API)
@@ -181,9 +238,16 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> W
     service.add_task("nova calls told", calls.run)
     _add_follower(service, follower)
     decides.add_to(service)
+    add_reload(service, reload, decides)
     _add_server(service, server, fallback)
     _add_bus(service, env, api, decides.selector)
     return service
+
+
+def add_reload(service: WorkerRuntime, reload: SettingsReload | None, decides: Deciding) -> None:
+    """Have a service read its settings again."""
+    if reload is not None:
+        service.on_reload = partial(reload.run, decides.settings.apply)
 
 
 def _add_follower(service: WorkerRuntime, follower: Follower) -> None:
@@ -233,21 +297,6 @@ def _add_server(service: WorkerRuntime, server: RpcServer, fallback: StockForwar
     service.add_bus_check("bus nova", lambda: server.unavailable_reason)
     if fallback is not None:
         service.add_bus_check("bus fallback", lambda: fallback.unavailable_reason)
-
-
-def configure(selector: Selector, nova_state: NovaState, config: SchedulerConfig) -> None:
-    """Decide by Nova's aggregates as they are known now."""
-    if nova_state.version == selector.config.revision:
-        return
-    known = replace(config, aggregates=nova_state.aggregates())
-    selector.config = SelectorConfig(
-        known,
-        flavors={},
-        filters=selector.config.filters,
-        weighings=plugins.weighings(known),
-        revision=nova_state.version,
-        membership=nova_state.membership(),
-    )
 
 
 def _scheduler_settings(scheduler: SchedulerConfig, config: NovaConfig) -> tuple[SchedulerConfig, tuple[str, ...]]:

@@ -93,6 +93,12 @@ class TrialSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         "http://127.0.0.1:8778"
     )
     """Placement's API, as its endpoint in Keystone has it."""
+    placement_database: Secret = ""
+    """The address of Placement's database, instead of its API: of a user that may read its tables, with an asynchronous
+    driver: `mysql+aiomysql://USER:PASSWORD@HOST/placement`, `postgresql+asyncpg://...`. Nothing is written there.
+    """
+    database_interval_s: Seconds = 5.0
+    """Seconds between two reads of the database, each of which is of one moment."""
     keystone: KeystoneLogin = KeystoneLogin()
     """Credentials for Keystone, of a user that may read resource providers and their allocations. The token is renewed
     when it expires.
@@ -148,8 +154,8 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     default_availability_zone: Zone = "nova"
     """As in nova.conf: the zone of hosts that are in no aggregate with a zone."""
     release: Literal[29, 30, 31, 32, 33, 34] = 34
-    """The release of Nova's conductor and API. What a release does not have is not applied: before 34 the trait
-    OWNER_NOVA is not required, even where every host has it.
+    """The release of Nova's conductor and API, with whose newest microversion it is compared. What a release does not
+    have is not applied: before 34 the trait OWNER_NOVA is not required, even where every host has it.
     """
     prefilters: PrefilterSettings = PrefilterSettings()
     """The settings of nova.conf that shape a query."""

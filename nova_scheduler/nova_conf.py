@@ -29,6 +29,7 @@ _BOOLEANS: Final = {
     **dict.fromkeys(("true", "1", "on", "yes"), True),
     **dict.fromkeys(("false", "0", "off", "no"), False),
 }
+OF_NOVA: Final = "nova.scheduler.weights."
 _REFERS = re.compile(r"(?<![\\$])\$(?!\$)")  # to another option
 _DOLLAR = re.compile(r"\\\$|\$\$")
 _QUOTED = re.compile(r"(['\"])(.*)\1")
@@ -79,6 +80,26 @@ TRANSLATED: Final[Mapping[Name, Path]] = {
     **{("oslo_messaging_rabbit", name): ("nova", "rabbit", name) for name in RabbitOptions.__struct_fields__},
 }
 
+# The weighers that Nova and berth have, by the class's name, with their multiplier's.
+WEIGHERS: Final[Mapping[str, str]] = {
+    "RAMWeigher": "ram",
+    "CPUWeigher": "cpu",
+    "DiskWeigher": "disk",
+    "IoOpsWeigher": "io_ops",
+    "NumInstancesWeigher": "num_instances",
+    "HypervisorVersionWeigher": "hypervisor_version",
+    "BuildFailureWeigher": "build_failure",
+    "MetricsWeigher": "metrics",
+    "PCIWeigher": "pci",
+    "ServerGroupSoftAffinityWeigher": "soft_affinity",
+    "ServerGroupSoftAntiAffinityWeigher": "soft_anti_affinity",
+}
+WEIGHT_CLASSES: Final[Name] = ("filter_scheduler", "weight_classes")
+# Values that say what is so here without a setting.
+DEFAULTS: Final[Mapping[Name, str]] = {
+    WEIGHT_CLASSES: "nova.scheduler.weights.all_weighers",
+    ("filter_scheduler", "available_filters"): "nova.scheduler.filters.all_filters",
+}
 _NO_WEIGHER: Final = "read by a weigher that berth does not have"
 UNTRANSLATED: Final[Mapping[Name, str]] = {
     ("scheduler", "workers"): "start as many processes of berth",
@@ -87,7 +108,6 @@ UNTRANSLATED: Final[Mapping[Name, str]] = {
         "filter_scheduler",
         "available_filters",
     ): "berth's own filters are there; others are in scheduler.available_filters",
-    ("filter_scheduler", "weight_classes"): "berth's own weighers are in scheduler.enabled_weighers",
     ("filter_scheduler", "cross_cell_move_weight_multiplier"): "a server's own cell is searched first",
     ("filter_scheduler", "track_instance_changes"): "placement tells berth where instances are",
     ("filter_scheduler", "aggregate_image_properties_isolation_namespace"): "all metadata of an aggregate counts",
@@ -124,7 +144,13 @@ def translate(body: bytes) -> Translation:
     """The settings that a nova.conf gives. Raises NovaConfUnreadable."""
     tree: dict[str, Any] = {}
     left_out: list[UntranslatedOption] = []
+    weighers: frozenset[str] | None = None  # the only ones, of `weight_classes`
     for name, text in _options(body):
+        if DEFAULTS.get(name) == text.strip():
+            continue
+        if name == WEIGHT_CLASSES:
+            weighers = frozenset(_list(text))
+            continue
         path = TRANSLATED.get(name)
         reason = UNTRANSLATED.get(name, "berth does not know it")
         if path is not None:
@@ -135,8 +161,21 @@ def translate(body: bytes) -> Translation:
                 reason = reason_of(error)
         if path is not None or name[0] in GROUPS:
             left_out.append(UntranslatedOption(name[0][:MAX_SHOWN], name[1][:MAX_SHOWN], reason))
+    if weighers is not None:
+        left_out += _weigh_by(tree, weighers)
     left_out += _contradictions(tree)
     return Translation(tree, tuple(left_out))
+
+
+def _weigh_by(tree: dict[str, Any], paths: frozenset[str]) -> Iterator[UntranslatedOption]:
+    """Weigh by these alone: the multiplier of another one is 0, which is as good as leaving it out."""
+    enabled = {path.rpartition(".")[2] for path in paths if path.startswith(OF_NOVA)}
+    for weigher, multiplier in WEIGHERS.items():
+        if weigher not in enabled:
+            _put(tree, ("scheduler", "multipliers", multiplier), 0.0)
+    for path in sorted(paths):
+        if not path.startswith(OF_NOVA) or path.rpartition(".")[2] not in WEIGHERS:
+            yield UntranslatedOption(*WEIGHT_CLASSES, f"berth has no {path[:MAX_SHOWN]}")
 
 
 def _options(body: bytes) -> Iterator[tuple[Name, str]]:

@@ -31,6 +31,8 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker.heartbeat.
     every_s: Annotated[float, Bound(gt=0, le=3600)] = 5.0
     # what its role counts since its start; of a nova-scheduler's shadow {difference: calls}
     counts: Annotated[dict[Phrase, Count], Bound(max_length=64)] = {}
+    # how old the copies are that it decides by, in seconds
+    ages_s: Annotated[dict[Phrase, Annotated[float, Bound(ge=0)]], Bound(max_length=16)] = {}
 
 
 class WorkersQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="workers.query.v1"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 import structlog
@@ -32,11 +32,13 @@ class Health:
         host: str = "127.0.0.1",
         port: int = 0,
         refresh: Callable[[], Awaitable[None]] | None = None,  # awaited before metrics, for gauges that ask a server
+        ages_s: Callable[[], Mapping[str, float]] = dict,  # of copies that are decided by
     ) -> None:
         self.host = host
         self.port = port
         self._not_ready = not_ready
         self._refresh = refresh
+        self._ages_s = ages_s
         self._server: asyncio.Server | None = None
         self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
 
@@ -62,7 +64,9 @@ class Health:
             case "/readyz":
                 missing = list(self._not_ready())
                 # The pid is included, because another process may have taken the port meanwhile and answer instead.
-                body = msgspec.json.encode({"ready": not missing, "not_ready": missing, "pid": os.getpid()})
+                said = {"ready": not missing, "not_ready": missing, "pid": os.getpid()}
+                ages_s = self._ages_s()
+                body = msgspec.json.encode({**said, "ages_s": ages_s} if ages_s else said)
                 return (503 if missing else 200), JSON, body
             case "/metrics":
                 return 200, CONTENT_TYPE_LATEST, generate_latest()

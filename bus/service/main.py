@@ -27,8 +27,11 @@ EXIT_CLEAN = 0
 EXIT_FAULT = 1
 EXIT_SETTINGS = 2  # wrong settings or credentials: starting again does not help
 EXIT_INVARIANT = 70  # an invariant is broken (EX_SOFTWARE)
-# SIGHUP of a terminal drains a worker as SIGTERM does.
+# SIGHUP of a terminal drains a worker as SIGTERM does. Without a terminal a worker that can read its settings again
+# does so.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+STANDARD_STREAMS = (0, 1, 2)
 
 EXIT_SIGNAL = 128  # plus the signal's number: the second signal ends the process at once
 
@@ -88,8 +91,11 @@ async def live(
     _on_signals(stop)
     surroundings = environment()
     service = build(surroundings)
-    health = None if http is None else Health(service.not_ready, host=http[0], port=http[1], refresh=service.refresh)
-    if health is not None:
+    if service.on_reload is not None and not any(map(os.isatty, STANDARD_STREAMS)):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.on_reload)
+    health = None
+    if http is not None:
+        health = Health(service.not_ready, host=http[0], port=http[1], refresh=service.refresh, ages_s=service.ages_s)
         await health.open()  # before the worker opens, so that /readyz shows what it waits for
     freezing = asyncio.create_task(_freeze_when_ready(service))
     try:

@@ -7,6 +7,7 @@ is drained: unacknowledged messages go back to their queue, and another process,
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ class WorkerRuntime:
         self.log = log if log is not None else structlog.get_logger("service").bind(service=name)
         self.ready = asyncio.Event()
         self.phase = "new"
+        self.on_reload: Callable[[], None] | None = None  # reads settings again; None: they are read at the start
         self._refused = ""  # what a server refuses to this start
         self._resources: list[tuple[Callable[[], Awaitable[Any]] | None, Callable[[], Awaitable[Any]]]] = []
         self._declarations: list[Callable[[], Awaitable[Any]]] = []
@@ -55,6 +57,7 @@ class WorkerRuntime:
         self._drains: list[Callable[[float], Awaitable[Any]]] = []
         self._checks: dict[str, Callable[[], str]] = {}
         self._counts: list[Callable[[], Mapping[str, int]]] = []
+        self._ages: dict[str, Callable[[], float]] = {}
         self._refreshes: list[Callable[[], Awaitable[Any]]] = []
         self._closings: list[Callable[[], Awaitable[Any]]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -126,6 +129,15 @@ class WorkerRuntime:
     def counts(self) -> dict[str, int]:
         """All of these."""
         return {what: count for counting in self._counts for what, count in counting().items()}
+
+    def add_age(self, name: str, age_s: Callable[[], float]) -> None:
+        """Add the age of a copy that is decided by to /readyz and the heartbeats; infinite: there is none yet."""
+        self._ages[name] = age_s
+
+    def ages_s(self) -> dict[str, float]:
+        """All of these (seconds)."""
+        found = {name: age_s() for name, age_s in self._ages.items()}
+        return {name: round(one, 3) for name, one in found.items() if math.isfinite(one)}
 
     def not_ready(self) -> list[str]:
         """Names of the parts that are not ready now; empty when the service can do its work."""

@@ -36,7 +36,6 @@ def configure_logging(
     """
     out = stream if stream is not None else sys.stderr
     log_file = cast("TextIO", LossyLog(out))
-    number = logging.getLevelNamesMapping()[level.upper()]
     pretty = style == "pretty" or (style == "auto" and out.isatty())
     structlog.contextvars.bind_contextvars(process=process, role=role)
     shared: list[Processor] = [
@@ -58,16 +57,23 @@ def configure_logging(
     )
     structlog.configure(
         processors=[*shared, *last],
-        wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.WriteLoggerFactory(file=log_file),
         cache_logger_on_first_use=False,
     )
-    _configure_standard_library(log_file, number, shared, last)
+    _configure_standard_library(log_file, shared, last)
+    set_log_level(level)
 
 
-def _configure_standard_library(
-    log_file: TextIO, number: int, shared: Sequence[Processor], last: Sequence[Processor]
-) -> None:
+def set_log_level(level: str) -> None:
+    """Log from this level on. A logger that was bound before keeps its own."""
+    number = logging.getLevelNamesMapping()[level.upper()]
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(number))
+    logging.getLogger().setLevel(number)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(max(number, logging.WARNING))
+
+
+def _configure_standard_library(log_file: TextIO, shared: Sequence[Processor], last: Sequence[Processor]) -> None:
     """Have what libraries log by the standard library's logging written as berth's own lines are."""
     handler = logging.StreamHandler(log_file)
     handler.setFormatter(
@@ -78,9 +84,6 @@ def _configure_standard_library(
     )
     root = logging.getLogger()
     root.handlers = [handler]
-    root.setLevel(number)
-    for name in QUIET:
-        logging.getLogger(name).setLevel(max(number, logging.WARNING))
 
 
 class LossyLog:

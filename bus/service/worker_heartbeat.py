@@ -75,5 +75,6 @@ class WorkerHeartbeats:
             not_ready=tuple(reason[:MAX_TEXT] for reason in self._service.not_ready()[:MAX_NOT_READY]),
             in_flight=in_flight,
             counts=self._service.counts(),
+            ages_s=self._service.ages_s(),
             every_s=self._every_s,
         )

@@ -12,11 +12,11 @@ import msgspec
 import sqlalchemy
 import structlog
 from msgspec import Struct
-from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bus.contracts.base import Uuid
+from bus.persistence.external_database import UnusableAddress, fault_of, snapshot_engine_of
 from bus.service.settings import SettingsError
-from nova_scheduler.cloud.database_address import UnusableAddress, engine_of, fault_of
 from nova_scheduler.cloud.host_facts import MAX_TEXT, TABLE, CellRead, KnownRow, NodeRow, hardware_of
 from nova_scheduler.cloud.rest import NovaUnavailable
 
@@ -102,10 +102,7 @@ class CellDatabase:
         """Raises SettingsError."""
         self.cell = cell
         try:
-            self._engine = engine_of(
-                url,
-                lambda at: create_async_engine(at, poolclass=sqlalchemy.NullPool, isolation_level="REPEATABLE READ"),
-            )
+            self._engine = snapshot_engine_of(url)
         except UnusableAddress as error:
             reason = f"nova.api.cell_databases.{cell} cannot be used: {error}"
             raise SettingsError("nova.cell_database", reason) from error

@@ -15,9 +15,9 @@ import sqlalchemy
 import structlog
 
 from bus.clock import Clock
+from bus.persistence.external_database import UnusableAddress, engine_of, fault_of
 from bus.service.settings import SettingsError
 from nova_scheduler.cloud.api_config import NovaApiConfig
-from nova_scheduler.cloud.database_address import UnusableAddress, engine_of, fault_of
 from nova_scheduler.cloud.rest import NovaUnavailable
 
 log = structlog.get_logger("nova")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Annotated, Any, Protocol, TypeVar
 
 import httpx
@@ -158,9 +158,10 @@ class NovaRest:
         clock: Clock,
         transport: httpx.AsyncBaseTransport | None = None,
         setting: str,
+        on_version: Callable[[tuple[int, int]], None] | None = None,
     ) -> None:
-        """setting: where the settings have these. Raises SettingsError: address, token, login or certificates cannot be
-        used.
+        """setting: where the settings have these. on_version: takes the server's newest microversion. Raises
+        SettingsError: address, token, login or certificates cannot be used.
         """
         _check_token(config.token, setting=f"{setting}.token")
         verify = tls_of(verify=config.verify_tls, ca_file=config.ca_file, setting=f"{setting}.ca_file")
@@ -177,6 +178,7 @@ class NovaRest:
         self._page_size = config.page_size
         self.url = checked_address(config.url, setting=f"{setting}.url")
         self._version: tuple[int, int] | None = None
+        self._on_version = on_version
         self._client = httpx.AsyncClient(
             headers={"Accept": "application/json", **({"X-Auth-Token": config.token} if config.token else {})},
             auth=self._auth,
@@ -287,6 +289,8 @@ class NovaRest:
                 reason = f"Nova has microversions up to {text}, and {_dotted(OLDEST)} is needed"
                 raise NovaRefused(reason, code="nova.microversion")
             self._version = min(newest, NEWEST)
+            if self._on_version is not None:
+                self._on_version(newest)
         return self._version
 
     async def get(

@@ -20,6 +20,7 @@ from nova_scheduler.config import NUMA_FILTER, NovaConfig
 from nova_scheduler.filters.numa import DevicesOf
 from nova_scheduler.fit.numa import NumaLimits
 from nova_scheduler.request.numa import devices, numa_request
+from nova_scheduler.request.releases import SINCE
 from nova_scheduler.request.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused
 from nova_scheduler.request.resource_request import ResourceRequest, resource_request, undecided
 from nova_scheduler.wire.envelope import Call
@@ -33,7 +34,6 @@ from scheduler_worker.selection.selector import Selector
 
 NOTHING: Final = Query()
 OWNER_TRAIT: Final = "OWNER_NOVA"
-OWNER_SINCE: Final = 34  # the release of Nova that requires it
 ARCHITECTURE: Final = "hw_architecture"
 MAX_ASKED_FOR: Final = 10  # hosts that the placer names for one instance
 _WORD = re.compile(r"[A-Za-z0-9_\-]{1,64}")
@@ -75,21 +75,26 @@ class PlacerRequests:
         lacking: Sequence[str] = (),
         # the cells whose databases were read too long ago
         outdated: Callable[[], Sequence[str]] = tuple,
-        # the NUMA nodes and PCI devices of hosts; None: no filter reads them
+        # the NUMA nodes and PCI devices of hosts, for the filters that read them; None: no cell's database is read
         devices_of: DevicesOf | None = None,
     ) -> None:
         self._selector = selector
         self._nova_state = nova_state
         self._settings = config.prefilters
-        self._enabled = frozenset(one.rpartition(".")[2] for one in config.enabled_filters)
-        self._undecided = frozenset(config.undecided_filters)
-        self._devices_of = devices_of
-        self._requires_owner = config.release >= OWNER_SINCE
-        self._lacking = lacking
-        self._needs_facts = bool(config.fact_filters)
+        self._facts_devices = devices_of
+        self._release = config.release
         self._outdated = outdated
         self._default_architecture = config.image_properties_default_architecture
         self._is_one_of_two = config.is_one_of_two
+        self.enable(config, lacking)
+
+    def enable(self, config: NovaConfig, lacking: Sequence[str]) -> None:
+        """Translate for these enabled filters from now on."""
+        self._enabled = frozenset(one.rpartition(".")[2] for one in config.enabled_filters)
+        self._undecided = frozenset(config.undecided_filters)
+        self._needs_facts = bool(config.fact_filters)
+        self._devices_of = self._facts_devices if config.device_filters else None
+        self._lacking = lacking
 
     def undecided(self, request: NovaRequest) -> NotDecided | None:
         """Why a request is left to the fallback; None: it is decided here."""
@@ -114,7 +119,12 @@ class PlacerRequests:
         which asks twice. Raises NotDecided.
         """
         translate = partial(
-            resource_request, request, self._settings, self._nova_state, requires_owner=self._owns_all()
+            resource_request,
+            request,
+            self._settings,
+            self._nova_state,
+            requires_owner=self._owns_all(),
+            release=self._release,
         )
         asked = translate(pinning=True)
         if isinstance(asked, Unsatisfiable):
@@ -215,7 +225,7 @@ class PlacerRequests:
 
     def _owns_all(self) -> bool:
         """Whether all of Nova's hosts have the trait of their owner, and its release requires it then."""
-        if not self._requires_owner:
+        if self._release < SINCE[OWNER_TRAIT]:
             return False
         view = self._selector.all_hosts()
         view = view.subset(view.known)

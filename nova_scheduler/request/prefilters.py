@@ -11,6 +11,7 @@ from msgspec import Struct
 from bus.contracts.objects import ZONE_KEY
 from nova_scheduler.config import PrefilterSettings
 from nova_scheduler.request.hardware import chosen, flag, tpm_traits
+from nova_scheduler.request.releases import NEWEST, SINCE
 from nova_scheduler.request.request_spec import NotDecided, NovaRequest
 from nova_scheduler.wire.versioned import is_true
 from scheduler_worker.config import Aggregate
@@ -20,6 +21,9 @@ from scheduler_worker.selection.request_spec import Unsatisfiable
 OWNER_TRAIT: Final = "OWNER_NOVA"
 DISABLED_TRAIT: Final = "COMPUTE_STATUS_DISABLED"
 REMOTE_MANAGED_TAG: Final = "remote_managed"  # of a PCI request for a port of such a kind
+
+SOUND_TRAIT: Final = "COMPUTE_SOUND_MODEL_VIRTIO"
+SECRET_TRAITS: Final = "COMPUTE_SECURITY_TPM_SECRET_SECURITY_"
 
 _SOUND_MODELS = ("sb16", "es1370", "pcspk", "ac97", "ich6", "ich9", "usb", "virtio")
 _ENCRYPTION_FORMATS = ("plain", "luks", "luksv2")
@@ -55,16 +59,17 @@ def prefilter(
     tenant: tuple[str, ...],
     required_traits: frozenset[str],
     requires_owner: bool,
+    release: int,
 ) -> Additions:
     """All additions of the pre-filters. tenant: the project's aggregates. required_traits: of the request's groups.
-    Raises NotDecided.
+    release: Nova's. Raises NotDecided.
     """
     _check_networks(request, settings)
     needs_owner = requires_owner and OWNER_TRAIT not in request.request_level_params.root_required
     owner = frozenset({OWNER_TRAIT} if needs_owner else ())
     return Additions(
         root_required=owner.union(
-            _image_type(request, settings), _image_metadata(request, settings), device_traits(request)
+            _image_type(request, settings), _image_metadata(request, settings), device_traits(request, release)
         ),
         root_forbidden=frozenset({DISABLED_TRAIT}),
         member_of=tuple(one for one in (tenant, _zone_aggregates(request, aggregates)) if one),
@@ -134,7 +139,7 @@ def _image_metadata(request: NovaRequest, settings: PrefilterSettings) -> list[s
     return _known([f"{prefix}_{value.replace('-', '_').upper()}" for prefix, value in named if value is not None])
 
 
-def device_traits(request: NovaRequest) -> list[str]:
+def device_traits(request: NovaRequest, release: int = NEWEST) -> list[str]:
     """The traits of the root for what the flavor and the image ask of a host's devices. Raises NotDecided."""
     specs = request.flavor.extra_specs
     traits: list[str] = []
@@ -148,13 +153,13 @@ def device_traits(request: NovaRequest) -> list[str]:
         traits.append("COMPUTE_EPHEMERAL_ENCRYPTION")
         if name := chosen(request, "ephemeral_encryption_format", _ENCRYPTION_FORMATS):
             traits.append(f"COMPUTE_EPHEMERAL_ENCRYPTION_{name.upper()}")
-    if chosen(request, "sound_model", _SOUND_MODELS) == "virtio":
-        traits.append("COMPUTE_SOUND_MODEL_VIRTIO")
-    if tpm_traits(request):
+    if release >= SINCE[SOUND_TRAIT] and chosen(request, "sound_model", _SOUND_MODELS) == "virtio":
+        traits.append(SOUND_TRAIT)
+    if release >= SINCE[f"{SECRET_TRAITS}USER"] and tpm_traits(request):
         secret = specs.get("hw:tpm_secret_security") or "user"
         if secret not in _TPM_SECRETS:
             raise NotDecided("tpm_secret_security", "the security of the TPM's secret is unknown")
-        traits.append(f"COMPUTE_SECURITY_TPM_SECRET_SECURITY_{secret.upper()}")
+        traits.append(f"{SECRET_TRAITS}{secret.upper()}")
     return traits
 
 

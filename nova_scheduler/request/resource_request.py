@@ -19,6 +19,7 @@ from nova_scheduler.config import NOT_OWNED, NUMA_FILTER, PCI_FILTER, PrefilterS
 from nova_scheduler.fit.pci import NUMA_POLICIES
 from nova_scheduler.request import hardware
 from nova_scheduler.request.prefilters import Additions, device_traits, prefilter, tenant_aggregates
+from nova_scheduler.request.releases import NEWEST, of_release
 from nova_scheduler.request.request_spec import MAX_AMOUNT, NotDecided, NovaDestination, NovaFlavor, NovaRequest
 from placement_worker.replica.request import UNNUMBERED, Group, Query
 from scheduler_worker.config import Aggregate
@@ -139,13 +140,14 @@ def resource_request(
     *,
     requires_owner: bool,
     pinning: bool = True,
+    release: int = NEWEST,
 ) -> ResourceRequest | Unsatisfiable:
     """The query of a request, pre-filters applied; Unsatisfiable where Nova finds no host without asking, or Placement
     refuses the query. requires_owner: every compute node has the trait OWNER_NOVA, which is required. pinning:
-    translate the CPU policy to PCPU (enable_pinning_translate). Raises NotDecided.
+    translate the CPU policy to PCPU (enable_pinning_translate). release: Nova's. Raises NotDecided.
     """
     # OWNER_NOVA stands for a comparison of the versions of compute services, which Nova's API does not tell.
-    asked = translated(request, settings, nova_state, requires_owner=requires_owner, pinning=pinning)
+    asked = translated(request, settings, nova_state, requires_owner=requires_owner, pinning=pinning, release=release)
     if isinstance(asked, Unsatisfiable):
         return asked
     why = _refused(asked.query)
@@ -159,14 +161,15 @@ def translated(
     *,
     requires_owner: bool,
     pinning: bool = True,
+    release: int = NEWEST,
 ) -> ResourceRequest | Unsatisfiable:
     """`resource_request`, which may be one that Placement refuses. Raises NotDecided."""
     aggregates = nova_state.aggregates()
     tenant = tenant_aggregates(request, settings, aggregates)
     if isinstance(tenant, Unsatisfiable):
         return tenant
-    drafted = _drafted(request, pinning=pinning)
-    first = drafted if pinning else _drafted(request, pinning=True)  # Nova runs its pre-filters once
+    drafted = _drafted(request, pinning=pinning, release=release)
+    first = drafted if pinning else _drafted(request, pinning=True, release=release)  # Nova runs its pre-filters once
     required = frozenset(trait for group in first.groups.values() for trait in group.required)
     added = prefilter(
         request,
@@ -175,6 +178,7 @@ def translated(
         tenant=tenant,
         required_traits=required,
         requires_owner=requires_owner,
+        release=release,
     )
     _apply(drafted, added, request)
     nodes = named_nodes(request, nova_state)
@@ -324,7 +328,7 @@ def _each(traits: set[str] | frozenset[str]) -> tuple[tuple[str, ...], ...]:
     return tuple((name,) for name in sorted(traits))
 
 
-def _drafted(request: NovaRequest, *, pinning: bool) -> _Drafted:
+def _drafted(request: NovaRequest, *, pinning: bool, release: int = NEWEST) -> _Drafted:
     """The groups of flavor, image and requesters, without what the pre-filters add. Raises NotDecided."""
     drafted = _Drafted()
     _add_extra_specs(drafted, request)
@@ -335,7 +339,7 @@ def _drafted(request: NovaRequest, *, pinning: bool) -> _Drafted:
         _add_cpus(drafted, request)
     _add_groups_of_requesters(drafted, request)
     _add_sizes(drafted, request)
-    _add_devices(drafted, request)
+    _add_devices(drafted, request, release)
     for group in drafted.groups.values():
         group.resources = {name: amount for name, amount in group.resources.items() if amount}
     drafted.groups = {suffix: group for suffix, group in drafted.groups.items() if not group.is_empty}
@@ -398,7 +402,7 @@ def _add_sizes(drafted: _Drafted, request: NovaRequest) -> None:
         own().add("DISK_GB", disk_gb)
 
 
-def _add_devices(drafted: _Drafted, request: NovaRequest) -> None:
+def _add_devices(drafted: _Drafted, request: NovaRequest, release: int) -> None:
     """What flavor and image ask for in words of their own: memory encryption, persistent memory, TPM, firmware."""
     amounts = hardware.persistent_memory(request)
     traits = list(hardware.tpm_traits(request))
@@ -416,8 +420,8 @@ def _add_devices(drafted: _Drafted, request: NovaRequest) -> None:
         traits.append("COMPUTE_SECURITY_STATELESS_FIRMWARE")
     for name, amount in amounts.items():
         drafted.group().add(name, amount)
-    if traits:
-        drafted.group().required.update(traits)
+    if required := of_release(traits, release):
+        drafted.group().required.update(required)
 
 
 def _apply(drafted: _Drafted, added: Additions, request: NovaRequest) -> None:

@@ -12,14 +12,17 @@ from bus.clock import Clock
 from bus.contracts.queues import FRONTEND
 from bus.openstack.keystone import checked_address
 from bus.openstack.rest import auth_of, tls_of
+from bus.persistence.external_database import UnusableAddress
 from bus.service.environment import Environment
 from bus.service.service import WorkerRuntime
+from bus.service.settings import SettingsError
 from bus.service.worker_heartbeat import add_heartbeat
-from nova_scheduler.app import NAME, PlacementAccess, deciding, notifier_of, transport_of
+from nova_scheduler.app import NAME, PlacementAccess, add_reload, deciding, notifier_of, transport_of
 from nova_scheduler.config import NovaConfig, TrialSettings
 from nova_scheduler.decide.decision_log import PublishedCalls
 from nova_scheduler.decide.placer_requests import parse_arguments
 from nova_scheduler.decide.select_destinations import METHOD
+from nova_scheduler.reload import SettingsReload
 from nova_scheduler.request.request_spec import NotDecided, SpecRefused, parse_request_spec
 from nova_scheduler.stock.comparison import AnswerComparison, instances_of
 from nova_scheduler.stock.shadow import GrantedClaims
@@ -28,7 +31,9 @@ from nova_scheduler.trial.stock_choice import MirroredInstances, StockChoices
 from nova_scheduler.wire.envelope import Call, RemoteFault
 from nova_scheduler.wire.methods import check_method
 from placement_worker.operations.export import PlacementReader
-from placement_worker.operations.mirror import PlacementMirror
+from placement_worker.operations.mirror import PlacementMirror, PlacementSource
+from placement_worker.operations.mirror_database import DatabaseSource
+from placement_worker.operations.mirror_rest import RestSource
 from placement_worker.replica.replica import Replica
 from scheduler_worker.config import SchedulerConfig
 
@@ -67,13 +72,16 @@ class Trial(Struct, frozen=True):
     mirror: PlacementMirror
 
 
-def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> Trial:
-    """A trial. Raises SettingsError."""
+def build(
+    env: Environment, config: NovaConfig, scheduler: SchedulerConfig, reload: SettingsReload | None = None
+) -> Trial:
+    """A trial. reload: None: settings are read at the start alone. Raises SettingsError."""
     config = replace(config, shadow=True)
     api, replica = env.bus(API), Replica()
     api.publishes_as(FRONTEND)
-    source, settings = _source(env, config.trial), config.trial
-    mirror = PlacementMirror(source, replica, clock=env.clock, interval_s=settings.interval_s, whole_s=settings.whole_s)
+    settings = config.trial
+    source, interval_s = _source(env, settings)
+    mirror = PlacementMirror(source, replica, clock=env.clock, interval_s=interval_s)
     transport = transport_of(env.process, "transport_url", config.transport_url, config.rabbit)
     calls = PublishedCalls(api)
     decides = deciding(
@@ -97,6 +105,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> T
     service.add_resource(None, source.close)
     service.add_task("nova calls told", calls.run)
     decides.add_to(service)
+    add_reload(service, reload, decides)
     _add_mirror(service, mirror)
     _add_listener(service, listener, comparison)
     add_heartbeat(service, env, api, NAME)
@@ -107,6 +116,7 @@ def _add_mirror(service: WorkerRuntime, mirror: PlacementMirror) -> None:
     service.add_task("replica", mirror.run)
     service.add_preparation(mirror.ready.wait)
     service.add_bus_check("replica", lambda: mirror.unavailable_reason)
+    service.add_age("replica", lambda: mirror.age_s)
 
 
 def _add_listener(service: WorkerRuntime, listener: CallListener, comparison: AnswerComparison) -> None:
@@ -119,7 +129,19 @@ def _add_listener(service: WorkerRuntime, listener: CallListener, comparison: An
     service.add_bus_check("bus nova", lambda: listener.unavailable_reason)
 
 
-def _source(env: Environment, settings: TrialSettings) -> PlacementReader:
+def _source(env: Environment, settings: TrialSettings) -> tuple[PlacementSource, float]:
+    """Nova's Placement, and the time between two reads of it (seconds). Raises SettingsError."""
+    if not settings.placement_database:
+        reader, interval_s = _reader(env, settings), settings.interval_s
+        return RestSource(reader, interval_s=interval_s, whole_s=settings.whole_s), interval_s
+    try:
+        return DatabaseSource(settings.placement_database), settings.database_interval_s
+    except UnusableAddress as error:
+        reason = f"nova.trial.placement_database cannot be used: {error}"
+        raise SettingsError("nova.placement_database", reason) from error
+
+
+def _reader(env: Environment, settings: TrialSettings) -> PlacementReader:
     """Raises SettingsError."""
     verify = tls_of(verify=settings.verify_tls, ca_file=settings.ca_file, setting="nova.trial.ca_file")
     auth = auth_of(

@@ -1,8 +1,5 @@
-"""A replica of an OpenStack Placement, which has no change feed: read over its REST API in whole passes.
-
-A pass reads the list of providers with their generations, the parts and allocations of those that have moved, and the
-allocations of some others in turn: `DELETE /allocations` moves no generation. What a pass has read is put into the
-replica at once, when all of it has been read.
+"""A replica of an OpenStack Placement, which has no change feed: read in whole passes, by its REST API or from its
+database. What a pass has read is put into the replica at once, when all of it has been read.
 """
 
 from __future__ import annotations
@@ -10,34 +7,25 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Protocol
 
 import structlog
+from msgspec import Struct, field
 from msgspec.structs import replace
 from prometheus_client import Gauge
 
 from bus.clock import Clock
 from bus.contracts.feed import Change
-from bus.faults import first_fault
 from placement_worker.domain.server_groups import hosts_of
 from placement_worker.domain.values import Provider, state_of
-from placement_worker.operations.export import (
-    InvalidExport,
-    ListedProvider,
-    PlacementReader,
-    check_trees,
-    problem_of_names,
-    problem_of_provider,
-)
+from placement_worker.operations.export import InvalidExport, check_trees, problem_of_names, problem_of_provider
 from placement_worker.replica.replica import Replica
 
 log = structlog.get_logger("placement.mirror")
 
-T = TypeVar("T")
-
-MAX_PROVIDERS = 200_000
-LATE_S = 10.0  # without a complete pass, after which the replica is too old; of a longer interval, two of them
+MAX_PROVIDERS = 200_000  # that a source takes
+LATE_S = 10.0  # without a complete pass, after which the replica is too old; of a longer interval, three of them
 
 _read_at = Gauge(
     "berth_mirror_read_timestamp_seconds", "When the last complete read of another Placement began (0: none yet)"
@@ -46,27 +34,64 @@ _read_at = Gauge(
 Held = dict[str, dict[str, int]]  # {consumer: {class: amount}} of one provider
 
 
+class PlacementCopy(Struct):
+    """What is known of a Placement, by its providers. It is the mirror's: a source reads it."""
+
+    providers: dict[str, Provider] = field(default_factory=dict)  # without usage
+    ids: dict[str, int] = field(default_factory=dict)  # in the source's database: another one, and it was made again
+    held: dict[str, Held] = field(default_factory=dict)  # the one read longest ago first
+    of_consumer: dict[str, set[str]] = field(default_factory=dict)  # {consumer: providers}
+
+    def hold(self, uuid: str, part: Held) -> None:
+        """Take over what consumers hold of a provider. It is now the one read last."""
+        before = self.held.pop(uuid, {})
+        self.held[uuid] = part
+        for consumer in before.keys() - part.keys():
+            self.of_consumer[consumer].discard(uuid)
+            if not self.of_consumer[consumer]:
+                del self.of_consumer[consumer]
+        for consumer in part.keys() - before.keys():
+            self.of_consumer.setdefault(consumer, set()).add(uuid)
+
+
+class PlacementPass(Struct, frozen=True):
+    """What one read of a Placement has found."""
+
+    present: Collection[str]  # all its providers
+    read: Mapping[str, Provider]  # those that may have changed
+    held: Mapping[str, Held]  # of those, and of others of which it may have changed
+    ids: Mapping[str, int] = {}
+
+
+class PlacementSource(Protocol):
+    """Reads a Placement."""
+
+    async def read(self, known: PlacementCopy, since_s: float) -> PlacementPass:
+        """What may have changed. known: what the passes before have read, the last one `since_s` ago. Raises
+        InvalidExport.
+        """
+
+    async def close(self) -> None:
+        """Close the connections."""
+
+
 class PlacementMirror:
     """Keeps a replica equal to a running Placement. One task runs `run`; `ready` is set after the first pass."""
 
     def __init__(
         self,
-        source: PlacementReader,
+        source: PlacementSource,
         replica: Replica,
         *,
         clock: Clock,
         interval_s: float,  # from the begin of one pass to that of the next
-        whole_s: float,  # within which the allocations of every provider are read
     ) -> None:
         self.replica = replica
         self.ready = asyncio.Event()
         self._source = source
         self._clock = clock
         self._interval_s = interval_s
-        self._whole_s = whole_s
-        self._providers: dict[str, Provider] = {}  # without usage
-        self._held: dict[str, Held] = {}  # by provider; the one read longest ago first
-        self._of_consumer: dict[str, set[str]] = {}  # {consumer: providers}
+        self._known = PlacementCopy()
         self._left_out = Counter[str]()
         self._used: dict[str, dict[str, int]] = {}  # by provider, as the replica has it
         self._spec_generation = 0
@@ -86,7 +111,7 @@ class PlacementMirror:
         """Why the replica must not be decided by; "": it is new enough."""
         if not self.ready.is_set():
             return "nothing was read yet"
-        limit_s = max(LATE_S, 2 * self._interval_s)
+        limit_s = max(LATE_S, 3 * self._interval_s)
         return f"read {self.age_s:.0f} s ago" if self.age_s > limit_s else ""
 
     async def next_pass(self) -> None:
@@ -101,7 +126,7 @@ class PlacementMirror:
 
     def hosts_of(self, consumer: str) -> tuple[str, ...]:
         """The roots of the trees in which a consumer holds something."""
-        held = (self._providers.get(uuid) for uuid in self._of_consumer.get(consumer, ()))
+        held = (self._known.providers.get(uuid) for uuid in self._known.of_consumer.get(consumer, ()))
         return hosts_of(provider for provider in held if provider is not None)
 
     def is_left_out(self, consumer: str) -> bool:
@@ -145,74 +170,41 @@ class PlacementMirror:
 
     async def _pass(self, since_s: float) -> None:
         """since_s: the time since the last complete pass began (seconds)."""
-        rows = {row.uuid: row for row in await self._source.rows()}
-        if len(rows) > MAX_PROVIDERS:
-            raise InvalidExport(f"it has more than {MAX_PROVIDERS} providers")
-        moved = [row for row in rows.values() if not self._is_known(row)]
-        read = {one.uuid: one for one in await _all(map(self._source.provider, moved)) if one is not None}
-        gone = {row.uuid for row in moved} - read.keys() | (self._providers.keys() - rows.keys())
-        providers = {uuid: one for uuid, one in self._providers.items() if uuid not in gone} | read
-        _check(read.values(), providers)
-        held = await self._holdings(self._due(read, providers, since_s))
-        held |= await self._holdings(self._elsewhere(held, providers))
+        found = await self._source.read(self._known, since_s)
+        gone = self._known.providers.keys() - set(found.present)
+        kept = {uuid: one for uuid, one in self._known.providers.items() if uuid not in gone}
+        _check(found, kept | dict(found.read))
         # Nothing awaits from here on: the replica goes from one pass to the next.
-        self._take(gone, read, held)
+        self._take(gone, found)
 
-    async def _holdings(self, providers: Collection[str]) -> dict[str, Held]:
-        """What consumers hold of these. Raises InvalidExport."""
-        parts = await _all(map(self._source.allocations, providers))
-        if problem := problem_of_names({name for part in parts for one in part.values() for name in one.resources}):
-            raise InvalidExport(problem)
-        return {
-            uuid: {consumer: one.resources for consumer, one in part.items()}
-            for uuid, part in zip(providers, parts, strict=True)
-        }
-
-    def _elsewhere(self, held: Mapping[str, Held], providers: Collection[str]) -> Collection[str]:
-        """Where consumers held something before that hold something anew: a claim moves no generation of the providers
-        that it lets go.
-        """
-        anew = {one for uuid, part in held.items() for one in part.keys() - self._held.get(uuid, {}).keys()}
-        there = {uuid for one in anew for uuid in self._of_consumer.get(one, ())}
-        return (there & set(providers)) - held.keys()
-
-    def _is_known(self, row: ListedProvider) -> bool:
-        known = self._providers.get(row.uuid)
-        return known is not None and row.is_of(known)
-
-    def _due(self, read: Collection[str], providers: Collection[str], since_s: float) -> list[str]:
-        """Whose allocations are read: of providers that have moved, and of those that were read longest ago."""
-        left = [uuid for uuid in self._held if uuid not in read and uuid in providers]
-        share = min(1.0, max(since_s, self._interval_s) / self._whole_s)
-        return [*read, *left[: math.ceil(len(providers) * share)]]
-
-    def _take(self, gone: Collection[str], read: Mapping[str, Provider], held: Mapping[str, Held]) -> None:
-        changes = [self._remove(uuid) for uuid in sorted(gone, key=self._is_root) if uuid in self._providers]
-        for uuid, part in held.items():
-            self._hold(uuid, part)
-        for uuid, provider in read.items():
+    def _take(self, gone: Collection[str], found: PlacementPass) -> None:
+        changes = [self._remove(uuid) for uuid in sorted(gone, key=self._is_root)]
+        for uuid, part in found.held.items():
+            self._known.hold(uuid, part)
+        for uuid, provider in found.read.items():
             changes += self._put(uuid, provider)
-        changes += [change for uuid in held if uuid not in read for change in self._usage(uuid)]
+        changes += [change for uuid in found.held if uuid not in found.read for change in self._usage(uuid)]
+        self._known.ids.update(found.ids)
         self._apply(changes)
 
     def _is_root(self, uuid: str) -> bool:
-        return uuid in self._providers and self._providers[uuid].parent is None
+        return uuid in self._known.providers and self._known.providers[uuid].parent is None
 
     def _put(self, uuid: str, provider: Provider) -> Iterator[Change]:
-        """A provider that has moved."""
-        before, used = self._providers.get(uuid), self._sum(uuid)
+        """A provider that may have changed."""
+        before, used = self._known.providers.get(uuid), self._sum(uuid)
         is_made_again = before is not None and provider.generation < before.generation
         if is_made_again:
             yield Change(provider=uuid, generation=provider.generation, removed=True)
         if before is None or is_made_again or replace(provider, spec_generation=0) != _at(before, provider.generation):
             self._spec_generation += 1
             spec_generation = self._spec_generation
-            known = self._providers[uuid] = replace(provider, spec_generation=spec_generation)
+            known = self._known.providers[uuid] = replace(provider, spec_generation=spec_generation)
             self._used[uuid] = used
             state = state_of(replace(known, used=used))
             yield Change(provider=uuid, generation=provider.generation, state=state)
             return
-        self._providers[uuid] = replace(before, generation=provider.generation)
+        self._known.providers[uuid] = replace(before, generation=provider.generation)
         yield from self._usage(uuid)
 
     def _usage(self, uuid: str) -> Iterator[Change]:
@@ -221,34 +213,24 @@ class PlacementMirror:
         changed = {name: now.get(name, 0) for name in before | now if now.get(name, 0) != before.get(name, 0)}
         if changed:
             self._used[uuid] = now
-            yield Change(provider=uuid, generation=self._providers[uuid].generation, used=changed)
+            yield Change(provider=uuid, generation=self._known.providers[uuid].generation, used=changed)
 
     def _remove(self, uuid: str) -> Change:
-        self._hold(uuid, {})
-        del self._held[uuid]
+        self._known.hold(uuid, {})
+        del self._known.held[uuid]
+        self._known.ids.pop(uuid, None)
         self._used.pop(uuid, None)
-        return Change(provider=uuid, generation=self._providers.pop(uuid).generation, removed=True)
-
-    def _hold(self, uuid: str, part: Held) -> None:
-        """Take over what consumers hold of a provider. It is now the one read last."""
-        before = self._held.pop(uuid, {})
-        self._held[uuid] = part
-        for consumer in before.keys() - part.keys():
-            self._of_consumer[consumer].discard(uuid)
-            if not self._of_consumer[consumer]:
-                del self._of_consumer[consumer]
-        for consumer in part.keys() - before.keys():
-            self._of_consumer.setdefault(consumer, set()).add(uuid)
+        return Change(provider=uuid, generation=self._known.providers.pop(uuid).generation, removed=True)
 
     def _sum(self, uuid: str) -> dict[str, int]:
         total = Counter[str]()
-        for consumer, resources in self._held.get(uuid, {}).items():
+        for consumer, resources in self._known.held.get(uuid, {}).items():
             if not self.is_left_out(consumer):
                 total.update(resources)
         return dict(total)
 
     def _recount(self, consumers: Iterable[str]) -> None:
-        touched = {uuid for one in consumers for uuid in self._of_consumer.get(one, ())}
+        touched = {uuid for one in consumers for uuid in self._known.of_consumer.get(one, ())}
         self._apply([change for uuid in sorted(touched) for change in self._usage(uuid)])
 
     def _apply(self, changes: Iterable[Change]) -> None:
@@ -256,23 +238,14 @@ class PlacementMirror:
         self.replica.apply([replace(change, sequence=number) for number, change in enumerate(changes, first)])
 
 
-async def _all(reads: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all of them read; the first that fails ends the others. Raises InvalidExport."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in reads]
-    except BaseExceptionGroup as failed:
-        raise first_fault(failed) from failed
-    return [task.result() for task in tasks]
-
-
 def _at(provider: Provider, generation: int) -> Provider:
     return replace(provider, generation=generation, spec_generation=0)
 
 
-def _check(read: Collection[Provider], providers: Mapping[str, Provider]) -> None:
+def _check(found: PlacementPass, providers: Mapping[str, Provider]) -> None:
     """Raises InvalidExport: what was read is no part of a Placement, or was read while a tree changed."""
-    for problem in filter(None, map(problem_of_provider, read)):
+    classes = {name for part in found.held.values() for resources in part.values() for name in resources}
+    for problem in filter(None, (*map(problem_of_provider, found.read.values()), problem_of_names(classes))):
         raise InvalidExport(problem)
-    if read:
+    if found.read:
         check_trees(providers)

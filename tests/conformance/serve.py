@@ -1,4 +1,5 @@
-"""OpenStack's Placement on loopback, over an SQLite file; run by the Python of its virtualenv (`.berth/conformance`).
+"""OpenStack's Placement on loopback, over an empty database (an SQLAlchemy URL); run by the Python of its virtualenv
+(`.berth/conformance`).
 
     PYTHON serve.py PORT_FILE DATABASE
 
@@ -40,8 +41,7 @@ def main() -> None:
     config = cfg.ConfigOpts()
     placement_conf.register_opts(config)
     config.set_override("auth_strategy", "noauth2", group="api")
-    config.set_override("connection", f"sqlite:///{database}", group="placement_database")
-    config.set_override("sqlite_synchronous", False, group="placement_database")
+    config.set_override("connection", database, group="placement_database")
     config.set_override("sync_on_startup", True, group="placement_database")
     config([], default_config_files=[])
     with make_server("127.0.0.1", 0, deploy.loadapp(config), Threading, Quiet) as server:

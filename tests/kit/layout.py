@@ -19,6 +19,8 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "bus",
         "placement_worker.operations.export",
         "placement_worker.operations.mirror",
+        "placement_worker.operations.mirror_database",
+        "placement_worker.operations.mirror_rest",
         "placement_worker.replica",
         "scheduler_worker.build.claim_ownership",
         "scheduler_worker.build.decision",
@@ -46,8 +48,8 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         *(f"scheduler_worker.{name}" for name in ("app", "config", "objects", "records", "selection")),
         "scheduler_worker.store.object_rows",
         "scheduler_worker.upkeep.purge",
-        *(f"nova_scheduler.{name}" for name in ("app", "cloud", "config", "decide", "nova_conf", "request", "stock")),
-        *(f"nova_scheduler.{name}" for name in ("trial", "wire")),
+        *(f"nova_scheduler.{name}" for name in ("app", "cloud", "config", "decide", "nova_conf", "reload")),
+        *(f"nova_scheduler.{name}" for name in ("request", "stock", "trial", "wire")),
         *(f"cell_conductor.{name}" for name in ("app", "config", "rules.blocked_rules", "state", "store")),
         *(
             f"compute_agent.{name}"
@@ -66,7 +68,7 @@ LAYERS: Mapping[str, str] = {
         | wiring | app
     """,
     "nova_scheduler": """
-        fit metrics wire | cloud filters | config | nova_conf request | decide | stock | rpc | app | trial
+        fit metrics wire | cloud filters | config | nova_conf reload request | decide | stock | rpc | app | trial
     """,
     "cell_conductor": """
         config metrics state | rules store | table awaited_request reports

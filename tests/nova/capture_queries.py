@@ -20,6 +20,7 @@ import json
 import sys
 import unittest
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -226,7 +227,8 @@ class Replay(nova_test.TestCase):
     def query(self, primitive: dict[str, Any], world: dict[str, Any], pinning: bool) -> dict[str, Any]:
         context = nova_context.get_admin_context()
         spec = objects.RequestSpec.obj_from_primitive(copy.deepcopy(primitive))
-        version = request_filter.MIN_COMPUTE_VERSION_OWNER_TRAIT - (not world["requires_owner"])
+        since = getattr(request_filter, "MIN_COMPUTE_VERSION_OWNER_TRAIT", 1)  # releases before 34 have none
+        version = since - (not world["requires_owner"])
         tagged = {
             one.requester_id
             for one in (spec.pci_requests.requests if "pci_requests" in spec and spec.pci_requests else ())
@@ -295,6 +297,7 @@ def main(path: str, *specs: str) -> None:
     finally:
         replay.doCleanups()
     captured = {
+        "release": int(metadata.version("nova").partition(".")[0]),
         "tests": result.testsRun,
         "failed": [str(test) for test, _ in (*result.errors, *result.failures)],
         "calls": recorder.calls,

@@ -48,7 +48,9 @@ from bus.service.environment import Environment
 from bus.service.main import run_process
 from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
+from bus.service.telemetry import set_log_level
 from nova_scheduler.nova_conf import MAX_BYTES, NovaConfUnreadable, translate
+from nova_scheduler.reload import SettingsReload
 from nova_scheduler.stock.comparison import AnswerComparison, Difference
 from placement_worker.service import PlacementService
 from placement_worker.store.memory_rows import MemoryPlacementRows
@@ -83,13 +85,17 @@ def serve(
     """
     try:
         # Between the two parts is the bus of this process, whatever other workers use.
-        settings = replace(in_shadow(with_rest_at(settings_of(context), api), shadow), bus=BusSettings())
+        def read() -> Settings:
+            return replace(in_shadow(with_rest_at(settings_of(context), api), shadow), bus=BusSettings())
+
+        settings = read()
+        reload = SettingsReload(settings, read, set_log_level)
         shown = shown_at(page, tokens)
         if memory:
             store = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
-            raise SystemExit(_run(_site(settings), shown, lambda env: both(env, settings, store)))
+            raise SystemExit(_run(_site(settings), shown, lambda env: both(env, settings, reload, store)))
         with placement_database(settings, scratch=scratch) as url:
-            raise SystemExit(_run(_site(settings, url), shown, lambda env: both(env, settings)))
+            raise SystemExit(_run(_site(settings, url), shown, lambda env: both(env, settings, reload)))
     except (SettingsError, Stop, ServerFailed, ServerMissing) as fault:
         _end(fault)
 
@@ -103,20 +109,25 @@ def trial(
 ) -> None:
     """Decide a running Nova's calls, and change nothing there.
 
-    Listens on Nova's broker (`nova.transport_url`) in a queue of its own, and reads the Placement of OpenStack
-    (`nova.trial.placement_url`) and Nova's API; it changes nothing there. What the stock scheduler has chosen is read
-    from the allocations of the call's servers. Each difference is logged, and shown with --page; at the end (SIGTERM,
-    Ctrl-C) the counts are printed. The page "A trial beside Nova" has each step.
+    Listens on Nova's broker (`nova.transport_url`) in a queue of its own, and reads the Placement of OpenStack, by its
+    database (`nova.trial.placement_database`) or its API (`placement_url`), and Nova's API; it changes nothing there.
+    What the stock scheduler has chosen is read from the allocations of the call's servers. Each difference is logged,
+    and shown with --page; at the end (SIGTERM, Ctrl-C) the counts are printed. The page "A trial beside Nova" has each
+    step.
     """
     found: list[AnswerComparison] = []
 
     def made(env: Environment) -> WorkerRuntime:
-        built = nova_scheduler.trial.app.build(env, settings.nova, settings.scheduler)
+        reload = SettingsReload(settings, read, set_log_level)
+        built = nova_scheduler.trial.app.build(env, settings.nova, settings.scheduler, reload)
         found.append(built.comparison)
         return built.service
 
+    def read() -> Settings:
+        return replace(settings_of(context), bus=BusSettings())
+
     try:
-        settings = replace(settings_of(context), bus=BusSettings())
+        settings = read()
         status = _run(_site(settings), shown_at(page, tokens), made, health_address(None, settings))
     except (SettingsError, Stop, ServerFailed) as fault:
         _end(fault)
@@ -226,14 +237,17 @@ def _run(
     )
 
 
-def both(env: Environment, settings: Settings, store: PlacementService | None = None) -> WorkerRuntime:
+def both(
+    env: Environment, settings: Settings, reload: SettingsReload | None, store: PlacementService | None = None
+) -> WorkerRuntime:
     """Placement and the frontend as one service. Placement answers while Nova's API or broker is not there yet. At the
     end the frontend is drained first, as its calls claim at placement.
     """
     placement = _Part(placement_worker.app.build(env, settings.placement, (), store=store, health_with_rest=True))
-    frontend = _Part(nova_scheduler.app.build(env, settings.nova, settings.scheduler))
+    frontend = _Part(nova_scheduler.app.build(env, settings.nova, settings.scheduler, reload))
     placement.service.add_bus_check(frontend.service.name, frontend.not_ready)  # /readyz is its
     service = WorkerRuntime("nova", clock=env.clock)
+    service.on_reload = frontend.service.on_reload
     for part in (placement, frontend):
         service.add_task(part.service.name, part.run)
         service.add_bus_check(part.service.name, part.not_ready)

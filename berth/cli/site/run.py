@@ -36,6 +36,7 @@ from bus.service.environment import Environment
 from bus.service.main import run_process
 from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
+from bus.service.telemetry import set_log_level
 from compute_agent.config import default_service
 
 
@@ -88,7 +89,12 @@ def run_role(
             settings = served.settings
         here = database_of(settings) if role not in WITHOUT_DATABASE else Site(settings)
         build = _build(
-            role, here, cell, service, health_with_rest=served.with_rest, reread=lambda: settings_of(context)
+            role,
+            here,
+            cell,
+            service,
+            health_with_rest=served.with_rest,
+            reread=lambda: in_shadow(settings_of(context), shadow),
         )
         listen = health_address(requested, settings)
         _join(settings, cell if role in {Role.CONDUCTOR, Role.COMPUTE} else None)
@@ -142,8 +148,10 @@ def _build(
         return lambda env: scheduler_worker.app.build(env, settings.scheduler, here.cells)
     if role is Role.NOVA_SCHEDULER:
         import nova_scheduler.app  # noqa: PLC0415
+        from nova_scheduler.reload import SettingsReload  # noqa: PLC0415
 
-        return lambda env: nova_scheduler.app.build(env, settings.nova, settings.scheduler)
+        reload = SettingsReload(settings, reread, set_log_level)
+        return lambda env: nova_scheduler.app.build(env, settings.nova, settings.scheduler, reload)
     if role is Role.IRONIC_SYNC:
         import ironic_sync.app  # noqa: PLC0415
 

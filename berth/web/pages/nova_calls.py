@@ -26,7 +26,7 @@ from bus.bus import Bus
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.nova_calls import CallDecision, NovaCall
-from bus.contracts.workers import WorkerHeartbeat
+from bus.contracts.workers import STOPPED, WorkerHeartbeat
 from nova_scheduler.decide.decision_log import RecentCalls
 
 MAX_KEPT = 500  # calls, and as many comparisons
@@ -41,13 +41,22 @@ MAX_SHOWN_ID = 64
 class NovaView(Struct, frozen=True):
     """The newest calls first: comparisons in which the stock scheduler's answer differs, and how calls were decided.
 
-    counts: of the shadow, {difference: calls} since the frontends' start. In the list of all calls `decisions` has what
-    the list shows.
+    counts: of the shadow, {difference: calls} since the frontends' start. replica_age_s: of the oldest of their copies
+    of a Placement without a feed. In the list of all calls `decisions` has what the list shows.
     """
 
     compared: tuple[NovaCall, ...]
     decisions: tuple[NovaCall, ...]
     counts: dict[str, int] = {}
+    replica_age_s: float | None = None
+
+
+class _Frontend(Struct, frozen=True):
+    """What its newest heartbeat tells."""
+
+    counts: dict[str, int]
+    ages_s: dict[str, float]
+    heard_s: float  # monotonic
 
 
 def _in_short(call: NovaCall) -> NovaCall:
@@ -80,7 +89,7 @@ class NovaCalls:
         self._process = process
         self.decisions, self.decisions_list = _recent()
         self.compared, self.compared_list = _recent()
-        self._counts: dict[str, dict[str, int]] = {}  # of each frontend, the one with the newest change last
+        self._frontends: dict[str, _Frontend] = {}  # the one with the newest change last
         self.received = 0
 
     async def open(self) -> None:
@@ -99,7 +108,7 @@ class NovaCalls:
             if isinstance(received.message, NovaCall):
                 self.note(received.message)
             elif isinstance(received.message, WorkerHeartbeat):
-                self.note_counts(received.message)
+                self.note_frontend(received.message)
         return [Done() for _ in batch]
 
     def note(self, call: NovaCall) -> None:
@@ -114,20 +123,27 @@ class NovaCalls:
             self.decisions.add(call)
             self.decisions_list.add(_in_short(call))
 
-    def note_counts(self, heartbeat: WorkerHeartbeat) -> None:
-        """Take in what a frontend's shadow has counted since its start."""
-        if heartbeat.role != FRONTEND or self._counts.get(heartbeat.worker) == heartbeat.counts:
+    def note_frontend(self, heartbeat: WorkerHeartbeat) -> None:
+        """Take in what a frontend has counted since its start, and how old its copies are."""
+        before = self._frontends.get(heartbeat.worker)
+        ages_s = {} if heartbeat.phase == STOPPED else heartbeat.ages_s
+        now = _Frontend(heartbeat.counts, ages_s, self._bus.clock.monotonic())
+        if heartbeat.role != FRONTEND or before == replace(now, heard_s=before.heard_s if before else now.heard_s):
             return
         self.received += 1
-        self._counts.pop(heartbeat.worker, None)
-        self._counts[heartbeat.worker] = heartbeat.counts
-        if len(self._counts) > MAX_FRONTENDS:
-            del self._counts[next(iter(self._counts))]
+        self._frontends.pop(heartbeat.worker, None)
+        self._frontends[heartbeat.worker] = now
+        if len(self._frontends) > MAX_FRONTENDS:
+            del self._frontends[next(iter(self._frontends))]
 
     def view(self) -> NovaView:
         """The newest, for the page."""
-        counts = sum((Counter(one) for one in self._counts.values()), Counter[str]())
-        return NovaView(self.compared_list.newest(), self.decisions_list.newest(), dict(counts))
+        frontends, now_s = self._frontends.values(), self._bus.clock.monotonic()
+        counts = sum((Counter(one.counts) for one in frontends), Counter[str]())
+        ages_s = [age_s + now_s - one.heard_s for one in frontends for age_s in one.ages_s.values()]
+        return NovaView(
+            self.compared_list.newest(), self.decisions_list.newest(), dict(counts), max(ages_s, default=None)
+        )
 
     def of_request(self, request_id: str) -> NovaView:
         """All that is kept about one request of Nova's user."""

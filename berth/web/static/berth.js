@@ -95,6 +95,8 @@ function startNova() {
   const put = (id, rows) => { if (rows.length) byId(id).replaceChildren(...rows); };
   listen("/nova/events", {
     nova(calls) {
+      byId("age").hidden = calls.replica_age_s === null;
+      byId("age-s").textContent = duration(calls.replica_age_s ?? 0);
       put("counts", Object.entries(calls.counts).sort().map((counted) => row(counted)));
       put("compared", calls.compared.map((one) => {
         const { difference, stock, berth, rule } = one.compared;

@@ -57,6 +57,8 @@ def build(env):
             await asyncio.Event().wait()
     service.add_task("side", side)
     service.add_drain(slow)
+    if how == "reload":
+        service.on_reload = lambda: print("reloaded", flush=True)
     if how == "database":
         service.add_resource(env.database("x").open, bus.close)
     async def report():
@@ -75,12 +77,13 @@ sys.exit(run_process(build, environment, role="test", process="w1", http=("127.0
 
 
 class Worker:
-    def __init__(self, how: str, log: Path) -> None:
+    def __init__(self, how: str, log: Path, stdin: int = subprocess.DEVNULL) -> None:
         self.log = log
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", WORKER, how], stdout=subprocess.PIPE, stderr=errors, text=True, cwd=os.getcwd()
-            )
+                [sys.executable, "-c", WORKER, how], stdin=stdin, stdout=subprocess.PIPE, stderr=errors, text=True,
+                cwd=os.getcwd(),
+            )  # fmt: skip
 
     def line(self) -> str:
         assert self.process.stdout is not None
@@ -94,8 +97,8 @@ class Worker:
 def start(tmp_path: Path) -> Iterator[object]:
     workers: list[Worker] = []
 
-    def starting(how: str) -> Worker:
-        workers.append(Worker(how, tmp_path / f"log{len(workers)}"))
+    def starting(how: str, stdin: int = subprocess.DEVNULL) -> Worker:
+        workers.append(Worker(how, tmp_path / f"log{len(workers)}", stdin))
         return workers[-1]
 
     yield starting
@@ -119,6 +122,27 @@ def test_ready_then_drained_by_a_signal(start: object, stop: signal.Signals) -> 
     assert worker.process.wait(PATIENCE_S) == 0
     assert {(line["process"], line["role"]) for line in worker.lines()} == {("w1", "test")}
     assert worker.lines()[-1]["event"] == "process.ended"
+
+
+def test_a_worker_that_reads_settings_again_does_so_at_a_signal(start: object) -> None:
+    worker: Worker = start("reload")  # type: ignore[operator]
+    assert worker.line() == "ready"
+    for _ in range(2):
+        worker.process.send_signal(signal.SIGHUP)
+        assert worker.line() == "reloaded"
+    worker.process.send_signal(signal.SIGTERM)
+    assert (worker.line(), worker.process.wait(PATIENCE_S)) == ("draining", 0)
+
+
+def test_on_a_terminal_the_same_signal_stops_it(start: object) -> None:
+    """Nobody could end it by closing its terminal."""
+    ours, its = os.openpty()
+    worker: Worker = start("reload", its)  # type: ignore[operator]
+    os.close(its)
+    assert worker.line() == "ready"
+    worker.process.send_signal(signal.SIGHUP)
+    assert (worker.line(), worker.process.wait(PATIENCE_S)) == ("draining", 0)
+    os.close(ours)
 
 
 def test_a_second_signal_ends_it_at_once(start: object) -> None:

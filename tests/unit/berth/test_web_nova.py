@@ -22,7 +22,7 @@ from berth.web.sign_in_sessions import LOCAL, Access, WebCaller, WebRole, digest
 from bus.bus import API
 from bus.clock import SystemClock
 from bus.contracts.nova_calls import CallCompared, CallDecision, ComparedAnswer, DecisionStep, NovaCall
-from bus.contracts.workers import WorkerHeartbeat
+from bus.contracts.workers import STOPPED, WorkerHeartbeat
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
 from nova_scheduler.decide.decision_log import (
@@ -49,6 +49,15 @@ OTHER_HOST = CallCompared(
     stock=ComparedAnswer(hosts=("h-stock",), took_s=0.25),
     berth=ComparedAnswer(hosts=("h-berth",), took_s=0.002),
 )
+
+
+class SetClock(SystemClock):
+    """A clock that is set."""
+
+    now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
 
 
 class World:
@@ -140,7 +149,7 @@ async def test_a_stream_has_the_newest_at_once_and_ends_with_the_server() -> Non
     assert [one async for one in stream] == []
 
 
-def test_the_list_has_of_each_call_what_it_shows() -> None:
+async def test_the_list_has_of_each_call_what_it_shows() -> None:
     """It is sent each second to all who look, and a project decides how much there is to explain."""
     here = World()
     steps = tuple(DecisionStep(step=f"s{n}", remaining=0, hosts={"r": ("h" * 600,) * 20}) for n in range(5))
@@ -157,7 +166,7 @@ def test_the_list_has_of_each_call_what_it_shows() -> None:
     assert here.calls.of_request("req-9").decisions[0].decision == told
 
 
-def test_a_call_of_a_kind_that_is_not_known_is_not_shown() -> None:
+async def test_a_call_of_a_kind_that_is_not_known_is_not_shown() -> None:
     here = World()
     here.calls.note(NovaCall(request_id="req-1", at=1.0, worker="front-of-tomorrow"))
     assert here.calls.view().decisions == () == here.calls.view().compared
@@ -206,11 +215,11 @@ async def test_a_project_does_not_push_out_others_from_the_list_nor_from_what_wa
     await here.close()
 
 
-def test_counts_are_those_of_all_fronts_and_of_no_other_worker() -> None:
+async def test_counts_are_those_of_all_fronts_and_of_no_other_worker() -> None:
     here = World()
 
     def count(worker: str, role: str = FRONTEND, **counts: int) -> None:
-        here.calls.note_counts(
+        here.calls.note_frontend(
             WorkerHeartbeat(
                 role=role, worker=worker, host="h", pid=1, version="1", started_at=0.0, phase="ready", counts=counts
             )
@@ -229,7 +238,29 @@ def test_counts_are_those_of_all_fronts_and_of_no_other_worker() -> None:
     assert here.calls.view().counts == {"same": MAX_FRONTENDS}
 
 
-def test_comparisons_are_not_pushed_out_by_calls() -> None:
+def test_the_age_is_that_of_the_oldest_copy_and_grows_until_the_next_heartbeat() -> None:
+    here = World()
+    clock = here.of_page.clock = SetClock()
+
+    def tell(worker: str, phase: str = "ready", **ages_s: float) -> None:
+        here.calls.note_frontend(
+            WorkerHeartbeat(
+                role=FRONTEND, worker=worker, host="h", pid=1, version="1", started_at=0.0, phase=phase, ages_s=ages_s
+            )
+        )
+
+    assert here.calls.view().replica_age_s is None
+    tell("front-1", replica=0.5)
+    tell("front-2", replica=2.0)
+    clock.now_s += 3.0
+    assert here.calls.view().replica_age_s == 5.0
+    tell("front-2", replica=0.25)
+    assert here.calls.view().replica_age_s == 3.5
+    tell("front-1", phase=STOPPED, replica=0.5)
+    assert here.calls.view().replica_age_s == 0.25
+
+
+async def test_comparisons_are_not_pushed_out_by_calls() -> None:
     here = World()
     here.calls.note(call(compared=OTHER_HOST))
     for number in range(2000):

@@ -8,7 +8,18 @@ import msgspec
 import pytest
 
 from berth.config.settings import Settings
-from nova_scheduler.nova_conf import MAX_BYTES, TRANSLATED, UNTRANSLATED, NovaConfUnreadable, translate
+from nova_scheduler.app import PCI_WEIGHER
+from nova_scheduler.nova_conf import (
+    MAX_BYTES,
+    TRANSLATED,
+    UNTRANSLATED,
+    WEIGHERS,
+    WEIGHT_CLASSES,
+    NovaConfUnreadable,
+    translate,
+)
+from scheduler_worker import plugins
+from scheduler_worker.config import DEFAULT_WEIGHERS, NOVA_WEIGHERS, SchedulerConfig
 
 LISTS = "[filter_scheduler]\nenabled_filters = ComputeFilter ,\n  ImagePropertiesFilter,\n"
 
@@ -75,6 +86,22 @@ FILES: tuple[tuple[str, str, dict[str, Any], set[str]], ...] = (
         }},
         set(),
     ),
+    (
+        "all filters and weighers of Nova's",
+        "[filter_scheduler]\navailable_filters = nova.scheduler.filters.all_filters\n"
+        "weight_classes = nova.scheduler.weights.all_weighers\n",
+        {},
+        set(),
+    ),
+    (
+        "some weighers, and one that berth does not have",
+        "[filter_scheduler]\ncpu_weight_multiplier = 2\nram_weight_multiplier = 3\nweight_classes = "
+        "nova.scheduler.weights.ram.RAMWeigher,nova.scheduler.weights.cross_cell.CrossCellWeigher, my.CPUWeigher\n",
+        {"scheduler": {"multipliers": {
+            **dict.fromkeys(WEIGHERS.values(), 0.0), "ram": 3.0,
+        }}},
+        {"weight_classes"},
+    ),
     ("metrics that are none", "[metrics]\nweight_setting = power.watts, 3\n", {}, {"weight_setting"}),
     (
         "filters that read the cells' databases",
@@ -120,7 +147,17 @@ def test_no_nova_conf(body: bytes) -> None:
         translate(body)
 
 
+def test_a_weigher_is_named_as_its_multiplier_is() -> None:
+    counted = dict.fromkeys(WEIGHERS.values(), 1.0)
+    config = SchedulerConfig(enabled_weighers=(*DEFAULT_WEIGHERS, *NOVA_WEIGHERS, PCI_WEIGHER), multipliers=counted)
+    names = {type(one.weigher).__name__: one.weigher.name for one in plugins.weighings(config)}
+    assert WEIGHERS.items() <= names.items()
+    translated = {path[2] for path in TRANSLATED.values() if path[:2] == ("scheduler", "multipliers")}
+    assert translated == set(WEIGHERS.values())
+
+
 def test_each_option_is_translated_or_named() -> None:
+    assert WEIGHT_CLASSES not in TRANSLATED.keys() | UNTRANSLATED.keys()
     assert not TRANSLATED.keys() & UNTRANSLATED.keys()
     for name, path in TRANSLATED.items():
         assert any(translate(f"[{name[0]}]\n{name[1]} = {text}\n".encode()).settings for text in VALUES), path

@@ -4,107 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable
-from typing import Any
 
-import msgspec
 import pytest
 
-from bus.clock import SystemClock, new_uuid
-from placement_worker.domain.values import Provider, StoredInventory, capacity
-from placement_worker.operations.export import HeldOfProvider, InvalidExport, ListedProvider, PlacementReader
+from bus.clock import SystemClock
+from placement_worker.operations.export import InvalidExport
 from placement_worker.operations.mirror import PlacementMirror
+from placement_worker.operations.mirror_rest import RestSource
 from placement_worker.replica.replica import Replica
-
-CLASSES = ("VCPU", "MEMORY_MB", "CUSTOM_FPGA")
-
-
-class Source(PlacementReader):
-    """A Placement as its API answers, and what its clients do. A claim moves the generations of what it
-    takes alone.
-    """
-
-    def __init__(self, rng: random.Random) -> None:
-        self.refuses = ""  # whose allocations cannot be read
-        self.rng = rng
-        self.there: dict[str, Provider] = {}
-        self.held: dict[str, dict[str, dict[str, int]]] = {}  # by consumer
-        self.asked: list[str] = []  # whose allocations
-        self.parts: list[str] = []  # whose inventories, traits and aggregates
-        self.moved: set[str] = set()  # since the last pass
-        self.during: Any = None  # called between two reads of a pass
-
-    # --- reads
-
-    async def rows(self) -> list[ListedProvider]:
-        return [ListedProvider(p.uuid, p.name, p.generation, p.parent, p.root) for p in self.there.values()]
-
-    async def provider(self, row: ListedProvider) -> Provider | None:
-        self.parts.append(row.uuid)
-        if self.during is not None:
-            self.during()
-        return self.there.get(row.uuid)
-
-    async def allocations(self, provider: str) -> dict[str, HeldOfProvider]:
-        if provider == self.refuses:
-            raise InvalidExport("500")
-        self.moved.clear()
-        self.asked.append(provider)
-        return {
-            consumer: HeldOfProvider(dict(parts[provider]), 1)
-            for consumer, parts in self.held.items()
-            if provider in parts
-        }
-
-    # --- what clients do
-
-    def make(self, parent: str | None = None) -> str:
-        uuid = new_uuid(self.rng)
-        root = uuid if parent is None else self.there[parent].root
-        self.there[uuid] = Provider(uuid, f"p-{uuid}", parent, root, 0, 0, inventories(), {}, (), ())
-        return uuid
-
-    def bump(self, uuids: Iterable[str], **fields: Any) -> None:
-        for uuid in uuids:
-            self.moved.add(uuid)
-            known = self.there[uuid]
-            self.there[uuid] = msgspec.structs.replace(known, generation=known.generation + 1, **fields)
-
-    def claim(self, consumer: str, *providers: str) -> None:
-        self.held[consumer] = {one: {"VCPU": self.rng.randrange(1, 5)} for one in providers}
-        self.bump(providers)
-
-    def step(self) -> bool:
-        """One of these at random. True: a provider was made again, which must not come to the generation that it had
-        before the next pass: nobody could see that.
-        """
-        rng, every = self.rng, sorted(self.there)
-        match rng.randrange(8):
-            case 0:
-                self.make()
-            case 1 if every:
-                self.make(rng.choice(every))
-            case 2 if every:
-                self.bump([rng.choice(every)], inventories=inventories(rng.randrange(1, 99)), traits=("CUSTOM_A",))
-            case 3 if every:
-                self.bump([rng.choice(every)], aggregates=(new_uuid(rng),))
-            case 4 if self.held:
-                del self.held[rng.choice(sorted(self.held))]
-            case 5:
-                parents, used = {p.parent for p in self.there.values()}, {u for one in self.held.values() for u in one}
-                if unused := [uuid for uuid in every if uuid not in parents and uuid not in used]:
-                    gone = self.there.pop(rng.choice(unused))
-                    if gone.generation and gone.uuid not in self.moved:
-                        self.there[gone.uuid] = msgspec.structs.replace(gone, generation=0, inventories=inventories())
-                        return True
-            case _ if every:
-                consumer = rng.choice([new_uuid(rng), *self.held])
-                self.claim(consumer, *rng.sample(every, min(2, len(every))))
-        return False
-
-
-def inventories(total: int = 16) -> dict[str, StoredInventory]:
-    return {name: StoredInventory(total, 0, 1, total, 1, 1.0, capacity(total, 0, 1.0)) for name in CLASSES}
+from tests.unit.placement_worker.mirror_world import Source, shown, true
 
 
 class Stopped(SystemClock):
@@ -114,36 +22,12 @@ class Stopped(SystemClock):
         return 0.0
 
 
+def rest(source: Source, whole_s: float = 1.0) -> RestSource:
+    return RestSource(source, interval_s=1.0, whole_s=whole_s)
+
+
 def mirror_of(source: Source) -> PlacementMirror:
-    return PlacementMirror(source, Replica(), clock=SystemClock(), interval_s=1.0, whole_s=1.0)
-
-
-def shown(replica: Replica) -> dict[str, Any]:
-    """What the replica has, by provider."""
-    found = {}
-    for row in range(replica.top):
-        if replica.live[row]:
-            own = replica.inventory_of(row)
-            uuid = replica.uuid_of(row)
-            used = {name: used for name, (_, used, _) in own.items() if used}
-            kinds = {name: numbers.total for name, (numbers, _, _) in own.items()}
-            root = replica.uuid_of(int(replica.root[row]))
-            found[uuid] = (root, kinds, used, replica.traits_of(row), replica.aggregates_of(row))
-    return found
-
-
-def true(source: Source, but: Iterable[str] = ()) -> dict[str, Any]:
-    """The same of the source, without what these consumers hold."""
-    used: dict[str, dict[str, int]] = {}
-    for consumer, parts in source.held.items():
-        for uuid, resources in parts.items() if consumer not in but else ():
-            for name, amount in resources.items():
-                of = used.setdefault(uuid, {})
-                of[name] = of.get(name, 0) + amount
-    return {
-        p.uuid: (p.root, {n: i.total for n, i in p.inventories.items()}, used.get(p.uuid, {}), p.traits, p.aggregates)
-        for p in source.there.values()
-    }
+    return PlacementMirror(rest(source), Replica(), clock=SystemClock(), interval_s=1.0)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -161,7 +45,7 @@ async def test_a_deleted_consumer_is_seen_when_its_provider_has_its_turn() -> No
     hosts = [source.make() for _ in range(10)]
     for number, host in enumerate(hosts):
         source.claim(str(number), host)
-    mirror = PlacementMirror(source, Replica(), clock=Stopped(), interval_s=1.0, whole_s=5.0)
+    mirror = PlacementMirror(rest(source, 5.0), Replica(), clock=Stopped(), interval_s=1.0)
     await mirror.read()
     source.held.clear()
     source.asked.clear()
@@ -173,7 +57,7 @@ async def test_a_deleted_consumer_is_seen_when_its_provider_has_its_turn() -> No
 
 async def test_a_mirror_is_as_new_as_it_gets_while_it_may_be_decided_by() -> None:
     """Its next pass begins when it is due, not when it is asked for."""
-    mirror = PlacementMirror(Source(random.Random(1)), Replica(), clock=Stopped(), interval_s=1.0, whole_s=5.0)
+    mirror = PlacementMirror(rest(Source(random.Random(1)), 5.0), Replica(), clock=Stopped(), interval_s=1.0)
     assert not await mirror.refresh(timeout_s=0.0)
     await mirror.read()
     mirror.ready.set()
@@ -183,7 +67,7 @@ async def test_a_mirror_is_as_new_as_it_gets_while_it_may_be_decided_by() -> Non
 async def test_what_a_claim_lets_go_is_seen_with_it() -> None:
     source = Source(random.Random(1))
     hosts = [source.make() for _ in range(10)]
-    mirror = PlacementMirror(source, Replica(), clock=Stopped(), interval_s=1.0, whole_s=1e6)
+    mirror = PlacementMirror(rest(source, 1e6), Replica(), clock=Stopped(), interval_s=1.0)
     source.claim("a", hosts[7])
     await mirror.read()
     source.claim("a", hosts[2])

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import math
 import os
 import random
 from collections.abc import AsyncIterator
@@ -316,6 +317,19 @@ async def test_readyz_names_what_is_not_ready(health: Health, missing: list[str]
     missing.append("bus api")
     status, body = await ask(health, b"GET /readyz?verbose HTTP/1.1\r\n\r\n")
     assert (status, json.loads(body)["not_ready"]) == (503, ["bus api"])
+
+
+async def test_readyz_has_the_age_of_copies() -> None:
+    ages_s = {"replica": 0.5}
+    _, _, body = Health(list, ages_s=lambda: ages_s).answer("GET", "/readyz")
+    assert json.loads(body) == {"ready": True, "not_ready": [], "pid": os.getpid(), "ages_s": ages_s}
+
+
+def test_a_copy_that_was_never_read_has_no_age() -> None:
+    service = WorkerRuntime("s", clock=SystemClock())
+    service.add_age("unread", lambda: math.inf)
+    service.add_age("read", lambda: 1.23456)
+    assert service.ages_s() == {"read": 1.235}
 
 
 async def test_healthz_metrics_and_the_rest(health: Health) -> None:
