@@ -18,6 +18,7 @@ from berth.client.types import (
     BreakersReset,
     BreakerView,
     Builds,
+    CallerView,
     CellView,
     DeadLetterCount,
     DeadLettersPurged,
@@ -34,6 +35,10 @@ from berth.client.types import (
     RemovalBody,
     ReplayBody,
     TargetBody,
+    TokenBody,
+    TokenCreated,
+    TokenRevoked,
+    TokenView,
 )
 from bus.contracts.actions import ActionRecord, ActionRequest
 from bus.contracts.base import Label, Uuid, Word
@@ -126,6 +131,30 @@ class InstanceOperations:
     def show_action(self, uuid: Uuid) -> ApiCall[ActionRecord]:
         """One request about an instance, and how it has ended."""
         return ApiCall("GET", "/actions/{uuid}", ActionRecord, at={"uuid": uuid})
+
+
+class CallerOperations:
+    """Who calls, and the tokens on record."""
+
+    @operation
+    def show_caller(self) -> ApiCall[CallerView]:
+        """Whom the client's token is of."""
+        return ApiCall("GET", "/caller", CallerView)
+
+    @operation
+    def create_token(self, body: TokenBody) -> ApiCall[TokenCreated]:
+        """Make a token; this answer alone has it."""
+        return ApiCall("POST", "/tokens", TokenCreated, body=body)
+
+    @operation
+    def list_tokens(self) -> ApiCall[tuple[TokenView, ...]]:
+        """The tokens on record by name, those that have expired as well."""
+        return ApiCall("GET", "/tokens", tuple[TokenView, ...])
+
+    @operation
+    def revoke_token(self, token: Word) -> ApiCall[TokenRevoked]:
+        """Delete a token by its name."""
+        return ApiCall("DELETE", "/tokens/{token}", TokenRevoked, at={"token": token})
 
 
 class HostOperations:
@@ -304,5 +333,5 @@ class RepairOperations:
         return ApiCall("POST", "/breakers/reset", BreakersAfterReset, body=body)
 
 
-class Operations(InstanceOperations, HostOperations, ObjectOperations, RepairOperations):
+class Operations(CallerOperations, InstanceOperations, HostOperations, ObjectOperations, RepairOperations):
     """Every operation of `/api/v1`."""

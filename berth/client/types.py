@@ -10,7 +10,7 @@ from msgspec import Struct
 from bus.contracts.base import Count, Label, Reason, Uuid, Word
 from bus.contracts.build import BuildRecord, HostRecord
 from bus.contracts.drains import AtOnce, DeadlineS, DrainTarget, PerMinute
-from bus.contracts.objects import CellBus, CellState, LinkState, ObjectChange, ObjectKind, StoredObject
+from bus.contracts.objects import CellBus, CellState, LinkState, ObjectChange, ObjectKind, StoredObject, TokenRole
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import ServerGroup
 from bus.contracts.placement_queries import TreeConsumer
@@ -241,6 +241,47 @@ class ChangeBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prune: tuple[ObjectKind, ...] = ()
     force: bool = False
     dry_run: bool = False
+
+
+class CallerView(Struct, frozen=True, kw_only=True):
+    """Whom a token is of. project: of role project, the only one that it sees."""
+
+    name: str
+    role: TokenRole
+    project: str | None = None
+
+
+class TokenBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A token to make. name: goes on record for what its holder does; reason: in the log of changes."""
+
+    name: Word
+    role: TokenRole
+    project: Word | None = None
+    expires_in_s: Annotated[int, Bound(ge=60, le=315_360_000)] = 7_776_000  # 90 days; at most ten years
+    reason: Reason = ""
+
+
+class TokenView(Struct, frozen=True, kw_only=True):
+    """A token on record. expires_at, created_at: seconds since the epoch."""
+
+    name: str
+    role: TokenRole
+    project: str | None
+    expires_at: float
+    created_at: float
+    created_by: str
+
+
+class TokenCreated(TokenView, frozen=True, kw_only=True):
+    """A token that was made. token: the secret, which nothing else ever shows."""
+
+    token: str
+
+
+class TokenRevoked(Struct, frozen=True, kw_only=True):
+    """A token that is no longer on record."""
+
+    name: str
 
 
 class DeadLetterCount(Struct, frozen=True):

@@ -20,6 +20,7 @@ from berth.client.types import (
     BreakersReset,
     BreakerView,
     Builds,
+    CallerView,
     CellView,
     ChangeBody,
     DeadLetterCount,
@@ -40,6 +41,10 @@ from berth.client.types import (
     RemovalBody,
     ReplayBody,
     TargetBody,
+    TokenBody,
+    TokenCreated,
+    TokenRevoked,
+    TokenView,
     Zone,
 )
 from berth.web.problems import PROBLEM_JSON
@@ -82,6 +87,7 @@ _IN_PATH: dict[str, Any] = {
     "host": Label,
     "service": Word,
     "name": Label,
+    "token": Word,
     "project": Word,
     "bus": Word,
     "queue": Label,
@@ -93,7 +99,16 @@ _READS = (400, 403)
 
 
 def _operations() -> dict[str, _Operation]:
-    return _of_instances() | _of_hosts() | _of_objects() | _of_dead_letters() | _of_quarantine()
+    return _of_callers() | _of_instances() | _of_hosts() | _of_objects() | _of_dead_letters() | _of_quarantine()
+
+
+def _of_callers() -> dict[str, _Operation]:
+    return {
+        "show_caller": _Operation(CallerView),
+        "create_token": _Operation(TokenCreated, 201, TokenBody, errors=(409, *_WRITES)),
+        "list_tokens": _Operation(tuple[TokenView, ...], errors=_READS),
+        "revoke_token": _Operation(TokenRevoked, errors=(404, *_READS)),
+    }
 
 
 def _of_instances() -> dict[str, _Operation]:
