@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
+from collections.abc import Iterable, Iterator
 
 import msgspec
 from msgspec import Struct
@@ -87,14 +89,17 @@ class StoredTokens:
 
 
 def _callers(stored: list[StoredObject]) -> dict[str, tuple[WebCaller, float]]:
-    found = {}
+    return {
+        token.sha256: (WebCaller(one.name, WebRole[token.role.name], token.project), token.expires_at)
+        for one, token in _tokens(stored)
+    }
+
+
+def _tokens(stored: Iterable[StoredObject]) -> Iterator[tuple[StoredObject, AccessToken]]:
+    """The tokens among objects; without those of a newer scheduler, whose holders are refused here."""
     for one in stored:
-        try:
-            token = msgspec.convert(one.body, AccessToken)
-        except msgspec.ValidationError:
-            continue  # a newer scheduler's: who holds it is refused
-        found[token.sha256] = WebCaller(one.name, WebRole[token.role.name], token.project), token.expires_at
-    return found
+        with contextlib.suppress(msgspec.ValidationError):
+            yield one, msgspec.convert(one.body, AccessToken)
 
 
 class WebTokens(Handlers):
@@ -138,8 +143,7 @@ class WebTokens(Handlers):
         """The tokens on record by name, those that have expired as well. Not for role project."""
         del request
         _, stored = await self._objects.stored(ObjectKind.TOKEN)
-        tokens = [(one, msgspec.convert(one.body, AccessToken)) for one in stored]
-        return [_view(one.name, token, one.changed_at, one.changed_by) for one, token in tokens]
+        return [_view(one.name, token, one.changed_at, one.changed_by) for one, token in _tokens(stored)]
 
     @route("DELETE", "/tokens/{token}", role=WebRole.OPERATOR)
     async def revoke_token(self, request: Request) -> object:

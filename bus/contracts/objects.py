@@ -181,6 +181,9 @@ class DeletedService(Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     cell: Label
 
 
+LAST_MOMENT = 253_402_300_799.0  # the end of the year 9999, the last that a calendar has
+
+
 class TokenRole(StrEnum):
     """What the holder of a token may do."""
 
@@ -197,7 +200,7 @@ class AccessToken(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     sha256: Annotated[str, matching(r"^[0-9a-f]{64}$(?!\n)", "64 hexadecimal digits in lower case")]
     role: TokenRole
     project: Word | None = None  # of role project, the only one that it sees
-    expires_at: float  # seconds since the epoch
+    expires_at: Annotated[float, Bound(ge=0.0, le=LAST_MOMENT)]  # seconds since the epoch
 
     def __post_init__(self) -> None:
         if (self.role is TokenRole.PROJECT) != (self.project is not None):

@@ -38,7 +38,8 @@ class Schedulers:
             raise RequestTimeout("no answer")
         bodies = {name: msgspec.to_builtins(one) for name, one in self.tokens.items()}
         stored = [StoredObject(kind=ObjectKind.TOKEN, name=name, body=body, version=1) for name, body in bodies.items()]
-        return ObjectsPage(revision=1, objects=tuple(stored))
+        newer = StoredObject(kind=ObjectKind.TOKEN, name="newer", body={"role": "auditor"}, version=1)
+        return ObjectsPage(revision=1, objects=(newer, *stored))
 
 
 @pytest.fixture
@@ -140,7 +141,8 @@ async def test_the_tokens_of_the_file_need_no_scheduler(
 
 
 def test_a_body_of_a_newer_scheduler_is_no_token() -> None:
-    for fields in ({"role": "project"}, {"role": "reader", "project": "p"}, {"sha256": "x"}, {"role": "root"}):
+    wrong = [{"role": "project"}, {"role": "reader", "project": "p"}, {"sha256": "x"}, {"role": "root"}]
+    for fields in (*wrong, {"expires_at": 1e300}):
         body = {"sha256": "0" * 64, "role": "reader", "expires_at": 1.0, **fields}
         with pytest.raises(BodyInvalid):
             body_of(ObjectKind.TOKEN, "t", body)
