@@ -10,11 +10,8 @@ from msgspec import Struct
 from bus.codec import Malformed
 from bus.contracts.actions import ActionEvent, ActionKind, ActionState, Condition
 from bus.contracts.base import MAX_REASON, Message, Refusal, Uuid
-from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.build import OFF_RECORD, BuildEvent, BuildState
 
-# The number of an event about a request that is not on record, or about a refused delete: the lowest, so it is outdated
-# for a client that follows what is on record.
-OFF_RECORD = 0
 _ACTIONS = "instance.action."  # how the routing keys of actions begin
 
 

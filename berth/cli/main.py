@@ -73,6 +73,10 @@ COMMANDS = {
     "quarantine": ("berth.cli.claims.quarantine", "quarantine"),
     "breaker": ("berth.cli.claims.quarantine", "breaker"),
     "recovery": ("berth.cli.claims.recovery", "recovery"),
+    "login": ("berth.cli.session.login", "login"),
+    "logout": ("berth.cli.session.login", "logout"),
+    "context": ("berth.cli.session.login", "context"),
+    "token": ("berth.cli.session.tokens", "token"),
     "baremetal": ("berth.cli.fleet.baremetal", "baremetal"),
 }
 PLAIN: dict[str, Any] = {

@@ -11,6 +11,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from berth.config.at_up import default_state
 from bus.bus import API
 from bus.contracts.base import CellName, Label, Uuid, Word, matching
 from bus.faults import DatabaseForbidden
@@ -30,6 +31,8 @@ from scheduler_worker.config import SchedulerConfig
 MEMORY = "memory://"
 EMBEDDED = "embedded"
 FILE_NAME = "berth.toml"
+# Variables that are read elsewhere: by the scripts, the command line's log, and commands that call the HTTP API.
+NO_SETTINGS = ("BERTH_PYTHON", "BERTH_CLI_LOG", "BERTH_URL", "BERTH_TOKEN", "BERTH_CA_FILE")
 
 
 class BusSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -209,11 +212,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Where berth keeps its socket and embedded database: `state_dir`, or the user's state directory."""
         if self.state_dir:
             return Path(self.state_dir)
-        # PostgreSQL will not run as root, and whom it runs as then may not enter root's home.
-        if os.geteuid() == 0 and "XDG_STATE_HOME" not in os.environ:
-            return Path("/var/lib/berth")
-        base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-        return Path(base) / "berth"
+        return default_state(os.environ)
 
     @property
     def kept_compute(self) -> ComputeSettings:
@@ -261,7 +260,8 @@ def read_settings(path: Path | None, env: Mapping[str, str] | None = None) -> Se
     """
     env = dict(os.environ if env is None else env)
     named = path or (Path(env["BERTH_CONFIG"]) if env.get("BERTH_CONFIG") else None)
-    env.pop("BERTH_PYTHON", None)  # the scripts' own: which interpreter to use
+    for name in NO_SETTINGS:
+        env.pop(name, None)
     if named is not None and not named.is_file():
         raise SettingsError("settings.missing", f"there is no settings file {named}")
     if named is None and Path(FILE_NAME).is_file():

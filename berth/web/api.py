@@ -19,7 +19,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from berth.client.host_pages import json_of, read_hosts
+from berth.bus_client.host_pages import json_of, read_hosts
+from berth.client.types import Accepted, Builds
 from berth.web.event_stream import Live, TooManyEventFollowers
 from berth.web.problems import Problem
 from berth.web.sign_in_sessions import WebCaller, WebRole, check_rights
@@ -27,6 +28,7 @@ from bus.bus import Bus
 from bus.clock import new_uuid
 from bus.contracts.base import Message, Uuid, reason_of
 from bus.contracts.build import (
+    OFF_RECORD,
     TERMINAL_STATES,
     BuildAccepted,
     BuildEvent,
@@ -43,7 +45,6 @@ from bus.contracts.build import (
 from bus.door import request_in_turn
 from bus.fair_queue import Turns
 from bus.faults import Fault
-from bus.refused_requests import OFF_RECORD
 from bus.transport import BusError
 from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE
 
@@ -67,29 +68,8 @@ Body = TypeVar("Body", bound=Struct)
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
-class Accepted(Struct, frozen=True, omit_defaults=True):
-    """The answer to a build or delete that is on record. links: where to look at it, and where to follow it.
-
-    members: of a request for several machines all of them, `instance_uuid` the first.
-    """
-
-    instance_uuid: Uuid
-    links: dict[str, str]
-    members: tuple[Uuid, ...] = ()
-
-
 # The conditions of a search for builds beside their project, state and time.
 SEARCHED_BY = ("cell", "host", "flavor", "code")
-
-
-class Builds(Struct, frozen=True):
-    """A page of builds, newest first. next: the address of the page after it; null: there is none.
-
-    A search looks through so many builds at a time: a page may hold fewer than asked for and still have a next.
-    """
-
-    builds: tuple[BuildRecord, ...]
-    next: str | None = None
 
 
 def checked(*query: str, role: WebRole | None = None) -> Callable[[Callable[[Any, Request], Awaitable[object]]], Any]:

@@ -35,6 +35,7 @@ from berth.web.pages.quarantine import SafetyReader, WebQuarantine
 from berth.web.problems import Problem, problem_of, problem_response
 from berth.web.rendering import problem_page
 from berth.web.sign_in_sessions import Access
+from berth.web.tokens import StoredTokens, WebTokens
 from berth.web.tracing import TracedRequests
 from bus.bus import Bus
 from bus.faults import Fault
@@ -156,6 +157,7 @@ def application(
     drains: Drains,
     access: Access,
     queues: QueueReader,
+    stored: StoredTokens | None,
     hosts: frozenset[str] | None,
 ) -> Starlette:
     """The application. hosts: the names that the Host header may have (None: any, as tokens are needed anyway)."""
@@ -180,6 +182,7 @@ def application(
         WebOperations(bus, fleet),
         WebDrains(drains),
         WebObjects(objects),
+        WebTokens(objects, env.clock, stored),
         WebDeadLetters(box),
         WebNodes(metal),
         WebQuarantine(safety),

@@ -12,8 +12,42 @@ from msgspec import Struct
 from starlette.routing import Route
 
 from berth.asyncapi import add_field_notes
-from berth.client.object_edits import QuotaUse
-from berth.web.problems import PROBLEM_JSON, ProblemBody
+from berth.client.types import (
+    Accepted,
+    ActionResponse,
+    AdminStateRequest,
+    BreakersAfterReset,
+    BreakersReset,
+    BreakerView,
+    Builds,
+    CallerView,
+    CellView,
+    ChangeBody,
+    DeadLetterCount,
+    DeadLettersPurged,
+    DeadLettersReplayed,
+    DeadLetterView,
+    DrainBody,
+    DrainCommandBody,
+    GroupView,
+    HostDetail,
+    NodesView,
+    ObjectList,
+    ProblemBody,
+    QuarantineDecided,
+    QuarantineDecision,
+    QuarantinePage,
+    QuotaUse,
+    RemovalBody,
+    ReplayBody,
+    TargetBody,
+    TokenBody,
+    TokenCreated,
+    TokenRevoked,
+    TokenView,
+    Zone,
+)
+from berth.web.problems import PROBLEM_JSON
 from bus.contracts.actions import ActionRecord, ActionRequest
 from bus.contracts.base import Label, Reason, Uuid, Version, Word
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState, HostRecord
@@ -53,6 +87,7 @@ _IN_PATH: dict[str, Any] = {
     "host": Label,
     "service": Word,
     "name": Label,
+    "token": Word,
     "project": Word,
     "bus": Word,
     "queue": Label,
@@ -64,12 +99,19 @@ _READS = (400, 403)
 
 
 def _operations() -> dict[str, _Operation]:
-    return _of_instances() | _of_hosts() | _of_objects() | _of_dead_letters() | _of_quarantine()
+    return _of_callers() | _of_instances() | _of_hosts() | _of_objects() | _of_dead_letters() | _of_quarantine()
+
+
+def _of_callers() -> dict[str, _Operation]:
+    return {
+        "show_caller": _Operation(CallerView),
+        "create_token": _Operation(TokenCreated, 201, TokenBody, errors=(409, *_WRITES)),
+        "list_tokens": _Operation(tuple[TokenView, ...], errors=_READS),
+        "revoke_token": _Operation(TokenRevoked, errors=(404, *_READS)),
+    }
 
 
 def _of_instances() -> dict[str, _Operation]:
-    from berth.web.api import Accepted, Builds  # noqa: PLC0415  (api mounts this document)
-    from berth.web.operations import ActionResponse  # noqa: PLC0415
 
     builds = {"project": Word, "state": BuildState, "cell": Word, "host": Label, "flavor": Label, "code": Label}
     builds |= {"gang": Uuid, "after": float, "before": float, "before_instance": Uuid, "limit": int}
@@ -88,18 +130,6 @@ def _of_instances() -> dict[str, _Operation]:
 
 
 def _of_hosts() -> dict[str, _Operation]:
-    from berth.web.operations import (  # noqa: PLC0415  # noqa: PLC0415
-        AdminStateRequest,
-        DrainBody,
-        DrainCommandBody,
-        NodesView,
-        RemovalBody,
-        TargetBody,
-    )
-    from berth.web.pages.fleet import (  # noqa: PLC0415
-        CellView,
-        HostDetail,
-    )
 
     listed = {"cell": Word, "up": bool, "limit": int}
     plan = {"kind": Literal["live-migrate", "migrate"], "cell": Word}
@@ -127,13 +157,7 @@ def _of_hosts() -> dict[str, _Operation]:
 
 
 def _of_objects() -> dict[str, _Operation]:
-    from berth.web.pages.objects import (  # noqa: PLC0415
-        SECTIONS,
-        ChangeBody,
-        GroupView,
-        ObjectList,
-        Zone,
-    )
+    from berth.web.pages.objects import SECTIONS  # noqa: PLC0415
 
     change = {"reason": Reason, "if_version": Version, "force": bool, "dry_run": bool}
     log = {"kind": ObjectKind, "name": Label, "before": Version, "before_object": str, "limit": int}
@@ -169,13 +193,6 @@ def _of_objects() -> dict[str, _Operation]:
 
 
 def _of_dead_letters() -> dict[str, _Operation]:
-    from berth.web.pages.dead_letters import (  # noqa: PLC0415
-        DeadLetterCount,
-        DeadLettersPurged,
-        DeadLettersReplayed,
-        DeadLetterView,
-        ReplayBody,
-    )
 
     return {
         "count_dead_letters": _Operation(tuple[DeadLetterCount, ...], errors=_READS),
@@ -187,14 +204,6 @@ def _of_dead_letters() -> dict[str, _Operation]:
 
 
 def _of_quarantine() -> dict[str, _Operation]:
-    from berth.web.pages.quarantine import (  # noqa: PLC0415
-        BreakersAfterReset,
-        BreakersReset,
-        BreakerView,
-        QuarantineDecided,
-        QuarantineDecision,
-        QuarantinePage,
-    )
 
     listed = {"cell": Word, "service": Word, "decided": bool, "after": str, "limit": int}
     return {

@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta as Bound
-from msgspec import Struct
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from berth.client import drains as client_drains
-from berth.client.baremetal import NodeRecord, flavor_classes, node_record, unserved
+from berth.bus_client import drains as client_drains
+from berth.bus_client.baremetal import flavor_classes, node_record, unserved
+from berth.client.types import (
+    ActionResponse,
+    AdminStateRequest,
+    DrainBody,
+    DrainCommandBody,
+    DrainKind,
+    NodesView,
+    RemovalBody,
+    TargetBody,
+)
 from berth.config.settings import Settings
 from berth.config.site import read_runtime
 from berth.web.api import (
@@ -43,10 +50,8 @@ from berth.web.sign_in_sessions import WebRole
 from bus.bus import Bus
 from bus.clock import Clock, new_uuid
 from bus.contracts.actions import ActionAccepted, ActionKind, ActionPage, ActionQuery, ActionRequest
-from bus.contracts.base import Label, Reason, Uuid, Word
+from bus.contracts.base import Label
 from bus.contracts.drains import (
-    AtOnce,
-    DeadlineS,
     DrainAction,
     DrainCommand,
     DrainPlan,
@@ -55,11 +60,9 @@ from bus.contracts.drains import (
     DrainsQuery,
     DrainStart,
     DrainTarget,
-    PerMinute,
 )
 from bus.contracts.objects import ObjectKind
 from bus.contracts.operations import (
-    AdminState,
     AdminStateSet,
     DeleteHost,
     DeleteService,
@@ -76,27 +79,6 @@ from compute_agent.driver import DriverUnavailable
 from compute_agent.drivers.ironic.api import IronicApi
 
 MAX_WORKERS = 100_000
-
-
-class AdminStateRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of a decision about a host. cell: where a name is looked for; the caller's name goes on record.
-
-    force: fence a host although its compute service is up.
-    """
-
-    state: AdminState
-    reason: Reason = ""
-    cell: Word | None = None
-    force: bool = False
-
-
-class RemovalBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of a request to delete a host or a service. cell: where a name is looked up; the caller's name goes on
-    record.
-    """
-
-    reason: Annotated[Reason, Bound(min_length=1)]
-    cell: Word | None = None
 
 
 class WebOperations(Handlers):
@@ -173,14 +155,6 @@ class WebOperations(Handlers):
         return await self._bus.request(parsed_command, answer, timeout_s=ASK_TIMEOUT_S)
 
 
-class ActionResponse(Struct, frozen=True):
-    """The answer to a request that is on record. links: where to look at it and at its instance."""
-
-    request_id: Uuid
-    instance_uuid: Uuid
-    links: dict[str, str]
-
-
 class WebActions(Handlers):
     """The handlers. Each takes a request of a caller that is known."""
 
@@ -240,15 +214,6 @@ class WebActions(Handlers):
 
 # Ironic is read at most so often, however many pages show it.
 METAL_AGE_S = 5.0
-
-
-class NodesView(Struct, frozen=True, kw_only=True):
-    """Nodes by uuid, how many are in each provision state, and flavors that no node can serve."""
-
-    url: str
-    states: dict[str, int]
-    nodes: tuple[NodeRecord, ...]
-    unserved_flavors: tuple[str, ...]
 
 
 class NodesReader:
@@ -319,35 +284,6 @@ class WebNodes(Handlers):
 
 # A plan simulates a placement for each instance of its target: seconds for thousands. A person waits no longer.
 PLAN_TIMEOUT_S = 20.0
-
-Kind = Literal["live-migrate", "migrate"]
-
-
-class DrainBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How hosts are to be drained: the fields of drain.start.v1. id: makes it idempotent (else: a new one)."""
-
-    kind: Kind = "live-migrate"
-    at_once: AtOnce = 4
-    per_minute: PerMinute | None = None
-    deadline_s: DeadlineS | None = None
-    force: bool = False
-    reason: Reason = "drain"
-    cell: Word | None = None
-    id: Uuid | None = None
-
-
-class TargetBody(DrainBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The same of a host, a compute service, a cell or an aggregate."""
-
-    name: Label
-    target: DrainTarget | None = None
-
-
-class DrainCommandBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Why, and (of a resumed one) how long from now it may begin further moves."""
-
-    reason: Reason = ""
-    deadline_s: DeadlineS | None = None
 
 
 class Drains:
@@ -454,7 +390,7 @@ class WebDrains(Handlers):
 
     async def _plan(self, request: Request, name: str, target: str | None) -> DrainPlan:
         kind = request.query_params.get("kind", "live-migrate")
-        parsed(lambda: msgspec.convert(kind, Kind))
+        parsed(lambda: msgspec.convert(kind, DrainKind))
         requested = {"host": name, "kind": kind, "cell": request.query_params.get("cell"), "target": target}
         return await self._drains.plan(parsed(lambda: msgspec.convert(requested, DrainQuery)))
 

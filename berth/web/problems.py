@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import msgspec
-from msgspec import Struct
 from starlette.responses import Response
 
+from berth.client.types import ProblemBody
 from bus.contracts.base import MAX_REASON
 from bus.faults import Fault, RequestRefused, RequestTimeout, Transient
 from bus.transport import BusError, PublishRefused
@@ -47,16 +47,6 @@ class Problem(Exception):
         self.code = code
         self.detail = detail[:MAX_REASON]
         self.headers = headers or {}
-
-
-class ProblemBody(Struct, frozen=True, omit_defaults=True):
-    """The body of every error. type is always `about:blank`: `code` distinguishes them."""
-
-    title: str
-    status: int
-    code: str
-    detail: str = ""
-    type: str = "about:blank"
 
 
 _TITLES = {

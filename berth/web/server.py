@@ -13,6 +13,7 @@ import uvicorn
 from prometheus_client import Counter
 from starlette.applications import Starlette
 
+from berth.config.at_up import UpAddress, leave_address
 from berth.config.settings import Settings
 from berth.config.site import Site, process_name
 from berth.web.application import application, nova_application
@@ -21,6 +22,7 @@ from berth.web.operations import Drains
 from berth.web.pages.fleet import QueueReader
 from berth.web.pages.nova_calls import NovaCalls
 from berth.web.sign_in_sessions import LOCAL, Access, check_listen, digest_of
+from berth.web.tokens import StoredTokens
 from bus.bus import API
 from bus.faults import Fault
 from bus.local import LocalTransport
@@ -61,7 +63,8 @@ async def pages_of_up(site: Site, *, wanted: bool) -> AsyncIterator[str]:
 
     Empty when they are not wanted.
 
-    Other users of this computer reach the port as well, so it wants a token; a new one each time, kept nowhere.
+    Other users of this computer reach the port as well, so it wants a token, a new one each time. While it runs
+    it is in a file of its user's, for the commands of this user.
     """
     if not wanted:
         yield ""
@@ -78,7 +81,11 @@ async def pages_of_up(site: Site, *, wanted: bool) -> AsyncIterator[str]:
             if port == 0:
                 raise
     try:
-        yield f"{server.url}/login#{token}"
+        remove = leave_address(site.settings.state, UpAddress(server.url, token))
+        try:
+            yield f"{server.url}/login#{token}"
+        finally:
+            remove()
     finally:
         await server.close()
 
@@ -98,6 +105,9 @@ class WebServer:
         self._of_nova = of_nova
         self._drains = Drains(self._bus, env.rng)
         self._queues = QueueReader(env)
+        # In front of Nova alone no scheduler of berth's has tokens on record.
+        self._stored = None if access.open or of_nova else StoredTokens(self._bus, env.clock)
+        access.stored = None if self._stored is None else self._stored.caller
         check_listen(host, access)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -152,6 +162,7 @@ class WebServer:
             drains=self._drains,
             access=self._access,
             queues=self._queues,
+            stored=self._stored,
             hosts=hosts,
         )
 

@@ -12,7 +12,7 @@ import ipaddress
 import re
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from enum import IntEnum
 from pathlib import Path
 
@@ -87,6 +87,7 @@ class Access:
         self._keystone = keystone
         self._sessions: dict[str, tuple[str, float]] = {}
         self.open = callers is None and keystone is None
+        self.stored: Callable[[str], Awaitable[WebCaller | None]] | None = None  # of tokens on record; the server's
 
     async def caller(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> WebCaller:
         """The caller of one request. Raises Problem 401, 403 (a role that allows nothing), 503 (Keystone is away)."""
@@ -95,7 +96,7 @@ class Access:
         token = headers.get("x-auth-token") or _bearer(headers.get("authorization", ""))
         found = await self.by_token(token or self._of_session(cookies.get(SESSION_COOKIE, "")))
         if found is None:
-            message = "show a token of the token file or of Keystone: Authorization: Bearer TOKEN"
+            message = "show a token (`berth token create`, the token file, Keystone): Authorization: Bearer TOKEN"
             raise Problem(401, "auth.required", message, headers={"www-authenticate": "Bearer"})
         return found
 
@@ -107,6 +108,8 @@ class Access:
         if not token:
             return None
         if len(token) <= MAX_TOKEN_BYTES and (found := self._callers.get(digest_of(token))) is not None:
+            return found
+        if self.stored is not None and (found := await self.stored(token)) is not None:
             return found
         if self._keystone is None:
             return None

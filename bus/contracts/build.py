@@ -36,6 +36,10 @@ class BuildState(StrEnum):
 
 TERMINAL_STATES = frozenset({BuildState.ACTIVE, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
 
+# The number of an event about a request that is not on record, or about a refused delete: the lowest, so it is outdated
+# for a client that follows what is on record.
+OFF_RECORD = 0
+
 
 Members = Annotated[int, Bound(ge=1, le=MAX_MEMBERS)]
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.base import ClassName, Count, Label, Message, Reason, Uuid, Version, Zone, matching, reason_of
+from bus.contracts.base import ClassName, Count, Label, Message, Reason, Uuid, Version, Word, Zone, matching, reason_of
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import GroupPolicy, ServerGroup
 
@@ -44,6 +44,7 @@ class ObjectKind(StrEnum):
     GROUP = "group"
     REPAIR = "repair"
     SERVICE = "service"
+    TOKEN = "token"
 
 
 class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -180,6 +181,32 @@ class DeletedService(Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     cell: Label
 
 
+LAST_MOMENT = 253_402_300_799.0  # the end of the year 9999, the last that a calendar has
+
+
+class TokenRole(StrEnum):
+    """What the holder of a token may do."""
+
+    PROJECT = "project"  # build, delete and see in its own project
+    READER = "reader"  # see everything, change nothing
+    OPERATOR = "operator"  # see and do everything
+
+
+class AccessToken(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A token of the HTTP API. The object's name is what goes on record for what its holder does; only its digest is
+    here, so that no record and no backup holds a secret.
+    """
+
+    sha256: Annotated[str, matching(r"^[0-9a-f]{64}$(?!\n)", "64 hexadecimal digits in lower case")]
+    role: TokenRole
+    project: Word | None = None  # of role project, the only one that it sees
+    expires_at: Annotated[float, Bound(ge=0.0, le=LAST_MOMENT)]  # seconds since the epoch
+
+    def __post_init__(self) -> None:
+        if (self.role is TokenRole.PROJECT) != (self.project is not None):
+            raise ValueError("a token of role project has a project, and no other has")
+
+
 class CellState(StrEnum):
     """Whether builds are placed in a cell. Instances in a disabled cell continue to run, and moves within it continue.
 
@@ -225,7 +252,7 @@ class ObjectChange(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
 
     kind: ObjectKind
     # of a quota, the project or "default"; of the scheduling rules, "default"; of a host, its uuid; of a cell, its
-    # name; of a server group, PROJECT/NAME
+    # name; of a server group, PROJECT/NAME; of a token, who acts by it
     name: Label
     body: dict[str, Any] | None = None
     if_version: Version | None = None  # only if the object has this version (0: only if it does not exist)

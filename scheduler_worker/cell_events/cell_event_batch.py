@@ -20,9 +20,8 @@ from bus.contracts.actions import (
     Condition,
 )
 from bus.contracts.base import Message
-from bus.contracts.build import BuildEvent, BuildState, TimelineEntry
+from bus.contracts.build import OFF_RECORD, BuildEvent, BuildState, TimelineEntry
 from bus.persistence.outbox import OutboxMessage
-from bus.refused_requests import OFF_RECORD
 from scheduler_worker.records.action_record import (
     HostsOf,
     RecordedAction,

@@ -29,7 +29,7 @@ STANDARD_CLASSES = tuple(os_resource_classes.STANDARDS)
 CUSTOM = "CUSTOM_"
 RESOURCES = re.compile(r"resources[^:]*:(.+)")
 
-# Kinds that are about existing hosts, and not part of a configuration.
+# Kinds that are about existing hosts or about callers, and not part of a configuration.
 NOT_CONFIGURATION = frozenset(
     {
         ObjectKind.HOST,
@@ -38,6 +38,7 @@ NOT_CONFIGURATION = frozenset(
         ObjectKind.DRAIN,
         ObjectKind.REPAIR,
         ObjectKind.SERVICE,
+        ObjectKind.TOKEN,
     }
 )
 

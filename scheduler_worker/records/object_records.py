@@ -15,6 +15,7 @@ from bus.contracts.base import Word, reason_of
 from bus.contracts.drains import DrainRecord
 from bus.contracts.objects import (
     SCHEDULING,
+    AccessToken,
     Aggregate,
     AuditRepair,
     CellDecision,
@@ -64,6 +65,7 @@ BODIES: Mapping[ObjectKind, type[Struct]] = {
     ObjectKind.GROUP: GroupDefinition,
     ObjectKind.REPAIR: AuditRepair,
     ObjectKind.SERVICE: DeletedService,
+    ObjectKind.TOKEN: AccessToken,
 }
 
 Key = tuple[ObjectKind, str]
@@ -170,7 +172,13 @@ def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Struct:
     except msgspec.ValidationError as error:
         entry = _entry_of(kind, body, reason_of(error))
         raise BodyInvalid(f"{where}: {reason_of(error)}{f' ({entry})' if entry else ''}") from error
-    if kind is ObjectKind.SCHEDULING and name != SCHEDULING:
+    _check_name(where, name, parsed)
+    return parsed
+
+
+def _check_name(where: str, name: str, parsed: Struct) -> None:
+    """Raises BodyInvalid for a name that an object with this body cannot have."""
+    if isinstance(parsed, SchedulingRules) and name != SCHEDULING:
         raise BodyInvalid(f"{where}: the scheduling rules are one object, of the name {SCHEDULING!r}")
     if isinstance(parsed, Aggregate):
         if parsed.name != name:
@@ -179,6 +187,8 @@ def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Struct:
             raise BodyInvalid(f"{where}: the uuid of an aggregate that names its hosts is in lower case with hyphens")
     if isinstance(parsed, HostDecision) and _uuid(where, name) != name:
         raise BodyInvalid(f"{where}: a host's uuid is written in lower case with hyphens")
+    if isinstance(parsed, AccessToken):
+        _word(where, name, "the name of a token has")
     if isinstance(parsed, CellDecision):
         _check_cell(where, name, parsed)
     if isinstance(parsed, GroupDefinition):
@@ -186,7 +196,6 @@ def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Struct:
         if not own:
             raise BodyInvalid(f"{where}: a server group is named PROJECT/NAME")
         _word(where, project, "the project of a server group's name has")
-    return parsed
 
 
 def _entry_of(kind: ObjectKind, body: Mapping[str, Any], reason: str) -> str:

@@ -6,9 +6,10 @@ from bus.bus import API
 from bus.codec import Malformed
 from bus.contracts.actions import ActionKind
 from bus.contracts.base import Message, Refusal
+from bus.contracts.build import OFF_RECORD
 from bus.contracts.catalogue import project_of
 from bus.persistence.outbox import OutboxMessage
-from bus.refused_requests import OFF_RECORD, refused_action_event, refused_build_event, unreadable_events
+from bus.refused_requests import refused_action_event, refused_build_event, unreadable_events
 
 TOO_OLD = Refusal(
     code="request.too_old",

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import typer
 from msgspec.structs import replace
 
+from berth.bus_client.baremetal import QUARANTINE, flavor_classes, node_record, unserved
+from berth.bus_client.object_edits import stored_objects
 from berth.cli.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, out, print_json, print_result, print_rows
 from berth.cli.options import CommandGroup
-from berth.client.baremetal import QUARANTINE, NodeRecord, flavor_classes, node_record, unserved
-from berth.client.object_edits import stored_objects
+from berth.client.types import NodeRecord
 from berth.config.settings import Settings
 from berth.config.site import read_runtime
 from berth.text import render_rows

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from berth.bus_client.object_edits import ObjectEdit
 from berth.cli.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, out, print_json, print_rows
 from berth.cli.fleet.drains import DrainOptions, drain
 from berth.cli.objects.objects import ChangeOptions, LogReason, Name, change_objects, object_commands
-from berth.client.object_edits import ObjectEdit
 from berth.config.settings import Settings
 from berth.text import render_rows, utc
 from bus.contracts.drains import DrainTarget

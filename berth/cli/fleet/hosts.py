@@ -12,6 +12,7 @@ import typer
 from msgspec import Struct
 from rich.text import Text
 
+from berth.bus_client import BuildClient
 from berth.cli.claims.quarantine import show_unknown
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
@@ -36,7 +37,6 @@ from berth.cli.common import (
     print_rows,
 )
 from berth.cli.options import CommandGroup
-from berth.client import BuildClient
 from berth.config.settings import Settings
 from berth.fencing.fencer import MAX_HOSTS, Fencer
 from berth.fencing.plugin import FencingFailed, load

@@ -17,6 +17,7 @@ import typer
 from berth.cli.common import AsJson, Exit, Stop, err, make_directory, out, print_json
 from berth.cli.objects.objects import read_file, valid_changes
 from berth.cli.site.as_toml import as_toml
+from berth.config.at_up import lock_file
 from berth.config.rest_address import AtUp, for_up
 from berth.config.settings import MEMORY, Settings
 from berth.config.site import Site, read_runtime
@@ -210,7 +211,7 @@ def _make_state(settings: Settings) -> None:
 
 def _claim_state(state: Path) -> None:
     """Lock the directory until this process ends, before anything is started in it. Raises Stop."""
-    lock = os.open(state / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = os.open(lock_file(state), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

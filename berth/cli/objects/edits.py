@@ -11,6 +11,7 @@ import msgspec
 import typer
 from rich.text import Text
 
+from berth.bus_client.object_edits import Body, ObjectEdit, merged, project_usage, quota_uses, stored_objects
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
     AsJson,
@@ -37,7 +38,7 @@ from berth.cli.objects.objects import (
     rules,
 )
 from berth.cli.site.as_toml import NO_COMMENTS, Path, as_toml
-from berth.client.object_edits import Body, ObjectEdit, QuotaUse, merged, project_usage, quota_uses, stored_objects
+from berth.client.types import QuotaUse
 from berth.config.settings import Settings
 from berth.text import printable, render_rows
 from bus.bus import Bus

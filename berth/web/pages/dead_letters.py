@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Annotated
 
 import msgspec
 import structlog
-from msgspec import Meta as Bound
-from msgspec import Struct
 from starlette.requests import Request
 
+from berth.client.types import DeadLetterCount, DeadLettersPurged, DeadLettersReplayed, DeadLetterView, ReplayBody
 from berth.config.settings import Settings
 from berth.config.site import bus_transports
 from berth.dead_letters import send_back
@@ -29,61 +27,6 @@ log = structlog.get_logger("web")
 
 MAX_SHOWN = 10_000
 OPEN_TIMEOUT_S = 10.0
-
-
-class DeadLetterCount(Struct, frozen=True):
-    """How many dead letters a queue of a bus has."""
-
-    bus: str
-    queue: str
-    dead: int
-
-
-class DeadLetterView(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A dead letter. died_at, sent_at: seconds since the epoch. body: for operators; may hold secrets.
-    truncated_from_bytes: the size of the message's body, where the dead letter has only the first bytes. blocks_replay:
-    the code for which it is never sent back.
-    """
-
-    bus: str
-    queue: str
-    id: str
-    code: str
-    reason: str
-    type: str
-    routing_key: str
-    cause: str
-    died_at: float | None = None
-    sent_at: float | None = None
-    body: str = ""
-    truncated_from_bytes: int = 0
-    blocks_replay: str = ""
-
-
-class ReplayBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which dead letters go back to their queue. ids: null: all. old: also those whose delete may be forgotten by
-    now.
-    """
-
-    ids: Annotated[tuple[Label, ...], Bound(min_length=1, max_length=1000)] | None = None
-    old: bool = False
-
-
-class DeadLettersReplayed(Struct, frozen=True):
-    """The ids that were sent back, those that are too old and stayed, and those that are never sent back, each with the
-    code for it. fault: why those behind the last one that was sent were not looked at; "": they were.
-    """
-
-    replayed: tuple[str, ...]
-    too_old: tuple[str, ...]
-    blocked: dict[str, str]
-    fault: str = ""
-
-
-class DeadLettersPurged(Struct, frozen=True):
-    """How many letters were thrown away."""
-
-    purged: int
 
 
 class DeadLetterActions:

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 import structlog
 from msgspec import Struct
 
-from berth.client.host_pages import read_hosts
+from berth.bus_client.host_pages import read_hosts
+from berth.client.types import CellView, HostDetail, InventoryView, ProviderView
 from berth.config.site import bus_transports
 from berth.web.api import ASK_TIMEOUT_S, MAX_HOSTS
 from berth.web.problems import Problem
@@ -17,10 +18,10 @@ from bus.bus import API, Bus
 from bus.clock import Clock
 from bus.contracts.build import HostRecord, HostsQuery
 from bus.contracts.feed import Change, ChangesPage, ChangesRequest
-from bus.contracts.objects import CellBus, CellRecord, CellsPage, CellsQuery, CellState, LinkState
+from bus.contracts.objects import CellRecord, CellsPage, CellsQuery
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.placement import ProviderState
-from bus.contracts.placement_queries import HostTree, HostTreeQuery, TreeConsumer
+from bus.contracts.placement_queries import HostTree, HostTreeQuery
 from bus.contracts.queues import DEAD_LETTERS, QUEUES, Where
 from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
 from bus.faults import Fault
@@ -42,67 +43,6 @@ MAX_SERVICES = 100_000
 CHANGES_LOOKED_AT = 2_000
 CHANGES_SHOWN = 50
 MAX_SEQUENCE = 2**62
-
-
-class InventoryView(Struct, frozen=True, kw_only=True):
-    """One inventory of a provider, and what is used of it. capacity: (total - reserved) x allocation_ratio."""
-
-    total: int
-    reserved: int
-    allocation_ratio: float
-    capacity: float
-    min_unit: int
-    max_unit: int
-    step_size: int
-    used: int
-
-
-class ProviderView(Struct, frozen=True, kw_only=True):
-    """One provider of a host's tree. depth: how far below the root."""
-
-    uuid: str
-    name: str
-    parent_uuid: str | None
-    depth: int
-    generation: int
-    inventories: dict[str, InventoryView]
-    traits: tuple[str, ...]
-    aggregates: tuple[str, ...]
-
-
-class HostDetail(Struct, frozen=True, kw_only=True):
-    """One host: schedulers' record of it, its tree from the root down, and who holds what of it.
-
-    more: the tree or its holders are cut off.
-    """
-
-    host: HostRecord
-    providers: tuple[ProviderView, ...]
-    consumers: tuple[TreeConsumer, ...]
-    more: bool
-
-
-class CellView(Struct, frozen=True, kw_only=True):
-    """One cell as schedulers see it. configured: the settings of this server name it.
-
-    state, reason: what operators have decided, in revision `version` (0: nothing). bus: where that of an added cell is;
-    in_use: workers connect to it; link, problem: of the scheduler that answered.
-    """
-
-    name: str
-    state: CellState = CellState.ENABLED
-    reason: str = ""
-    version: int = 0
-    configured: bool
-    in_use: bool = True
-    bus: CellBus | None = None
-    link: LinkState = LinkState.UP
-    problem: str = ""
-    services: int = 0
-    services_up: int = 0
-    hosts: int = 0
-    hosts_up: int = 0
-    hosts_enabled: int = 0
 
 
 class HostChange(Struct, frozen=True):

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.routing import Route
 
-from berth.client.object_edits import ObjectEdit, QuotaUse, Send, change_object, merged, project_usage, quota_uses
+from berth.bus_client.object_edits import ObjectEdit, Send, change_object, merged, project_usage, quota_uses
+from berth.client.types import ChangeBody, GroupView, ObjectList, QuotaUse, Zone
 from berth.web.api import (
     ASK_TIMEOUT_S,
     MAX_PAGE,
@@ -33,7 +33,7 @@ from berth.web.api import (
 from berth.web.problems import Problem
 from berth.web.sign_in_sessions import WebCaller, WebRole
 from bus.bus import Bus
-from bus.contracts.base import Label, Reason, Version, Word
+from bus.contracts.base import Label, Version, Word
 from bus.contracts.objects import (
     MAX_CHANGES,
     ZONE_KEY,
@@ -49,7 +49,6 @@ from bus.contracts.objects import (
     StoredObject,
     group_named,
 )
-from bus.contracts.placement import ServerGroup
 from bus.contracts.placement_queries import MAX_PROJECTS, GroupMembersPage, GroupMembersQuery
 
 # The path of each kind below API_ROOT.
@@ -64,42 +63,6 @@ SECTIONS = {
 CHANGE_PARAMETERS = ("reason", "if_version", "force", "dry_run")
 # Pages of objects that one answer gathers; a scheduler keeps no more of one kind (`MAX_OF_KIND`).
 MAX_PAGES = 50
-
-
-class ObjectList(Struct, frozen=True):
-    """Objects of one kind in order of name, and the revision in force."""
-
-    revision: int
-    objects: tuple[StoredObject, ...]
-
-
-class GroupView(Struct, frozen=True, kw_only=True):
-    """A server group and its members: {instance: names of its hosts}. more: there are further ones."""
-
-    name: str
-    group: ServerGroup
-    members: dict[str, tuple[str, ...]]
-    more: bool
-    version: int
-    changed_at: float
-    changed_by: str
-
-
-class Zone(Struct, frozen=True):
-    """An availability zone: the aggregates that make it."""
-
-    name: str
-    aggregates: tuple[str, ...]
-
-
-class ChangeBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Many changes at once, all or none: as `objects.change.v1`; the caller's name goes on record as its `who`."""
-
-    changes: tuple[ObjectChange, ...] = ()
-    reason: Reason = ""
-    prune: tuple[ObjectKind, ...] = ()
-    force: bool = False
-    dry_run: bool = False
 
 
 class ObjectApi:

@@ -14,12 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from berth.client.types import MAX_DECIDED, DrainBody
 from berth.web.api import caller_of, need, parsed
-from berth.web.operations import DrainBody, Drains, NodesReader, WebActions
+from berth.web.operations import Drains, NodesReader, WebActions
 from berth.web.pages.dead_letters import DeadLetterActions
 from berth.web.pages.fleet import FleetReader
 from berth.web.pages.objects import SECTIONS, ObjectApi, zones_of
-from berth.web.pages.quarantine import MAX_DECIDED, SafetyReader
+from berth.web.pages.quarantine import SafetyReader
 from berth.web.problems import Problem
 from berth.web.rendering import Asked, rendered
 from berth.web.sign_in_sessions import WebRole

@@ -9,20 +9,30 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta as Bound
 from msgspec import Struct
 from starlette.requests import Request
 
 from berth.audit import quarantine as records
-from berth.audit.quarantine import InCells, TrippedBreaker
+from berth.audit.quarantine import InCells
+from berth.client.types import (
+    BreakersAfterReset,
+    BreakersReset,
+    BreakerView,
+    QuarantineDecided,
+    QuarantineDecision,
+    QuarantinedMachine,
+    QuarantinePage,
+    SeenBreaker,
+    SeenMachine,
+    Undecided,
+)
 from berth.web.api import Handlers, caller_of, converted, number_of, object_of, parsed, route, truth_of
 from berth.web.pages.fleet import PAGE_TIMEOUT_S
 from berth.web.problems import Problem
 from berth.web.sign_in_sessions import WebRole
-from bus.contracts.base import Count, Reason, Uuid, Word
+from bus.contracts.base import Word
 from bus.faults import DatabaseUnavailable, Fault, Forbidden, Transient
 from bus.service.environment import Environment, NotConfigured
 from bus.service.settings import SettingsError
@@ -31,131 +41,10 @@ from cell_conductor.state.unknown_machine import UnknownMachineKind
 from cell_conductor.store.keyed_tables import ADOPT, PROTECT, DecidedMachine, MachineKey, UnknownMachineRecord
 
 MAX_SHOWN = 10_000
-# Of one request: their JSON is within the bound of a body.
-MAX_DECIDED = 1_000
-MAX_BREAKERS = 1_000
 # At once: each opens connections to every cell's database and reads all that is on record there.
 MAX_READS = 2
 # Pages that stay open read the records at most so often.
 COUNTED_AGE_S = 10.0
-
-
-class QuarantinedMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A machine with this database's tag that its cell's record does not have. reason: in what they differ.
-
-    first_seen, last_seen, decided_at: seconds since the epoch. decision: an operator's, "" until there is one.
-    """
-
-    cell: str
-    host_uuid: str
-    instance_uuid: str
-    attempt: int
-    service: str
-    reason: str
-    first_seen: float
-    last_seen: float
-    decision: str = ""
-    decided_by: str = ""
-    decided_at: float = 0.0
-
-
-class QuarantinePage(Struct, frozen=True):
-    """Machines in quarantine, by cell, host and instance. count: how many match. next: the `after` of the next page;
-    null: there is none. never_started: cells without a record on this database.
-    """
-
-    machines: tuple[QuarantinedMachine, ...]
-    count: int
-    next: str | None = None
-    never_started: tuple[str, ...] = ()
-
-
-class BreakerView(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The breaker of one compute service: the reason of its trip, and whether an operator has reset it since.
-
-    lost, quarantined, over: how many machines were. machines: "INSTANCE@HOST", at most 10,000; of one that is
-    shown alone.
-    """
-
-    cell: str
-    service: str
-    open: bool
-    tripped_at: float
-    lost: int
-    quarantined: int
-    over: int
-    reset_at: float = 0.0
-    reset_by: str = ""
-    machines: tuple[str, ...] = ()
-
-
-class SeenMachine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A machine as it was seen: a decision is for this attempt on this host alone."""
-
-    cell: Word
-    host_uuid: Uuid
-    instance_uuid: Uuid
-    attempt: Count
-
-    @property
-    def place(self) -> MachineKey:
-        """Where it is."""
-        return self.host_uuid, self.instance_uuid
-
-
-class SeenBreaker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A breaker as it was seen: one that has tripped again since names other machines."""
-
-    cell: Word
-    service: Word
-    tripped_at: float
-
-    @property
-    def tripped(self) -> TrippedBreaker:
-        """Which it is."""
-        return self.cell, self.service, self.tripped_at
-
-
-class QuarantineDecision(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What becomes of machines in quarantine: `destroy` by their hosts, `protect` as they are, `adopt` by their
-    instances (then with a reason, which the log of changes has).
-    """
-
-    decision: Literal["destroy", "protect", "adopt"]
-    machines: Annotated[tuple[SeenMachine, ...], Bound(min_length=1, max_length=MAX_DECIDED)]
-    reason: Reason = ""
-
-
-class Undecided(Struct, frozen=True):
-    """A machine about which nothing was decided, and the reason."""
-
-    host_uuid: str
-    instance_uuid: str
-    code: str
-    reason: str
-
-
-class QuarantineDecided(Struct, frozen=True):
-    """The instances whose machines were decided about, and what was left as it is."""
-
-    decided: tuple[str, ...]
-    undecided: tuple[Undecided, ...]
-
-
-class BreakersReset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Breakers to reset."""
-
-    breakers: Annotated[tuple[SeenBreaker, ...], Bound(min_length=1, max_length=MAX_BREAKERS)]
-
-
-class BreakersAfterReset(Struct, frozen=True):
-    """The breakers that were reset, those that are not open, or have tripped at another time, and those whose cell has
-    not answered.
-    """
-
-    reset: tuple[SeenBreaker, ...]
-    not_open: tuple[SeenBreaker, ...]
-    no_answer: tuple[SeenBreaker, ...] = ()
 
 
 class SafetyCounts(Struct, frozen=True):

@@ -18,14 +18,21 @@ from typing import Annotated, Any, Union
 import pytest
 from jinja2 import nodes
 
-from berth.client.object_edits import QuotaUse
-from berth.web.operations import NodesView
-from berth.web.pages.dead_letters import DeadLetterCount, DeadLetterView
-from berth.web.pages.fleet import CellView, HostChange, HostDetail
+from berth.client.types import (
+    BreakerView,
+    CellView,
+    DeadLetterCount,
+    DeadLetterView,
+    GroupView,
+    HostDetail,
+    NodesView,
+    QuarantinePage,
+    QuotaUse,
+    Zone,
+)
+from berth.web.pages.fleet import HostChange
 from berth.web.pages.instances import LostClaim, Now
 from berth.web.pages.nova_calls import NovaView
-from berth.web.pages.objects import GroupView, Zone
-from berth.web.pages.quarantine import BreakerView, QuarantinePage
 from berth.web.problems import Problem
 from berth.web.rendering import TEMPLATES
 from berth.web.sign_in_sessions import WebCaller

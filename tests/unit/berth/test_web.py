@@ -17,6 +17,7 @@ from msgspec import structs
 from starlette.requests import Request
 
 from berth.audit.quarantine import InCells
+from berth.client.types import DrainBody, ProviderView
 from berth.config import site
 from berth.config.settings import Settings
 from berth.web import api
@@ -25,7 +26,7 @@ from berth.web.api import WebApi, as_seen, body_of, stream_response
 from berth.web.application import on_problem
 from berth.web.event_stream import EventFollower, Live, Second
 from berth.web.openapi import _of_hosts
-from berth.web.operations import METAL_AGE_S, DrainBody, Drains, NodesReader
+from berth.web.operations import METAL_AGE_S, Drains, NodesReader
 from berth.web.pages import dead_letters
 from berth.web.pages.dead_letters import DeadLetterActions
 from berth.web.pages.fleet import (
@@ -36,7 +37,6 @@ from berth.web.pages.fleet import (
     PAGE_TIMEOUT_S,
     WORKERS_AGE_S,
     FleetReader,
-    ProviderView,
     QueueReader,
 )
 from berth.web.pages.instances import Pages, lost_claims, problems_of_hosts, state_of

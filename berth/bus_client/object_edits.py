@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from berth.client.types import QuotaUse
 from bus.bus import Bus
 from bus.contracts.objects import (
     DEFAULT_QUOTA,
@@ -99,19 +100,6 @@ def merged(before: Mapping[str, Any], patch: Mapping[str, Any]) -> Body:
         else:
             after[key] = value
     return after
-
-
-class QuotaUse(Struct, frozen=True, kw_only=True):
-    """The quota and usage of a project: {class: amount}, INSTANCES: how many instances.
-
-    quota: the name of the quota that applies; "": none does. version: its revision (0: none).
-    """
-
-    project: str
-    quota: str
-    limits: dict[str, int]
-    used: dict[str, int]
-    version: int = 0
 
 
 async def project_usage(bus: Bus, projects: Sequence[str], *, timeout_s: float) -> dict[str, dict[str, int]]:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 
+from berth.client.types import NodeRecord
 from bus.contracts.objects import Flavor, StoredObject
 from compute_agent.drivers.ironic.canary import CRITICAL
 from compute_agent.drivers.ironic.node import NodeExtra, OwnerTag, Unproven
@@ -17,21 +17,6 @@ from ironic_sync.domain.rules import DEAD_POWER, FREE_STATES, class_name
 RESOURCE = "resources:"
 # Maintenance that berth sets begins its reason so: only that is taken away again.
 QUARANTINE = "berth quarantine: "
-
-
-class NodeRecord(Struct, frozen=True, kw_only=True):
-    """A node of Ironic's as commands show it. serves: flavors that request its class. ironic_reason: Ironic's text."""
-
-    uuid: str
-    name: str
-    resource_class: str
-    state: str
-    power: str
-    instance: str
-    own: bool
-    serves: tuple[str, ...]
-    problems: tuple[str, ...]
-    ironic_reason: str
 
 
 def flavor_classes(flavors: Iterable[StoredObject]) -> dict[str, tuple[str, ...]]:

@@ -1,0 +1,125 @@
+"""`berth login`, `berth logout` and `berth context`: where the HTTP API is, and as whom to call it."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+from msgspec.structs import replace
+
+from berth.cli.options import CommandGroup
+from berth.cli.session.contexts import (
+    MAX_TOKEN,
+    Context,
+    contexts_file,
+    forget_context,
+    found_context,
+    read_contexts,
+    set_context,
+    use_context,
+)
+from berth.cli.session.contexts import named as context_named
+from berth.cli.session.running import calls_api, show_json, show_line, show_rows
+from berth.client import ApiAddressInvalid
+from berth.client.http import checked_url
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+ContextArgument = Annotated[str, typer.Argument(help="The context.", metavar="NAME")]
+
+
+@calls_api
+def login(
+    url: Annotated[str, typer.Argument(help="The address of berth: https://HOST, or http://127.0.0.1:PORT.")],
+    name: Annotated[str, typer.Option("--name", help="The context's name; else the host and port.")] = "",
+    ca_file: Annotated[str, typer.Option("--ca-file", help="The certificates to trust, in PEM.")] = "",
+    insecure: Annotated[bool, typer.Option("--insecure", help="Plain http to another computer, too.")] = False,
+) -> None:
+    """Log in at an address, and use it from now on.
+
+    The token is prompted for, or the first line of standard input. It is kept, with the address, in
+    ~/.config/berth/contexts.json, which only you can read.
+    """
+    url = checked_url(url, insecure=insecure)  # before a token is typed for it
+    ca_file = os.path.abspath(ca_file) if ca_file else ""
+    context = Context(url, shown_token(), ca_file=ca_file, insecure=insecure)
+    with context.client() as client:
+        caller = client.show_caller()
+    parts = urlsplit(url)
+    name = name or (f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)).replace("[", "")
+    set_context(contexts_file(os.environ), name, context)
+    whose = f"{caller.name}, role {caller.role.value}" + (f" of project {caller.project}" if caller.project else "")
+    show_line(f"logged in at {url} as {whose}; context {name} is in use")
+
+
+def shown_token() -> str:
+    """The token, from a prompt or standard input; never from the command line, which others can read."""
+    shown = getpass.getpass("Token: ") if sys.stdin.isatty() else sys.stdin.readline(MAX_TOKEN + 2)
+    token = shown.strip()
+    if not token or len(token) > MAX_TOKEN:
+        raise ApiAddressInvalid("a token is one line, and not empty", code="api.token")
+    return token
+
+
+@calls_api
+def logout(
+    name: Annotated[str, typer.Argument(help="The context; else the one in use.", metavar="[NAME]")] = "",
+) -> None:
+    """Forget a context with its token.
+
+    The token stays valid: `berth token revoke` ends it.
+    """
+    show_line(f"context {forget_context(contexts_file(os.environ), name)} is forgotten")
+
+
+@calls_api
+def list_contexts(as_json: AsJson = False) -> None:
+    """List all contexts; the one in use is marked."""
+    known = read_contexts(contexts_file(os.environ))
+    rows = [
+        {"name": name, "url": one.url, "in_use": name == known.current} for name, one in sorted(known.contexts.items())
+    ]
+
+    def row(one: dict[str, Any]) -> list[str]:
+        return ["*" if one["in_use"] else "", one["name"], one["url"]]
+
+    show_rows(rows, as_json, ["", "context", "url"], row)
+
+
+@calls_api
+def use(name: ContextArgument) -> None:
+    """Use another context from now on."""
+    use_context(contexts_file(os.environ), name)
+    show_line(f"context {name} is in use")
+
+
+@calls_api
+def show_context(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="The context; else the one in use.", metavar="[NAME]")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show a context, without its token: by default what commands use now, and where that is from."""
+    config: Path | None = context.obj
+    if name:
+        source, found = f"context {name}", context_named(read_contexts(contexts_file(os.environ)), name)
+    else:
+        in_use = found_context(os.environ, config)
+        source, found = in_use.source, in_use.context
+    shown = {"source": source, "has_token": bool(found.token)}
+    shown |= {field: getattr(replace(found, token=""), field) for field in ("url", "ca_file", "insecure")}
+    if as_json:
+        show_json(shown)
+        return
+    for key, value in shown.items():
+        show_line(f"{key:<10} {value}")
+
+
+context = CommandGroup(no_args_is_help=True, help="Addresses of berth with their tokens, as `berth login` keeps them.")
+context.command("list")(list_contexts)
+context.command("use")(use)
+context.command("show")(show_context)
