@@ -191,9 +191,11 @@ def _of_quarantine() -> dict[str, _Operation]:
         BreakersAfterReset,
         BreakersReset,
         BreakerView,
+        LossesAccepted,
         QuarantineDecided,
         QuarantineDecision,
         QuarantinePage,
+        Recovery,
     )
 
     listed = {"cell": Word, "service": Word, "decided": bool, "after": str, "limit": int}
@@ -203,6 +205,8 @@ def _of_quarantine() -> dict[str, _Operation]:
         "list_breakers": _Operation(tuple[BreakerView, ...], query={"cell": Word, "open": bool}, errors=(404, *_READS)),
         "show_breaker": _Operation(BreakerView, errors=(404, *_READS)),
         "reset_breakers": _Operation(BreakersAfterReset, body=BreakersReset, errors=(404, *_WRITES)),
+        "list_recoveries": _Operation(tuple[Recovery, ...], errors=_READS),
+        "accept_losses": _Operation(Recovery, body=LossesAccepted, errors=(404, 409, *_WRITES)),
     }
 
 
