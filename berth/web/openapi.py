@@ -187,6 +187,7 @@ def _of_dead_letters() -> dict[str, _Operation]:
 
 
 def _of_quarantine() -> dict[str, _Operation]:
+    from berth.audit.recoveries import Recovery  # noqa: PLC0415
     from berth.web.pages.quarantine import (  # noqa: PLC0415
         BreakersAfterReset,
         BreakersReset,
@@ -195,7 +196,6 @@ def _of_quarantine() -> dict[str, _Operation]:
         QuarantineDecided,
         QuarantineDecision,
         QuarantinePage,
-        Recovery,
     )
 
     listed = {"cell": Word, "service": Word, "decided": bool, "after": str, "limit": int}

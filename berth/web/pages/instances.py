@@ -110,7 +110,7 @@ class Now(Struct, frozen=True):
 
 
 class Stage(Struct, frozen=True):
-    """A stage of a build. begin, end: seconds since the request; began_at: when that was, in seconds since the epoch."""
+    """A stage of a build. begin, end: seconds since the request, which was at began_at (seconds since the epoch)."""
 
     name: str
     begin: float

@@ -28,6 +28,7 @@ from berth.web.openapi import _of_hosts
 from berth.web.operations import METAL_AGE_S, DrainBody, Drains, NodesReader
 from berth.web.pages import dead_letters
 from berth.web.pages.dead_letters import DeadLetterActions
+from berth.web.pages.figures import state_of
 from berth.web.pages.fleet import (
     CHANGES_LOOKED_AT,
     CHANGES_SHOWN,
@@ -39,7 +40,7 @@ from berth.web.pages.fleet import (
     ProviderView,
     QueueReader,
 )
-from berth.web.pages.instances import Pages, lost_claims, problems_of_hosts, state_of
+from berth.web.pages.instances import Pages, lost_claims, problems_of_hosts
 from berth.web.pages.objects import WebObjects
 from berth.web.pages.quarantine import COUNTED_AGE_S as SAFETY_AGE_S
 from berth.web.pages.quarantine import SafetyCounts, SafetyReader
