@@ -399,7 +399,10 @@ def test_dead_letters_are_counted_shown_replayed_and_purged(web: Web) -> None:
 
 HOSTILE = "<script>alert(1)</script>\u202eevil"
 PAGES = (
+    "/operations",
     "/actions",
+    "/dead-letters",
+    "/objects/log",
     "/objects",
     "/objects/flavors",
     "/objects/flavors?name=m1.tiny",
@@ -436,7 +439,10 @@ def test_pages_show_a_host_its_plan_its_build_and_its_drain(web: Web) -> None:
 
 def test_what_is_not_for_a_role_has_no_page(web: Web) -> None:
     with web.client("alice") as alice, web.client("see") as see:
-        for path in ("/objects", "/system", "/metal", "/fleet/x", "/fleet/x/drain", f"/drains/{UNKNOWN}"):
+        for path in (
+            "/", "/fleet", "/fleet/x", "/fleet/x/drain", "/operations", "/quarantine", "/dead-letters",
+            f"/drains/{UNKNOWN}", "/metal", "/objects", "/objects/log", "/system",
+        ):  # fmt: skip
             assert code_of(alice.get(path), 403) == "role.forbidden"
         assert alice.get("/actions").status_code == 200
         assert code_of(see.get("/objects/flavors"), 403) == "role.forbidden"
@@ -451,7 +457,14 @@ def test_hostile_names_of_objects_and_reasons_are_only_text(web: Web) -> None:
         path = f"/api/v1/hosts/{host['name']}/admin-state"
         client.put(path, json={"state": "disabled", "reason": HOSTILE})
         try:
-            for page in ("/objects", "/objects/flavors?name=%3Cb%3Ebold", f"/fleet/{host['uuid']}"):
+            pages = (
+                "/objects/flavors?name=%3Cb%3Ebold",
+                f"/fleet/{host['uuid']}",
+                "/objects/log",
+                "/operations",
+                "/fleet",
+            )
+            for page in ("/objects", *pages):
                 text = client.get(page).text
                 assert "<script>alert" not in text and "\u202e" not in text and "<b>bold" not in text, page
                 assert "&lt;script&gt;alert(1)" in text, page

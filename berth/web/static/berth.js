@@ -490,6 +490,9 @@ async function followDrain(id) {
 
 document.addEventListener("DOMContentLoaded", () => {
   nameCells(document);
+  // A phone shows states first; what one may choose from is a touch away.
+  const choices = document.querySelector("details.choices");
+  if (choices && !location.search && matchMedia("(max-width: 40rem)").matches) choices.open = false;
   if (byId("rates")) startNow();
   if (byId("map")) startFleet();
   if (byId("compared")) startNova();
