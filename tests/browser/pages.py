@@ -185,7 +185,8 @@ class Person:
         return (
             "/", "/fleet", f"/fleet/{host}", f"/fleet/{host}/drain", "/builds", f"/builds/{build}", "/actions",
             f"/drains/{drain}", "/metal", "/objects", "/objects/flavors?name=m1.tiny",
-            "/objects/groups?name=people/apart", "/objects/log", "/operations", "/quarantine", "/dead-letters", "/system",
+            "/objects/groups?name=people/apart", "/objects/log", "/operations", "/quarantine", "/dead-letters",
+            "/system",
         )  # fmt: skip
 
     def errors(self) -> list[str]:
