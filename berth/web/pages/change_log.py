@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 from msgspec import Struct
@@ -24,6 +25,7 @@ NOUNS = {
     ObjectKind.DRAIN: "the drain of",
     ObjectKind.REPAIR: "consumer",
     ObjectKind.SERVICE: "compute service",
+    ObjectKind.SCHEDULING: "the",
 }
 
 
@@ -35,8 +37,8 @@ class FieldChange(Struct, frozen=True):
     after: str
 
 
-class LogSentence(Struct, frozen=True, kw_only=True):
-    """One entry of the log. verb, noun, name: the sentence behind the actor. kind, object_name: of the record.
+class DescribedChange(Struct, frozen=True, kw_only=True):
+    """One entry of the log: its actor has done `verb` to the `noun` `name`. address: of the page about it; "": none.
 
     changes: the fields that differ, as far as they are shown; more: how many others do.
     """
@@ -48,46 +50,20 @@ class LogSentence(Struct, frozen=True, kw_only=True):
     noun: str
     name: str
     address: str
-    kind: str
-    object_name: str
     changes: tuple[FieldChange, ...]
     more: int
     reason: str
     forced: bool
 
 
-def sentence_of(entry: ObjectLogEntry) -> LogSentence:
+def describe_change(entry: ObjectLogEntry) -> DescribedChange:
     """An entry of the log for a person."""
-    before, after = entry.before or {}, entry.after or {}
-    body = after or before
-    differing = _differences(before, after)
-    verb = "deleted" if entry.after is None else "created" if entry.before is None else "changed"
-    name, noun, address = entry.name, NOUNS.get(entry.kind, entry.kind.value), ""
-    match entry.kind:
-        case ObjectKind.HOST:
-            verb = (
-                "withdrew the decision about" if entry.after is None else HOST_VERBS.get(str(body.get("state")), verb)
-            )
-            name, address = str(body.get("host", name)), f"/fleet/{entry.name}"
-            differing = [one for one in differing if one.field not in ("host", "state", "reason", "drain")]
-        case ObjectKind.FENCE:
-            name, address = str(body.get("host", name)), f"/fleet/{entry.name}"
-            verb = {"deleted": "ended", "created": "began"}.get(verb, verb)
-            if int(after.get("acknowledged", 0)) > int(before.get("acknowledged", 0)) and entry.before is not None:
-                verb = "acknowledged"
-            differing = [one for one in differing if one.field not in ("host", "cell")]
-        case ObjectKind.DRAIN:
-            name, address = f"{body.get('target', '')} {body.get('name', '')}".strip(), f"/drains/{entry.name}"
-            verb = {"created": "started"}.get(verb, verb)
-            if verb == "started":
-                differing = [one for one in differing if one.field in ("kind", "at_once", "per_minute")]
-        case ObjectKind.SCHEDULING:
-            noun, name, address = "the", "scheduling rules", "/objects/rules"
-        case ObjectKind.REPAIR:
-            verb = "repaired"
-    if entry.kind in SECTIONS and entry.kind is not ObjectKind.SCHEDULING:
-        address = f"/objects/{SECTIONS[entry.kind]}"
-    return LogSentence(
+    body = entry.after or entry.before or {}
+    differing = _differences(entry.before or {}, entry.after or {})
+    verb, name, address, left_out = _words_of(entry, body)
+    noun = NOUNS.get(entry.kind, entry.kind.value)
+    shown = [one for one in differing if one.field not in left_out]
+    return DescribedChange(
         revision=entry.revision,
         at=entry.at,
         actor=entry.actor,
@@ -95,15 +71,41 @@ def sentence_of(entry: ObjectLogEntry) -> LogSentence:
         noun=noun,
         name=name,
         address=address,
-        kind=entry.kind.value,
-        object_name=entry.name,
-        changes=tuple(differing[:NAMED]),
-        more=max(0, len(differing) - NAMED),
+        changes=tuple(shown[:NAMED]),
+        more=max(0, len(shown) - NAMED),
         reason=entry.reason or str(body.get("reason", "") if entry.kind in _REASONED else ""),
         forced=entry.forced,
     )
 
 
+def _words_of(entry: ObjectLogEntry, body: Mapping[str, Any]) -> tuple[str, str, str, frozenset[str]]:
+    """The verb and the name for an entry, the address of what it is about, and the fields that these say already."""
+    verb = "deleted" if entry.after is None else "created" if entry.before is None else "changed"
+    match entry.kind:
+        case ObjectKind.HOST:
+            decided = HOST_VERBS.get(str(body.get("state")), verb)
+            verb = "withdrew the decision about" if entry.after is None else decided
+            return verb, str(body.get("host", entry.name)), f"/fleet/{entry.name}", _SAID_OF_HOST
+        case ObjectKind.FENCE:
+            known = int((entry.before or {}).get("acknowledged", 0)) if entry.before is not None else None
+            is_acknowledged = known is not None and int((entry.after or {}).get("acknowledged", 0)) > known
+            verb = "acknowledged" if is_acknowledged else {"deleted": "ended", "created": "began"}.get(verb, verb)
+            return verb, str(body.get("host", entry.name)), f"/fleet/{entry.name}", _SAID_OF_HOST
+        case ObjectKind.DRAIN:
+            name = f"{body.get('target', '')} {body.get('name', '')}".strip()
+            left_out = _SAID_OF_NEW_DRAIN if entry.before is None else frozenset()
+            return {"created": "started"}.get(verb, verb), name, f"/drains/{entry.name}", left_out
+        case ObjectKind.SCHEDULING:
+            return verb, "scheduling rules", "/objects/rules", frozenset()
+        case ObjectKind.REPAIR:
+            return "repaired", entry.name, "", frozenset()
+    section = SECTIONS.get(entry.kind)
+    address = "" if section is None else f"/objects/{section}?{urlencode({'name': entry.name})}"
+    return verb, entry.name, address, frozenset()
+
+
+_SAID_OF_HOST = frozenset({"host", "cell", "state", "reason", "drain"})
+_SAID_OF_NEW_DRAIN = frozenset({"name", "target", "by", "reason", "state", "started_at", "hosts"})
 _REASONED = (ObjectKind.HOST, ObjectKind.DRAIN, ObjectKind.CELL)
 
 

@@ -39,7 +39,7 @@ class Use(Struct, frozen=True):
         return self.used >= FULL * self.total
 
 
-class HostRow(Struct, frozen=True):
+class ListedHost(Struct, frozen=True):
     """A host in a list. why: the reason of a state that is not up. more: the amounts of its other classes."""
 
     host: HostRecord
@@ -114,11 +114,11 @@ def why_of(host: HostRecord) -> str:
     return f"by {host.admin.by}{reason}"
 
 
-def row_of(host: HostRecord) -> HostRow:
+def row_of(host: HostRecord) -> ListedHost:
     """A host for a list."""
     uses = tuple(Use(name, *host.resources[name]) for name in SHOWN_CLASSES if name in host.resources)
     more = tuple(Use(name, *of) for name, of in sorted(host.resources.items()) if name not in SHOWN_CLASSES)
-    return HostRow(host, state_of(host), why_of(host), uses, more)
+    return ListedHost(host, state_of(host), why_of(host), uses, more)
 
 
 def states_of(hosts: Sequence[HostRecord]) -> dict[str, int]:

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from berth.text import printable
 from berth.web.api import caller_of, need, parsed
-from berth.web.pages.change_log import sentence_of
+from berth.web.pages.change_log import describe_change
 from berth.web.pages.objects import SECTIONS, ObjectApi, zones_of
 from berth.web.problems import Problem
 from berth.web.rendering import Asked, LastAnswers, rendered, unanswered_page
@@ -159,7 +159,7 @@ class ObjectPages:
             request,
             "log.html",
             asked=asked,
-            entries=[sentence_of(one) for one in page.entries],
+            entries=[describe_change(one) for one in page.entries],
             older=older,
             kinds=list(ObjectKind),
             query=params,

@@ -177,7 +177,9 @@ async function startFleet() {
     if (map.state[host] !== "up") return marks.bg;
     const one = readings[host];
     if (one === null || one === undefined) return null; // it has none of this class
-    const share = range[1] > range[0] ? Math.min(1, Math.max(0, (one - range[0]) / (range[1] - range[0]))) : 0.5;
+    // Where all are alike, the shade is that of their share itself.
+    const alike = split(colour.value)[0] === "used" ? Math.min(1, one) : 0.5;
+    const share = range[1] > range[0] ? Math.min(1, Math.max(0, (one - range[0]) / (range[1] - range[0]))) : alike;
     return shades[Math.round(SHADES * share)];
   };
   const pen = canvas.getContext("2d");

@@ -21,9 +21,9 @@ from jinja2 import nodes
 from berth.audit.recoveries import Recovery
 from berth.bus_client.object_edits import QuotaUse
 from berth.web.operations import NodesView
-from berth.web.pages.change_log import LogSentence
+from berth.web.pages.change_log import DescribedChange
 from berth.web.pages.dead_letters import DeadLetterCount, DeadLetterView
-from berth.web.pages.figures import FailureGroup, HostRow, MetalClass, Use
+from berth.web.pages.figures import FailureGroup, ListedHost, MetalClass, Use
 from berth.web.pages.fleet import CellView, HostChange, HostDetail
 from berth.web.pages.instances import LostClaim, Now, Stage
 from berth.web.pages.nova_calls import NovaView
@@ -57,7 +57,7 @@ MODULES = ("instances.py", "host_pages.py", "object_pages.py", "operator_pages.p
 PAGES: dict[str, dict[str, Any]] = {
     "now.html": {"now": Now, "failures": list[FailureGroup], "failures_cut": bool},
     "fleet.html": {
-        "rows": list[HostRow],
+        "rows": list[ListedHost],
         "count": int,
         "first": int,
         "earlier": str,
@@ -65,7 +65,7 @@ PAGES: dict[str, dict[str, Any]] = {
         "states": dict[str, int],
         "capacity": list[Use],
         "metal": list[MetalClass],
-        "unwell": list[HostRow],
+        "unwell": list[ListedHost],
         "unwell_count": int,
         "cells": list[str],
         "zones": list[str],
@@ -97,7 +97,7 @@ PAGES: dict[str, dict[str, Any]] = {
     "login.html": {"wrong": bool, "wanted": str},
     "nova.html": {"calls": NovaView},
     "nova_call.html": {"request_id": str, "calls": NovaView},
-    "host.html": {"detail": HostDetail, "host": HostRecord, "row": HostRow, "changes": list[HostChange]},
+    "host.html": {"detail": HostDetail, "host": HostRecord, "row": ListedHost, "changes": list[HostChange]},
     "drain_plan.html": {"host": HostRecord, "plan": DrainPlan, "kind": str, "stuck": int},
     "drain.html": {"drain": DrainProgress},
     "actions.html": {"actions": tuple[ActionRecord, ...], "query": dict[str, str]},
@@ -123,7 +123,7 @@ PAGES: dict[str, dict[str, Any]] = {
         "zones": list[Zone],
         "quotas": list[QuotaUse],
     },
-    "log.html": {"entries": list[LogSentence], "older": str, "kinds": list[ObjectKind], "query": dict[str, str]},
+    "log.html": {"entries": list[DescribedChange], "older": str, "kinds": list[ObjectKind], "query": dict[str, str]},
     "object.html": {
         "kind": ObjectKind,
         "section": str,

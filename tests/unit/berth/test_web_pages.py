@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from berth.web.application import NAV
-from berth.web.pages.change_log import FieldChange, sentence_of
+from berth.web.pages.change_log import FieldChange, describe_change
 from berth.web.pages.figures import (
     EMPTIEST,
     FULLEST,
@@ -266,14 +266,14 @@ def entry(kind: ObjectKind, before: Any, after: Any, **fields: Any) -> ObjectLog
 def test_the_log_reads_as_sentences(
     found: ObjectLogEntry, words: tuple[str, str, str], changes: tuple[FieldChange, ...]
 ) -> None:
-    sentence = sentence_of(found)
-    assert (sentence.verb, sentence.noun, sentence.name) == words
-    assert sentence.changes == changes
+    described = describe_change(found)
+    assert (described.verb, described.noun, described.name) == words
+    assert described.changes == changes
 
 
-def test_a_sentence_of_a_large_object_is_short() -> None:
-    sentence = sentence_of(entry(ObjectKind.AGGREGATE, None, {"hosts": [f"host{n}" for n in range(1000)]}))
-    assert len(sentence.changes[0].after) < 200 and "994 more" in sentence.changes[0].after
+def test_a_describe_change_a_large_object_is_short() -> None:
+    described = describe_change(entry(ObjectKind.AGGREGATE, None, {"hosts": [f"host{n}" for n in range(1000)]}))
+    assert len(described.changes[0].after) < 200 and "994 more" in described.changes[0].after
 
 
 # --- the frame
