@@ -260,6 +260,7 @@ def test_the_document_describes_every_route(web: Web) -> None:
             "/services/{service}/delete", "/workers", "/cells",
             "/cells/{name}", "/metal", "/zones",
             "/quarantine", "/quarantine/decide", "/breakers", "/breakers/{cell}/{service}", "/breakers/reset",
+            "/recoveries", "/recoveries/{cell}/accept",
             "/flavors", "/flavors/{name}", "/aggregates", "/aggregates/{name}", "/quotas", "/quotas/{project}",
             "/groups", "/groups/{name}", "/rules", "/rules/{name}", "/objects", "/objects/log",
             "/dead-letters", "/dead-letters/{bus}/{queue}",

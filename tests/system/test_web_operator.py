@@ -195,7 +195,7 @@ def test_a_project_sees_the_flavors_that_it_may_request(web: Web) -> None:
 READERS = (
     "/aggregates", "/rules", "/objects", "/objects/log", "/hosts/x", "/hosts/x/drain-plan", "/drain-plan", "/drains",
     f"/drains/{UNKNOWN}", "/workers", "/cells", "/services", "/metal", "/dead-letters", "/dead-letters/api/x",
-    "/quarantine", "/breakers", "/breakers/cell1/s",
+    "/quarantine", "/breakers", "/breakers/cell1/s", "/recoveries",
 )  # fmt: skip
 OPERATORS: tuple[tuple[str, str, Any], ...] = (
     ("PUT", "/flavors/x", {"vcpus": 1}),
@@ -218,6 +218,7 @@ OPERATORS: tuple[tuple[str, str, Any], ...] = (
     ("DELETE", "/dead-letters/api/scheduler.requests", None),
     ("POST", "/quarantine/decide", {"decision": "destroy", "machines": []}),
     ("POST", "/breakers/reset", {"breakers": []}),
+    ("POST", "/recoveries/cell1/accept", {"database_incarnation": 1, "losses": 1, "reason": "lost"}),
 )
 
 

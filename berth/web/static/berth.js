@@ -40,7 +40,7 @@ function listen(address, handlers) {
 function nameCells(scope) {
   for (const table of scope.querySelectorAll("table.rows")) {
     const names = [...table.querySelectorAll("thead th")].map((head) => head.textContent.trim());
-    for (const made of table.querySelectorAll("tbody tr")) [...made.children].forEach((cell, n) => { if (names[n] && !cell.querySelector(".state")) cell.dataset.label = names[n]; });
+    for (const made of table.querySelectorAll("tbody tr:not(.none)")) [...made.children].forEach((cell, n) => { if (names[n] && !cell.querySelector(".state")) cell.dataset.label = names[n]; });
   }
 }
 
