@@ -94,7 +94,7 @@ FORMS: dict[ObjectKind, tuple[FormField, ...]] = {
         FormField("state", "State", "choice", choices=tuple(one.value for one in CellState), initial="disabled"),
         FormField("reason", "Reason of the state", "text"),
         FormField(
-            name="bus.url_file", label="File of the bus's URL", kind="text", hint="If settings do not name the cell"
+            name="bus.url_file", label="File of the bus's URL", kind="text", hint="If no settings name it"
         ),
         FormField(name="bus.url_variable", label="Variable of the bus's URL", kind="text", hint="Begins with CELL_"),
         FormField(name="bus.prefix", label="Prefix on the bus", kind="text"),
