@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import msgspec
-from msgspec import Struct
 
 from berth.audit.quarantine import CellNeverStarted, named_cells, on_database
 from berth.audit.repair import enter
+from berth.client.types import Recovery
 from bus.contracts.base import MAX_REASON
 from bus.contracts.objects import AuditRepair
+from bus.contracts.operations import Losses
 from bus.persistence.database import Database
 from bus.service.environment import Environment
 from cell_conductor.state.lease import LeaseState
 from cell_conductor.store.fence_rows import LeaseStore
-from cell_conductor.store.keyed import Losses
 from cell_conductor.store.postgres import ACCEPT_LOSSES, RECOVERY, STATE_WITHOUT
 from cell_conductor.store.postgres_keyed import PostgresKeyed
-
-
-class Recovery(Struct, frozen=True):
-    """Of one cell. state: open, recovering or accepted. losses: that it waits for, or that were accepted. absent: the
-    compute services that have not listed what they have; whether an operator has stated that they have nothing.
-    """
-
-    cell: str
-    state: str
-    database_incarnation: int
-    losses: Losses
-    absent: dict[str, bool] = {}
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it goes no further without an operator."""
-        return self.state == "recovering" and self.losses.count > 0
 
 
 async def read(env: Environment, cell: str | None = None) -> list[Recovery]:

@@ -28,10 +28,12 @@ from berth.client.types import (
     DrainCommandBody,
     DrainKind,
     HostDetail,
+    LossesAccepted,
     NodesView,
     QuarantineDecided,
     QuarantineDecision,
     QuarantinePage,
+    Recovery,
     RemovalBody,
     ReplayBody,
     TargetBody,
@@ -266,7 +268,7 @@ class HostOperations:
 
 
 class RepairOperations:
-    """Dead letters, quarantine and breakers."""
+    """Dead letters, quarantine, breakers and recoveries."""
 
     @operation
     def count_dead_letters(self) -> ApiCall[tuple[DeadLetterCount, ...]]:
@@ -331,6 +333,16 @@ class RepairOperations:
     def reset_breakers(self, body: BreakersReset) -> ApiCall[BreakersAfterReset]:
         """Allow what tripped these breakers: it may be destroyed or counted as lost."""
         return ApiCall("POST", "/breakers/reset", BreakersAfterReset, body=body)
+
+    @operation
+    def list_recoveries(self) -> ApiCall[tuple[Recovery, ...]]:
+        """The recoveries of cells whose database was restored, and what each would lose."""
+        return ApiCall("GET", "/recoveries", tuple[Recovery, ...])
+
+    @operation
+    def accept_losses(self, cell: Word, body: LossesAccepted) -> ApiCall[Recovery]:
+        """Have a cell recover though it loses these instances, as they were seen."""
+        return ApiCall("POST", "/recoveries/{cell}/accept", Recovery, at={"cell": cell}, body=body)
 
 
 class Operations(CallerOperations, InstanceOperations, HostOperations, ObjectOperations, RepairOperations):

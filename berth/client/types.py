@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.base import Count, Label, Reason, Uuid, Word
+from bus.contracts.base import Count, Label, Reason, Uuid, Version, Word
 from bus.contracts.build import BuildRecord, HostRecord
 from bus.contracts.drains import AtOnce, DeadlineS, DrainTarget, PerMinute
 from bus.contracts.objects import CellBus, CellState, LinkState, ObjectChange, ObjectKind, StoredObject, TokenRole
-from bus.contracts.operations import AdminState
+from bus.contracts.operations import AdminState, Losses
 from bus.contracts.placement import ServerGroup
 from bus.contracts.placement_queries import TreeConsumer
 
@@ -455,3 +455,28 @@ class BreakersAfterReset(Struct, frozen=True):
     reset: tuple[SeenBreaker, ...]
     not_open: tuple[SeenBreaker, ...]
     no_answer: tuple[SeenBreaker, ...] = ()
+
+
+class Recovery(Struct, frozen=True):
+    """Of one cell. state: open, recovering or accepted. losses: that it waits for, or that were accepted. absent: the
+    compute services that have not listed what they have; whether an operator has stated that they have nothing.
+    """
+
+    cell: str
+    state: str
+    database_incarnation: int
+    losses: Losses
+    absent: dict[str, bool] = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it goes no further without an operator."""
+        return self.state == "recovering" and self.losses.count > 0
+
+
+class LossesAccepted(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The recovery of a cell as it was seen: what it would lose is accepted if it is still this."""
+
+    database_incarnation: Version
+    losses: Annotated[int, Bound(ge=1)]
+    reason: Annotated[Reason, Bound(min_length=1)]

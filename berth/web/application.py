@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import resources
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import structlog
 from starlette.applications import Starlette
@@ -26,15 +26,17 @@ from berth.web.openapi import document
 from berth.web.operations import Drains, NodesReader, WebActions, WebDrains, WebNodes, WebOperations
 from berth.web.pages.dead_letters import DeadLetterActions, WebDeadLetters
 from berth.web.pages.fleet import FleetReader, QueueReader
+from berth.web.pages.host_pages import HostPages
 from berth.web.pages.instances import Pages
 from berth.web.pages.login import LoginPages
 from berth.web.pages.nova_calls import NovaCalls, NovaPages
+from berth.web.pages.object_pages import ObjectPages
 from berth.web.pages.objects import ObjectApi, WebObjects
 from berth.web.pages.operator_pages import OperatorPages
 from berth.web.pages.quarantine import SafetyReader, WebQuarantine
 from berth.web.problems import Problem, problem_of, problem_response
-from berth.web.rendering import problem_page
-from berth.web.sign_in_sessions import Access
+from berth.web.rendering import LastAnswers, Section, problem_page
+from berth.web.sign_in_sessions import Access, WebRole
 from berth.web.tokens import StoredTokens, WebTokens
 from berth.web.tracing import TracedRequests
 from bus.bus import Bus
@@ -45,19 +47,29 @@ from bus.transport import BusError
 log = structlog.get_logger("web")
 
 SAFE_METHODS = frozenset({"GET", "HEAD"})
-Nav = tuple[tuple[str, str], ...]  # name and path of each page
+Nav = tuple[Section, ...]
 NAV: Nav = (
-    ("Now", "/"),
-    ("Fleet", "/fleet"),
-    ("Builds", "/builds"),
-    ("Actions", "/actions"),
-    ("Metal", "/metal"),
-    ("Nova", "/nova"),
-    ("Objects", "/objects"),
-    ("Quarantine", "/quarantine"),
-    ("System", "/system"),
+    Section("Overview", "/"),
+    Section("Instances", "/builds", roles=frozenset(WebRole)),
+    # Of the tabs of the operations, the one that is a project's business as well.
+    Section("Actions", "/actions", roles=frozenset({WebRole.PROJECT})),
+    Section("Fleet", "/fleet", (("Hosts", "/fleet"), ("Bare metal", "/metal"))),
+    Section(
+        "Operations",
+        "/operations",
+        (
+            ("What waits", "/operations"),
+            ("Actions", "/actions"),
+            ("Breakers and quarantine", "/quarantine"),
+            ("Dead letters", "/dead-letters"),
+        ),
+        ("/drains",),
+    ),
+    Section("Objects", "/objects", (("Objects", "/objects"), ("Log of changes", "/objects/log"))),
+    Section("System", "/system"),
+    Section("Nova", "/nova"),
 )
-NOVA_NAV: Nav = (("Nova", "/nova"),)
+NOVA_NAV: Nav = (Section("Nova", "/nova"),)
 # Without a session: what the login page needs.
 OPEN_PATHS = ("/static/", "/login", "/healthz")
 _HEADERS = {
@@ -99,7 +111,7 @@ class SiteGuard:
                 request.state.caller = await request.state.find_caller()
         except Problem as problem:
             wants_page = problem.status == 401 and not request.url.path.startswith(API_ROOT)
-            response = RedirectResponse("/login", 303) if wants_page else problem_response(problem)
+            response = RedirectResponse(_login_for(request), 303) if wants_page else problem_response(problem)
             await response(scope, receive, with_headers)
             return
         await self._app(scope, receive, with_headers)
@@ -114,6 +126,12 @@ class SiteGuard:
         origin = request.headers.get("origin")
         if site not in ("same-origin", "none") or (origin and _host_of(origin) != request.headers.get("host")):
             raise Problem(403, "origin.forbidden", "another site's page may not ask this")
+
+
+def _login_for(request: Request) -> str:
+    """The login page, which leads back to what was asked for."""
+    wanted = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    return f"/login?{urlencode({'next': wanted})}" if request.method == "GET" and wanted != "/" else "/login"
 
 
 def _host_of(origin: str) -> str | None:
@@ -165,16 +183,21 @@ def application(
     fleet, box = FleetReader(bus, env.clock, env.cells), DeadLetterActions(env, settings)
     actions, metal = WebActions(bus, api, env.rng), NodesReader(settings, objects, env.clock)
     safety = SafetyReader(env)
-    pages = Pages(api, actions, live, fleet, safety=safety, queues=queues, clock=env.clock, has_session=not access.open)
+    last, has_session = LastAnswers(env.clock), not access.open
+    pages = Pages(
+        api, actions, live, fleet, safety=safety, queues=queues, clock=env.clock, last=last, has_session=has_session
+    )
+    of_hosts = HostPages(fleet, drains, last=last, has_session=has_session)
+    of_objects = ObjectPages(objects, last=last, has_session=has_session)
     for_operators = OperatorPages(
         fleet=fleet,
         actions=actions,
         drains=drains,
         metal=metal,
-        objects=objects,
         dead_letters=box,
         safety=safety,
-        has_session=not access.open,
+        last=last,
+        has_session=has_session,
     )
     parts = (
         api,
@@ -190,6 +213,8 @@ def application(
     routes: list[BaseRoute] = [
         *_api_routes([route for part in parts for route in part.routes()]),
         *pages.routes(),
+        *of_hosts.routes(),
+        *of_objects.routes(),
         *for_operators.routes(),
     ]
     return _served(env, routes, NAV, live=live, calls=calls, access=access, hosts=hosts)

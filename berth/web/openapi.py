@@ -31,6 +31,7 @@ from berth.client.types import (
     DrainCommandBody,
     GroupView,
     HostDetail,
+    LossesAccepted,
     NodesView,
     ObjectList,
     ProblemBody,
@@ -38,6 +39,7 @@ from berth.client.types import (
     QuarantineDecision,
     QuarantinePage,
     QuotaUse,
+    Recovery,
     RemovalBody,
     ReplayBody,
     TargetBody,
@@ -204,7 +206,6 @@ def _of_dead_letters() -> dict[str, _Operation]:
 
 
 def _of_quarantine() -> dict[str, _Operation]:
-
     listed = {"cell": Word, "service": Word, "decided": bool, "after": str, "limit": int}
     return {
         "list_quarantine": _Operation(QuarantinePage, query=listed, errors=(404, *_READS)),
@@ -212,6 +213,8 @@ def _of_quarantine() -> dict[str, _Operation]:
         "list_breakers": _Operation(tuple[BreakerView, ...], query={"cell": Word, "open": bool}, errors=(404, *_READS)),
         "show_breaker": _Operation(BreakerView, errors=(404, *_READS)),
         "reset_breakers": _Operation(BreakersAfterReset, body=BreakersReset, errors=(404, *_WRITES)),
+        "list_recoveries": _Operation(tuple[Recovery, ...], errors=_READS),
+        "accept_losses": _Operation(Recovery, body=LossesAccepted, errors=(404, 409, *_WRITES)),
     }
 
 

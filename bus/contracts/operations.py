@@ -198,3 +198,11 @@ class HostFence(Message, frozen=True, kw_only=True, tag="host.fence.v1"):
     state: FenceState
     stale_machines: Count = 0  # the machines that the host may still have to destroy, at most
     at: float = 0.0  # seconds since the epoch
+
+
+class Losses(Struct, frozen=True, omit_defaults=True):
+    """The instances that a recovery would end without a client's delete."""
+
+    count: int = 0
+    instances: tuple[str, ...] = ()  # the first MAX_LOSSES_NAMED
+    builds: int = 0  # how many builds would fail meanwhile

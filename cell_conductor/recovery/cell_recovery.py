@@ -16,7 +16,7 @@ from itertools import islice
 import structlog
 
 from bus.clock import Clock
-from bus.contracts.operations import CellFence
+from bus.contracts.operations import CellFence, Losses
 from bus.faults import Transient
 from bus.transport import BusError
 from cell_conductor.config import ConductorConfig
@@ -28,7 +28,7 @@ from cell_conductor.recovery.machine_listing import MachineCollector, MachineLis
 from cell_conductor.recovery.record_reconciler import MAX_BATCH, RecordReconciler
 from cell_conductor.rules.recovered import Loss, loss_of
 from cell_conductor.state.fence import fence_of
-from cell_conductor.store.keyed import MAX_LOSSES_NAMED, Losses
+from cell_conductor.store.keyed import MAX_LOSSES_NAMED
 from cell_conductor.store.port import InstanceStore
 
 log = structlog.get_logger(__name__)

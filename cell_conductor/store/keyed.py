@@ -98,14 +98,6 @@ class KeyedRows(Protocol):
         """The instances that have, or may have, a machine on this host: in order of uuids, above `after`."""
 
 
-class Losses(Struct, frozen=True, omit_defaults=True):
-    """The instances that a recovery would end without a client's delete."""
-
-    count: int = 0
-    instances: tuple[str, ...] = ()  # the first MAX_LOSSES_NAMED
-    builds: int = 0  # how many builds would fail meanwhile
-
-
 def absent_with(stated: Mapping[str, bool], silent: Collection[str], without: Collection[str] = ()) -> dict[str, bool]:
     """The services that have not listed. stated: what operators have stated of them meanwhile."""
     absent = sorted({*silent, *without})[:MAX_ABSENT]

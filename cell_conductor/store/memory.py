@@ -10,7 +10,7 @@ from msgspec import convert
 from msgspec.structs import replace
 
 from bus.contracts.base import SENT_SLOTS, DatabaseMark, SentSequences
-from bus.contracts.operations import FenceState
+from bus.contracts.operations import FenceState, Losses
 from bus.persistence.database import check_identity
 from bus.persistence.guarded_statement import Conflict, PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemoryRows, MemorySession
@@ -26,7 +26,6 @@ from cell_conductor.store.keyed import (
     MAX_ABSENT,
     DatabaseIdentity,
     DatabaseState,
-    Losses,
     Recovering,
     Unrecognised,
     absent_with,

@@ -9,6 +9,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from bus.contracts.base import DatabaseMark
+from bus.contracts.operations import Losses
 from bus.faults import Fault
 from bus.persistence.group_flush import Flushed, FlushedStore
 from bus.persistence.guarded_statement import Conflict
@@ -17,7 +18,7 @@ from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, Version
 from cell_conductor.state.database_marks import NOTHING, RecordedMarks, Stated
 from cell_conductor.state.instance import Instance, InstanceSummary, Phase
 from cell_conductor.store.fence_rows import FenceStore, LeaseStore
-from cell_conductor.store.keyed import DatabaseIdentity, Losses
+from cell_conductor.store.keyed import DatabaseIdentity
 from cell_conductor.store.keyed_tables import UnknownMachineRecord
 from cell_conductor.store.unknown_machines import Safety
 

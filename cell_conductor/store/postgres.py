@@ -15,7 +15,7 @@ import structlog
 from msgspec import DecodeError
 
 from bus.contracts.base import DatabaseMark, SentSequences, reason_of
-from bus.contracts.operations import FenceState
+from bus.contracts.operations import FenceState, Losses
 from bus.persistence import outbox
 from bus.persistence.database import Database, check_identity
 from bus.persistence.guarded_statement import Conflict, GuardedStatement
@@ -39,7 +39,6 @@ from cell_conductor.store.keyed import (
     MAX_ABSENT,
     DatabaseIdentity,
     DatabaseState,
-    Losses,
     Recovering,
     Unrecognised,
     absent_with,

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from bus.contracts.build import BuildState
+from bus.contracts.operations import Losses
 from bus.contracts.placement import InventoryUpdate
 from cell_conductor.state.instance import State
 from cell_conductor.state.unknown_machine import UnknownMachineKind
-from cell_conductor.store.keyed import Losses
 from cell_conductor.store.keyed_tables import DESTROY, PROTECT, DecidedMachine
 from cell_conductor.store.memory import MemoryInstances
 from lab.simulation.load import Client

@@ -10,11 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord
+from bus.contracts.operations import Losses
 from bus.memory import MemoryTransport
 from bus.topology import QueuePlan
 from cell_conductor.state.breaker import Breaker
 from cell_conductor.state.instance import Instance, State
-from cell_conductor.store.keyed import Losses
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.fleet import Fleet
 from lab.simulation.breaker_watch import BreakerWatch

@@ -32,6 +32,7 @@ from tests.system.web_server import server as web_of
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres]
 
+BROWSER = {"accept": "text/html"}
 UNKNOWN = "00000000-0000-4000-8000-00000000dead"
 HOSTILE = "<script>alert(1)</script>\n\u202eevil"
 
@@ -259,6 +260,7 @@ def test_the_document_describes_every_route(web: Web) -> None:
             "/services/{service}/delete", "/workers", "/cells",
             "/cells/{name}", "/metal", "/zones",
             "/quarantine", "/quarantine/decide", "/breakers", "/breakers/{cell}/{service}", "/breakers/reset",
+            "/recoveries", "/recoveries/{cell}/accept",
             "/flavors", "/flavors/{name}", "/aggregates", "/aggregates/{name}", "/quotas", "/quotas/{project}",
             "/groups", "/groups/{name}", "/rules", "/rules/{name}", "/objects", "/objects/log",
             "/dead-letters", "/dead-letters/{bus}/{queue}",
@@ -310,12 +312,15 @@ def test_a_reader_sees_all_and_changes_nothing(web: Web) -> None:
 
 def test_a_session_begins_with_a_token_and_ends_with_log_out(web: Web) -> None:
     with httpx.Client(base_url=web.tokens_url, timeout=TIMEOUT_S, verify=NO_TLS, follow_redirects=True) as client:
+        sent_to = client.get("/fleet?cell=cell1").url
+        assert (sent_to.path, sent_to.params["next"]) == ("/login", "/fleet?cell=cell1")
         wrong = client.post("/login", data={"token": "wrong"})
         assert wrong.status_code == 401 and "not in the token file" in wrong.text
-        assert "Now" in client.post("/login", data={"token": "op"}).text
+        assert client.post(str(sent_to), data={"token": "op"}).url.raw_path == b"/fleet?cell=cell1"
+        assert client.post("/login?next=//evil.example/", data={"token": "op"}).url.raw_path == b"/"
         cookie = next(iter(client.cookies.jar))
         assert not cookie.secure
-        assert cookie.has_nonstandard_attr("HttpOnly") and cookie.get_nonstandard_attr("SameSite") == "strict"
+        assert cookie.has_nonstandard_attr("HttpOnly") and cookie.get_nonstandard_attr("SameSite") == "lax"
         assert client.get("/fleet").status_code == 200
         client.post("/logout")
         assert "Log in" in client.get("/fleet").text
@@ -468,7 +473,7 @@ def test_every_page_has_what_the_api_has(web: Web) -> None:
     with web.client(accept="text/html") as client:
         instance = boot(client, name="shown")
         follow(client, instance)
-        assert "Boots a second" in client.get("/").text
+        assert "Started in five minutes" in client.get("/").text
         fleet = client.get("/fleet").text
         host = client.get("/api/v1/hosts").json()[0]
         assert host["name"] in fleet and f"/fleet/{host['uuid']}" in fleet
@@ -505,6 +510,23 @@ def test_the_first_page_is_kept_up_to_date(web: Web) -> None:
 
 # --- without a scheduler
 
+PAGES_ALONE: list[tuple[str, int, tuple[str, ...]]] = [
+    ("/", 200, ("not known</dd>", 'colspan="3">Not known.')),
+    ("/fleet", 504, ("<h1>Fleet</h1>", "Name has", 'colspan="8">Not known.')),
+    ("/builds", 504, ("<h1>Instances</h1>", "Instance <input", 'colspan="7">Not known.')),
+    ("/system", 504, ("<h1>System</h1>", 'colspan="7">Not known.', 'colspan="9">Not known.')),
+    ("/operations", 504, ("Fenced hosts", 'colspan="7">Not known.')),
+    ("/actions", 504, ("<h1>Actions</h1>", 'colspan="7">Not known.')),
+    ("/objects", 504, ("<h1>Objects</h1>", 'colspan="7">Not known.')),
+    ("/objects/log", 504, ("<h1>Log of changes</h1>", "Not known.")),
+    ("/objects/flavors?name=m1.tiny", 504, ("<h1>Flavor m1.tiny</h1>",)),
+    ("/metal", 504, ("<h1>Bare metal</h1>",)),
+    ("/fleet/h1", 504, ("<h1>Host h1</h1>",)),
+    ("/fleet/h1/drain", 504, ("<h1>Drain of host h1</h1>",)),
+    (f"/builds/{UNKNOWN}", 504, (f"<h1>Instance {UNKNOWN}</h1>",)),
+    (f"/drains/{UNKNOWN}", 504, (f"<h1>Drain {UNKNOWN}</h1>",)),
+]
+
 
 @pytest.fixture(scope="module")
 def pages_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, httpx.Response]:
@@ -517,27 +539,20 @@ def pages_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, httpx.Res
             await alone.open()
             try:
                 async with httpx.AsyncClient(base_url=alone.url, timeout=TIMEOUT_S, verify=NO_TLS) as client:
-                    paths = ("/", "/fleet", "/builds", "/system")
-                    return dict(zip(paths, await asyncio.gather(*map(client.get, paths)), strict=True))
+                    paths = [path for path, _, _ in PAGES_ALONE]
+                    found = await asyncio.gather(*(client.get(path, headers=BROWSER) for path in paths))
+                    return dict(zip(paths, found, strict=True))
             finally:
                 await alone.close()
 
     return asyncio.run(read())
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "shown"),
-    [
-        ("/", 200, ('data-now="hosts">not known<', 'colspan="3">Not known.')),
-        ("/fleet", 504, ("<h1>Fleet</h1>", "Name has", 'colspan="7">Not known.')),
-        ("/builds", 504, ("<h1>Builds</h1>", "Instance <input", 'colspan="8">Not known.')),
-        ("/system", 504, ("<h1>System</h1>", "Dead letters", 'colspan="7">Not known.', 'colspan="9">Not known.')),
-    ],
-)
+@pytest.mark.parametrize(("path", "status", "shown"), PAGES_ALONE)
 def test_a_page_shows_what_it_knows_without_a_scheduler(
     pages_alone: dict[str, httpx.Response], path: str, status: int, shown: tuple[str, ...]
 ) -> None:
-    """Fleet, Builds and System were a "504" alone, and Now said 0 of 0 hosts beside "No scheduler answers"."""
+    """They were a "504" alone, and the first page said 0 of 0 hosts beside "No scheduler answers"."""
     answer = pages_alone[path]
     assert answer.status_code == status and "No scheduler answers" in answer.text
-    assert [one for one in shown if one not in answer.text] == []
+    assert [one for one in (*shown, 'aria-label="Pages"') if one not in answer.text] == []

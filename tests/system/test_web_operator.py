@@ -195,7 +195,7 @@ def test_a_project_sees_the_flavors_that_it_may_request(web: Web) -> None:
 READERS = (
     "/aggregates", "/rules", "/objects", "/objects/log", "/hosts/x", "/hosts/x/drain-plan", "/drain-plan", "/drains",
     f"/drains/{UNKNOWN}", "/workers", "/cells", "/services", "/metal", "/dead-letters", "/dead-letters/api/x",
-    "/quarantine", "/breakers", "/breakers/cell1/s",
+    "/quarantine", "/breakers", "/breakers/cell1/s", "/recoveries",
 )  # fmt: skip
 OPERATORS: tuple[tuple[str, str, Any], ...] = (
     ("PUT", "/flavors/x", {"vcpus": 1}),
@@ -218,6 +218,7 @@ OPERATORS: tuple[tuple[str, str, Any], ...] = (
     ("DELETE", "/dead-letters/api/scheduler.requests", None),
     ("POST", "/quarantine/decide", {"decision": "destroy", "machines": []}),
     ("POST", "/breakers/reset", {"breakers": []}),
+    ("POST", "/recoveries/cell1/accept", {"database_incarnation": 1, "losses": 1, "reason": "lost"}),
 )
 
 
@@ -399,7 +400,10 @@ def test_dead_letters_are_counted_shown_replayed_and_purged(web: Web) -> None:
 
 HOSTILE = "<script>alert(1)</script>\u202eevil"
 PAGES = (
+    "/operations",
     "/actions",
+    "/dead-letters",
+    "/objects/log",
     "/objects",
     "/objects/flavors",
     "/objects/flavors?name=m1.tiny",
@@ -436,7 +440,10 @@ def test_pages_show_a_host_its_plan_its_build_and_its_drain(web: Web) -> None:
 
 def test_what_is_not_for_a_role_has_no_page(web: Web) -> None:
     with web.client("alice") as alice, web.client("see") as see:
-        for path in ("/objects", "/system", "/metal", "/fleet/x", "/fleet/x/drain", f"/drains/{UNKNOWN}"):
+        for path in (
+            "/", "/fleet", "/fleet/x", "/fleet/x/drain", "/operations", "/quarantine", "/dead-letters",
+            f"/drains/{UNKNOWN}", "/metal", "/objects", "/objects/log", "/system",
+        ):  # fmt: skip
             assert code_of(alice.get(path), 403) == "role.forbidden"
         assert alice.get("/actions").status_code == 200
         assert code_of(see.get("/objects/flavors"), 403) == "role.forbidden"
@@ -451,7 +458,14 @@ def test_hostile_names_of_objects_and_reasons_are_only_text(web: Web) -> None:
         path = f"/api/v1/hosts/{host['name']}/admin-state"
         client.put(path, json={"state": "disabled", "reason": HOSTILE})
         try:
-            for page in ("/objects", "/objects/flavors?name=%3Cb%3Ebold", f"/fleet/{host['uuid']}"):
+            pages = (
+                "/objects/flavors?name=%3Cb%3Ebold",
+                f"/fleet/{host['uuid']}",
+                "/objects/log",
+                "/operations",
+                "/fleet",
+            )
+            for page in ("/objects", *pages):
                 text = client.get(page).text
                 assert "<script>alert" not in text and "\u202e" not in text and "<b>bold" not in text, page
                 assert "&lt;script&gt;alert(1)" in text, page

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import httpx
+import msgspec
 import pytest
 from msgspec.structs import replace
 
+from bus.contracts.operations import Losses
 from cell_conductor.state.breaker import Breaker
 from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineKind
 from cell_conductor.store.keyed_tables import UnknownMachineRecord
@@ -43,6 +46,28 @@ def on_record(web: Web, work: Callable[[Safety], Awaitable[T]]) -> T:
             await database.close()
 
     return asyncio.run_coroutine_threadsafe(there(), web.loop).result(TIMEOUT_S)
+
+
+@contextmanager
+def recovering(web: Web, losses: str) -> Iterator[None]:
+    """cell1 as it waits for a decision about what a restored database would lose."""
+
+    async def put(state: str, lost: str) -> None:
+        database = web.site.environment("test").database("cell_cell1", pool_size=1)
+        try:
+            async with database.raw() as connection:
+                await connection.execute("UPDATE identity SET state = $1, losses = $2::text::json", state, lost)
+        finally:
+            await database.close()
+
+    def there(state: str, lost: str) -> None:
+        asyncio.run_coroutine_threadsafe(put(state, lost), web.loop).result(TIMEOUT_S)
+
+    there("recovering", losses)
+    try:
+        yield
+    finally:
+        there("open", "{}")
 
 
 def quarantined(web: Web, service: str, count: int) -> list[UnknownMachine]:
@@ -155,3 +180,22 @@ def test_the_first_page_has_what_waits_for_an_operator_before_all_else(web: Web)
         assert code_of(op.get("/quarantine", params={"cell": "mars"}), 404) == "cell.unknown"
     with web.client("alice") as alice:
         assert code_of(alice.get("/quarantine"), 403) == "role.forbidden"
+
+
+def test_the_losses_of_a_recovery_are_accepted_as_they_were_seen(web: Web) -> None:
+    with web.client("op", accept="text/html") as op, web.client("see") as see:
+        states = {one["cell"]: one for one in see.get("/api/v1/recoveries").json()}
+        assert states["cell1"]["state"] == "open" and "Accept the loss" not in op.get("/operations").text
+        incarnation = states["cell1"]["database_incarnation"]
+        seen = {"database_incarnation": incarnation, "losses": 2, "reason": "the backup is older"}
+        assert code_of(op.post("/api/v1/recoveries/cell1/accept", json=seen), 409) == "recovery.not_waiting"
+        assert code_of(op.post("/api/v1/recoveries/mars/accept", json=seen), 404) == "cell.unknown"
+        losses = msgspec.json.encode(Losses(count=2, instances=(str(uuid.uuid4()),), builds=1)).decode()
+        with recovering(web, losses):
+            page = op.get("/operations").text
+            assert "would lose 2 instances" in page and 'name="losses" data-number value="2"' in page
+            other = {**seen, "losses": 1}
+            assert code_of(op.post("/api/v1/recoveries/cell1/accept", json=other), 409) == "recovery.not_waiting"
+            accepted = op.post("/api/v1/recoveries/cell1/accept", json=seen)
+            assert accepted.status_code == 200 and accepted.json()["losses"]["count"] == 2
+            assert code_of(op.post("/api/v1/recoveries/cell1/accept", json=seen), 409) == "recovery.not_waiting"

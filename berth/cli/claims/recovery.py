@@ -24,6 +24,7 @@ from berth.cli.common import (
     print_result,
 )
 from berth.cli.options import CommandGroup
+from berth.client.types import Recovery
 from berth.config.settings import Settings
 from berth.text import counted, render_rows
 from bus.contracts.base import Word, reason_of
@@ -94,7 +95,7 @@ async def without(
     print_result({"cell": cell, "service": service}, as_json, f"{cell}: goes on without {service}")
 
 
-def _row(one: recoveries.Recovery) -> list[str]:
+def _row(one: Recovery) -> list[str]:
     absent = [f"{name} (nothing)" if has_nothing else name for name, has_nothing in sorted(one.absent.items())]
     lost = one.losses
     counts = [str(number) for number in (one.database_incarnation, lost.count, lost.builds)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,13 +15,11 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from berth.text import printable
 from berth.web.api import (
     SEARCHED_BY,
     WebApi,
     caller_of,
     check_again,
-    json_response,
     moment_of,
     need,
     next_page,
@@ -31,13 +30,22 @@ from berth.web.api import (
 )
 from berth.web.event_stream import INSTANCE_LOST, Live, Second
 from berth.web.operations import WebActions
+from berth.web.pages.figures import (
+    MetalClass,
+    Use,
+    capacity_of,
+    failures_of,
+    is_bare_metal,
+    metal_of,
+    states_of,
+)
 from berth.web.pages.fleet import FleetReader, QueueDepth, QueueReader
 from berth.web.pages.quarantine import SafetyReader
 from berth.web.problems import Problem
-from berth.web.rendering import Asked, rendered
+from berth.web.rendering import HOSTS, Asked, LastAnswers, rendered, unanswered_page, when
 from berth.web.sign_in_sessions import WebCaller, WebRole
 from bus.clock import Clock
-from bus.contracts.actions import ActionKind, ActionQuery, ActionRequest
+from bus.contracts.actions import ActionKind, ActionPage, ActionQuery, ActionRequest
 from bus.contracts.build import TERMINAL_STATES, BuildPage, BuildQuery, BuildRecord, BuildState, HostRecord
 from bus.contracts.catalogue import OPERATORS
 from bus.contracts.stages import durations
@@ -52,7 +60,11 @@ QUEUES_SHOWN = 10
 LOST_SHOWN = 10  # lost claims of a build
 NAMED = 3
 NO_RECORD = "they have this database's tag, and no record explains them"
-MAX_HOST = 255
+# The first page groups so many newest failures of a day, read anew at most so often; each record has its timeline.
+FAILURES_READ = 200
+FAILURES_FOR_S = 86_400.0
+FAILURES_AGE_S = 5.0
+GROUPS_SHOWN = 8
 DELETABLE = frozenset(BuildState).difference({BuildState.REFUSED}, DELETE_REQUESTED)
 
 
@@ -66,6 +78,8 @@ class SystemProblem(Struct, frozen=True):
 
 class Now(Struct, frozen=True):
     """The first page's figures. Rates are a second's; latencies seconds from accepted to active.
+
+    started, failed: builds of the last five minutes. states, capacity: of hosts that are not bare metal.
 
     lost_per_s: claims that others were faster with; retries_per_s: hosts tried after the first; of builds that ended.
     workers: {role: (up and ready, all)}. answered: whether a scheduler has told hosts and workers.
@@ -88,6 +102,20 @@ class Now(Struct, frozen=True):
     problems: tuple[SystemProblem, ...]
     answered: bool = True
     seconds: tuple[Second, ...] = ()
+    started: int = 0
+    failed: int = 0
+    states: dict[str, int] = {}
+    capacity: tuple[Use, ...] = ()
+    metal: tuple[MetalClass, ...] = ()
+
+
+class Stage(Struct, frozen=True):
+    """A stage of a build. begin, end: seconds since the request, which was at began_at (seconds since the epoch)."""
+
+    name: str
+    begin: float
+    end: float
+    began_at: float
 
 
 class LostClaim(Struct, frozen=True):
@@ -97,18 +125,6 @@ class LostClaim(Struct, frozen=True):
     host: str
     outcome: str
     conflicting_consumers: tuple[str, ...]
-
-
-class HostMap(Struct, frozen=True):
-    """Hosts as columns. resources: {class: [used, total] of each host, null where it has none}; metrics alike."""
-
-    uuid: list[str]
-    name: list[str]
-    cell: list[str | None]
-    state: list[str]
-    failed_builds: list[int]
-    resources: dict[str, list[tuple[float, float] | None]]
-    metrics: dict[str, list[float | None]]
 
 
 class Pages:
@@ -124,6 +140,7 @@ class Pages:
         safety: SafetyReader,
         queues: QueueReader,
         clock: Clock,
+        last: LastAnswers,
         has_session: bool,
     ) -> None:
         self._queues = queues
@@ -134,14 +151,16 @@ class Pages:
         self._live = live
         self._has_session = has_session
         self._clock = clock
+        self._last = last
+        self._reading_failures = asyncio.Lock()
+        self._failures: list[BuildRecord] = []
+        self._failures_at = float("-inf")
 
     def routes(self) -> list[Route]:
         """The routes of the pages."""
         return [
             Route("/", self.now),
             Route("/now/events", self.now_events),
-            Route("/fleet", self.fleet),
-            Route("/fleet/map", self.fleet_map),
             Route("/builds", self.builds),
             Route("/builds/{uuid}", self.build),
         ]
@@ -151,7 +170,16 @@ class Pages:
     async def now(self, request: Request) -> Response:
         """The present activity, with faults first."""
         need(caller_of(request), WebRole.READER)
-        return self._page(request, "now.html", now=await self._state(), failures=list(self._live.failures))
+        now, failed = await asyncio.gather(self._state(), self._failed_builds())
+        asked = Asked()  # `problems` has what did not answer: the page is whole without it
+        return self._page(
+            request,
+            "now.html",
+            asked=asked,
+            now=now,
+            failures=failures_of(failed)[:GROUPS_SHOWN],
+            failures_cut=len(failed) >= FAILURES_READ,
+        )
 
     async def now_events(self, request: Request) -> Response:
         """The figures of the first page, every second for as long as it is open."""
@@ -181,8 +209,10 @@ class Pages:
         problems += self._problems_of_losses()
         answered = not isinstance(hosts, (Fault, BusError))
         if isinstance(hosts, (Fault, BusError)):
-            problems.append(SystemProblem("No scheduler answers", f"{hosts.code}: {hosts}"))
-            hosts = ()
+            at, known = self._last.find(HOSTS) or (None, ())
+            as_of = "" if at is None else f"; hosts are shown as of {when(at)} UTC"
+            problems.append(SystemProblem("No scheduler answers", f"{hosts.code}: {hosts}{as_of}"))
+            hosts = known
         cells, of_hosts = problems_of_hosts(hosts)
         problems += [*of_hosts, *_problems_of_workers(workers)]
         depths = await self._queues.depths(
@@ -196,6 +226,11 @@ class Pages:
         recent = (history := self._live.history())[-10:]
         return Now(
             in_flight=self._live.in_flight,
+            started=sum(second.active for second in history),
+            failed=sum(second.failed for second in history),
+            states=states_of(virtual := [host for host in hosts if not is_bare_metal(host)]),
+            capacity=tuple(capacity_of(virtual)),
+            metal=tuple(metal_of(hosts)),
             active_per_s=sum(second.active for second in recent) / len(recent),
             failed_per_s=sum(second.failed for second in recent) / len(recent),
             latency=self._live.percentiles(),
@@ -216,9 +251,24 @@ class Pages:
 
     async def _hosts_or_fault(self) -> tuple[HostRecord, ...] | Fault | BusError:
         try:
-            return await self._fleet.hosts_to_count()
+            hosts = await self._fleet.hosts_to_count()
+            self._last.keep(HOSTS, hosts)
+            return hosts
         except (Fault, BusError) as fault:
             return fault
+
+    async def _failed_builds(self) -> list[BuildRecord]:
+        """Those of the last day, as far as FAILURES_READ of each state go; none while no scheduler answers."""
+        async with self._reading_failures:
+            if self._clock.monotonic() - self._failures_at > FAILURES_AGE_S:
+                self._failures_at = self._clock.monotonic()
+                after = self._clock.time() - FAILURES_FOR_S
+                states = (BuildState.FAILED, BuildState.REFUSED)
+                queries = [BuildQuery(state=state, after=after, limit=FAILURES_READ) for state in states]
+                with contextlib.suppress(Fault, BusError):  # `problems` says that no scheduler answers
+                    pages = await asyncio.gather(*map(self._api.builds, queries))
+                    self._failures = [build for page in pages for build in page.builds]
+        return self._failures
 
     async def _workers(self) -> tuple[WorkerRecord, ...]:
         try:
@@ -255,45 +305,6 @@ class Pages:
         where = f"/builds?state={BuildState.FAILED}&code={INSTANCE_LOST}"
         return [SystemProblem(f"{len(lost):,} instances were lost", "their hosts do not run them any more", where)]
 
-    # --- fleet
-
-    async def fleet(self, request: Request) -> Response:
-        """Every host as a cell of a heat map, and the same as a table."""
-        need(caller_of(request), WebRole.READER)
-        hosts = await (asked := Asked()).of(self._fleet.hosts(), without=())
-        shown = _wanted(hosts, request.query_params)
-        return self._page(
-            request,
-            "fleet.html",
-            asked=asked,
-            hosts=shown[: 2 * PAGE],
-            count=len(shown),
-            cells=sorted({host.cell or "?" for host in hosts}),
-            zones=sorted({host.zone for host in hosts if host.zone is not None}),
-            aggregates=sorted({name for host in hosts for name in host.aggregates}),
-            classes=_by_frequency(hosts),
-            metrics=sorted({name for host in hosts for name in host.metrics}),
-            query=request.query_params,
-        )
-
-    async def fleet_map(self, request: Request) -> Response:
-        """The heat map's data, of the hosts that the page shows."""
-        need(caller_of(request), WebRole.READER)
-        hosts = _wanted(await self._fleet.hosts(), request.query_params)
-        metrics = sorted({name for host in hosts for name in host.metrics})
-        classes = sorted({name for host in hosts for name in host.resources})
-        return json_response(
-            HostMap(
-                uuid=[host.uuid for host in hosts],
-                name=[printable(host.name) for host in hosts],
-                cell=[host.cell for host in hosts],
-                state=[state_of(host) for host in hosts],
-                failed_builds=[host.failed_builds for host in hosts],
-                resources={name: [host.resources.get(name) for host in hosts] for name in classes},
-                metrics={name: [host.metrics.get(name) for host in hosts] for name in metrics},
-            )
-        )
-
     # --- builds
 
     async def builds(self, request: Request) -> Response:
@@ -315,7 +326,8 @@ class Pages:
                 BuildQuery,
             )
         )
-        page = await (asked := Asked()).of(self._api.builds(query), without=BuildPage())
+        asked = Asked(self._last, caller)
+        page = await asked.of(self._api.builds(query), without=BuildPage(), question=query)
         return self._page(
             request,
             "builds.html",
@@ -330,12 +342,17 @@ class Pages:
 
     async def build(self, request: Request) -> Response:
         """One build's timeline."""
-        caller = caller_of(request)
-        found = await self._api.build(uuid_of(request), caller)
-        page = await self._actions.actions(ActionQuery(instance_uuid=found.instance_uuid, project_id=found.project_id))
+        caller, uuid = caller_of(request), uuid_of(request)
+        asked = Asked(self._last, caller)
+        found = await asked.of(self._api.build(uuid, caller), without=None, question=("build", uuid))
+        if found is None:
+            return unanswered_page(request, asked, f"Instance {uuid}", has_session=self._has_session)
+        query = ActionQuery(instance_uuid=found.instance_uuid, project_id=found.project_id)
+        page = await asked.of(self._actions.actions(query), without=ActionPage(), question=query)
         return self._page(
             request,
             "build.html",
+            asked=asked,
             build=found,
             stages=stages_of(found),
             unplaced=page.unplaced,
@@ -348,25 +365,6 @@ class Pages:
 
     def _page(self, request: Request, template: str, **fields: Any) -> Response:
         return rendered(request, template, has_session=self._has_session, **fields)
-
-
-def state_of(host: HostRecord) -> str:
-    """For the map and the table: not reported, down, disabled or up."""
-    return "not reported" if not host.reported else "down" if not host.up else "up" if host.enabled else "disabled"
-
-
-def _wanted(hosts: Sequence[HostRecord], query: Mapping[str, str]) -> list[HostRecord]:
-    """The hosts of the cell, zone and aggregate that the page's form names, whose names have what it names."""
-    cell, zone, aggregate = (query.get(name, "") for name in ("cell", "zone", "aggregate"))
-    part = query.get("q", "").strip().lower()
-    return [
-        host
-        for host in hosts
-        if cell in ("", host.cell)
-        and zone in ("", host.zone)
-        and (not aggregate or aggregate in host.aggregates)
-        and part in host.name.lower()
-    ]
 
 
 def problems_of_hosts(hosts: Sequence[HostRecord]) -> tuple[dict[str, tuple[int, int]], list[SystemProblem]]:
@@ -429,19 +427,13 @@ def _kinds_for(build: BuildRecord, caller: WebCaller) -> list[ActionKind]:
     ]
 
 
-def _by_frequency(hosts: Sequence[HostRecord]) -> list[str]:
-    """The classes that hosts have, those of most hosts first."""
-    counted = Counter(name for host in hosts for name in host.resources)
-    return sorted(counted, key=lambda name: (-counted[name], name != "VCPU", name))
-
-
-def stages_of(build: BuildRecord) -> list[tuple[str, float, float]]:
-    """(stage, its begin, its end) in seconds since the request, for the waterfall; empty while the build goes on."""
+def stages_of(build: BuildRecord) -> list[Stage]:
+    """The stages of a build that has ended, for the waterfall; empty while it goes on."""
     stage_times = next((line.stage_times for line in reversed(build.timeline) if line.stage_times is not None), None)
-    rows: list[tuple[str, float, float]] = []
+    rows: list[Stage] = []
     at = 0.0
-    for stage, seconds in durations(stage_times).items() if stage_times is not None else ():
-        rows.append((stage, at, at + seconds))
+    for name, seconds in durations(stage_times).items() if stage_times is not None else ():
+        rows.append(Stage(name, at, at + seconds, stage_times.requested if stage_times is not None else 0.0))
         at += seconds
     return rows
 

@@ -16,6 +16,16 @@ from berth.web.sign_in_sessions import SESSION_COOKIE, SESSION_S, Access, WebRol
 MAX_LOGIN_BYTES = 16 * 1024  # a token of Keystone may have 8 KiB
 
 
+MAX_NEXT = 2_000
+
+
+def page_of(address: str) -> str:
+    """An address if it is a page of this server, else nothing: a link to the login page must not lead elsewhere."""
+    # Browsers read a backslash as a slash, and skip tabs and line ends: "/\\evil" and "/\t/evil" are other servers.
+    is_path = address.startswith("/") and not address.startswith(("//", "/login")) and "\\" not in address
+    return address if is_path and address.isascii() and address.isprintable() and len(address) <= MAX_NEXT else ""
+
+
 class LoginPages:
     """The handlers that begin and end a session."""
 
@@ -33,20 +43,23 @@ class LoginPages:
         """Log in with a token."""
         if self._access.open:
             return RedirectResponse("/", 303)
+        wanted = page_of(request.query_params.get("next", ""))
         if request.method == "GET":
-            return self._page(request, "login.html", wrong=False)
+            return self._page(request, "login.html", wrong=False, wanted=wanted)
         form = parse_qs((await body_of(request, MAX_LOGIN_BYTES)).decode("utf-8", "replace"))
         token = form.get("token", [""])[0].strip()
         caller = await self._access.by_token(token)
         if caller is None:
-            return self._page(request, "login.html", 401, wrong=True)
-        response = RedirectResponse("/builds" if caller.role is WebRole.PROJECT else "/", 303)
+            return self._page(request, "login.html", 401, wrong=True, wanted=wanted)
+        response = RedirectResponse(wanted or ("/builds" if caller.role is WebRole.PROJECT else "/"), 303)
         response.set_cookie(
             SESSION_COOKIE,
             self._access.log_in(token),
             max_age=int(SESSION_S),
             httponly=True,
-            samesite="strict",
+            # A link from another site (a chat, a ticket) opens the page that it names. What changes anything is refused
+            # to other sites by `SiteGuard`, whatever cookie comes along.
+            samesite="lax",
             secure=request.headers.get("origin", "").startswith("https:"),  # TLS is the proxy's: here it is http
         )
         return response

@@ -15,15 +15,18 @@ from msgspec import Struct
 from starlette.requests import Request
 
 from berth.audit import quarantine as records
+from berth.audit import recoveries
 from berth.audit.quarantine import InCells
 from berth.client.types import (
     BreakersAfterReset,
     BreakersReset,
     BreakerView,
+    LossesAccepted,
     QuarantineDecided,
     QuarantineDecision,
     QuarantinedMachine,
     QuarantinePage,
+    Recovery,
     SeenBreaker,
     SeenMachine,
     Undecided,
@@ -88,6 +91,23 @@ class SafetyReader:
         """Everything on record, of all cells or of one."""
         async with self._reads, _as_problems():
             return await records.read(self._env, cell)
+
+    async def recoveries(self, cell: str | None = None) -> list[Recovery]:
+        """The recoveries of cells whose database was restored."""
+        async with self._reads, _as_problems():
+            async with asyncio.timeout(PAGE_TIMEOUT_S):
+                return await recoveries.read(self._env, cell)
+
+    async def accept_losses(self, cell: str, seen: LossesAccepted, actor: str) -> Recovery:
+        """Have a cell recover though it loses what was seen. Raises Problem 409: it waits for no such decision."""
+        (found,) = await self.recoveries(cell)
+        is_as_seen = (found.database_incarnation, found.losses.count) == (seen.database_incarnation, seen.losses)
+        async with _as_problems():
+            if not (found.is_waiting and is_as_seen and await recoveries.accept(self._env, found, actor, seen.reason)):
+                raise Problem(
+                    409, "recovery.not_waiting", f"the recovery of {cell} is not as it was seen: read it again"
+                )
+        return found
 
     async def page(
         self, *, cell: str | None, service: str | None, decided: bool | None, after: str | None, limit: int
@@ -191,6 +211,18 @@ class WebQuarantine(Handlers):
         body = converted(await object_of(request), BreakersReset)
         return await self._safety.reset(body.breakers, caller_of(request).name)
 
+    @route("GET", "/recoveries", role=WebRole.READER)
+    async def list_recoveries(self, request: Request) -> object:
+        """The recoveries of cells whose database was restored, and what each would lose. Not for role project."""
+        return await self._safety.recoveries()
+
+    @route("POST", "/recoveries/{cell}/accept", role=WebRole.OPERATOR)
+    async def accept_losses(self, request: Request) -> object:
+        """Have a cell recover though it loses these instances, as they were seen. For operators."""
+        cell = parsed(lambda: msgspec.convert(request.path_params["cell"], Word))
+        seen = converted(await object_of(request), LossesAccepted)
+        return await self._safety.accept_losses(cell, seen, caller_of(request).name)
+
 
 def _counted(read: InCells) -> SafetyCounts:
     waiting: dict[str, int] = defaultdict(int)
@@ -263,3 +295,6 @@ async def _as_problems() -> AsyncIterator[None]:
         raise Problem(404, fault.code, str(fault)) from fault
     except (NotConfigured, Forbidden, Transient) as fault:
         raise Problem(503, fault.code, f"the cells' records cannot be read: {fault}") from fault
+    except TimeoutError as late:
+        words = f"the cells' records cannot be read: no answer within {PAGE_TIMEOUT_S:g} s"
+        raise Problem(503, DatabaseUnavailable.code, words) from late

@@ -36,7 +36,32 @@ function listen(address, handlers) {
   return source;
 }
 
-// --- now
+// On a phone each row is a card: its cells are named by the head of their column.
+function nameCells(scope) {
+  for (const table of scope.querySelectorAll("table.rows")) {
+    const names = [...table.querySelectorAll("thead th")].map((head) => head.textContent.trim());
+    for (const made of table.querySelectorAll("tbody tr:not(.none)")) [...made.children].forEach((cell, n) => { if (names[n] && !cell.querySelector(".state")) cell.dataset.label = names[n]; });
+  }
+}
+
+// The parts of a page that move are rendered by the server alone: they are fetched anew and put in their place, unless
+// their reader is typing or choosing there.
+async function refreshParts() {
+  if (document.hidden) return;
+  const answer = await fetch(location.href, { headers: { accept: "text/html" } });
+  if (answer.redirected) return;
+  const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+  for (const part of document.querySelectorAll("[data-live]")) {
+    const made = fresh.getElementById(part.id);
+    if (!made || part.contains(document.activeElement) || part.innerHTML === made.innerHTML) continue;
+    part.replaceWith(made);
+  }
+  nameCells(document);
+}
+
+// --- the overview
+
+const PARTS_EVERY_MS = 5000;
 
 function startNow() {
   const style = getComputedStyle(document.documentElement);
@@ -45,44 +70,25 @@ function startNow() {
   const line = { stroke: colour("--line"), width: 1 }, axis = { stroke: colour("--soft"), grid: line, ticks: line };
   const clock = (_, ticks) => ticks.map((at) => when(at).slice(11, ticks[1] - ticks[0] < 60 ? 19 : 16));
   const plot = new uPlot({
-    width: box.clientWidth, height: 220, axes: [{ ...axis, space: 90, values: clock }, axis], cursor: { show: false }, legend: { live: false },
-    series: [{}, { label: "active a second", stroke: colour("--good"), width: 2 }, { label: "failed a second", stroke: colour("--bad"), width: 2 }],
+    width: box.clientWidth, height: 180, axes: [{ ...axis, space: 90, values: clock }, axis], cursor: { show: false }, legend: { live: false },
+    scales: { y: { range: (_, least, most) => [0, Math.max(1, most * 1.1)] } },
+    series: [{}, { label: "started", stroke: colour("--good"), width: 2 }, { label: "failed", stroke: colour("--bad"), width: 2, dash: [4, 3] }],
   }, [[], [], []], box);
-  new ResizeObserver(() => plot.setSize({ width: box.clientWidth, height: 220 })).observe(box);
-  const put = (name, text) => { document.querySelector(`[data-now="${name}"]`).textContent = text; };
+  new ResizeObserver(() => plot.setSize({ width: box.clientWidth, height: 180 })).observe(box);
+  let refreshed = performance.now(), refreshing = false;
+  const refresh = async () => {
+    if (refreshing) return;
+    refreshing = true;
+    try { await refreshParts(); } catch { /* the stream says that the connection is lost */ }
+    refreshing = false;
+    refreshed = performance.now();
+  };
   listen("/now/events", {
     now(now) {
-      put("active_per_s", now.active_per_s.toFixed(1));
-      put("in_flight", now.in_flight);
-      put("failed_per_s", now.failed_per_s.toFixed(1));
-      put("p50", now.latency.p50 === undefined ? "none yet" : duration(now.latency.p50));
-      put("p95", now.latency.p95 === undefined ? "none yet" : duration(now.latency.p95));
-      put("lost_per_s", now.lost_per_s.toFixed(1));
-      put("retries_per_s", now.retries_per_s.toFixed(1));
-      put("waiting", now.waiting);
-      put("dead_letters", now.dead_letters);
-      put("p99", now.latency.p99 === undefined ? "none yet" : duration(now.latency.p99));
-      put("hosts", now.answered ? `${now.up} of ${now.hosts}` : "not known");
       plot.setData([now.seconds.map((s) => s.at), now.seconds.map((s) => s.active), now.seconds.map((s) => s.failed)]);
-      byId("problems").replaceChildren(...now.problems.map((problem) => {
-        const made = document.createElement("p");
-        made.className = "problem";
-        const what = document.createElement("strong");
-        what.textContent = printable(problem.what);
-        made.append(what, " ", printable(problem.detail));
-        if (problem.more) made.append(" ", link(problem.more, "Show"));
-        return made;
-      }));
-      byId("cells").replaceChildren(...Object.entries(now.cells).sort().map(([cell, [up, every]]) => row([link("/fleet?cell=" + encodeURIComponent(cell), cell), up, every])));
-      byId("workers").replaceChildren(...Object.entries(now.workers).sort().map(([role, [up, every]]) => row([link("/system", role), up, every])));
-      byId("queues").replaceChildren(...(now.queues.length ? now.queues.map((one) => row([one.bus, one.queue, one.waiting])) : [row(["None.", "", ""])]));
+      if (performance.now() - refreshed > PARTS_EVERY_MS) refresh();
     },
-    failure(event) {
-      const rows = byId("failures");
-      rows.querySelector(".none")?.remove();
-      rows.prepend(row([when(event.at), link("/builds/" + event.instance_uuid, event.instance_uuid), event.code ?? "", event.reason ?? ""]));
-      while (rows.children.length > 20) rows.lastElementChild.remove();
-    },
+    failure() { setTimeout(refresh, 500); },
   });
 }
 
@@ -113,61 +119,88 @@ function startNova() {
 // --- fleet
 
 async function startFleet() {
-  const canvas = byId("map"), picked = byId("picked"), colour = byId("colour");
-  const side = (count, width) => Math.max(4, Math.min(22, Math.floor(Math.sqrt((width * 360) / Math.max(1, count)))));
+  const canvas = byId("map"), picked = byId("picked"), colour = byId("colour"), whole = byId("whole"), spread = byId("spread");
+  const side = (count, width) => Math.max(5, Math.min(22, Math.floor(Math.sqrt((width * 300) / Math.max(1, count)))));
   let map = null, shown = [], columns = 1, size = 10, at = -1;
 
   const split = (value) => { const at = value.indexOf(":"); return [value.slice(0, at), value.slice(at + 1)]; };
-  // What the scale of the colours goes from and to: of what is free and of metrics by the hosts that are shown.
-  let range = [0, 1];
-  const scale = () => {
+  const token = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  // What a host has of what the colours show: a share of its capacity, an amount, or a number; null: nothing of it.
+  const reading = (host) => {
     const [kind, name] = split(colour.value);
-    let [least, most] = kind === "metric" ? [Infinity, -Infinity] : [0, 0];
-    for (const host of shown) {
-      const number = kind === "metric" ? (map.metrics[name] ?? [])[host] : 0, amount = (map.resources[name] ?? [])[host];
-      if (kind === "metric" && number !== null && number !== undefined) { least = Math.min(least, number); most = Math.max(most, number); }
-      if (kind === "free" && amount) most = Math.max(most, amount[1] - amount[0]);
-    }
-    range = [least, most];
-    const texts = kind === "failed" ? ["0", "5 and more"] : kind === "used" ? ["0 %", "100 %"] : most < least ? ["none", "none"] : [least, most].map((n) => n.toLocaleString("en"));
+    if (kind === "failed") return map.failed_builds[host];
+    if (kind === "metric") return (map.metrics[name] ?? [])[host] ?? null;
+    const amount = (map.resources[name] ?? [])[host];
+    if (!amount || !amount[1]) return null;
+    return kind === "free" ? Math.max(0, amount[1] - amount[0]) : amount[0] / amount[1];
+  };
+  // The scale is relative to what is there, so that hosts differ at 1 % and at 99 % as well.
+  let range = [0, 1], readings = [];
+  const scale = () => {
+    const [kind] = split(colour.value);
+    readings = map.uuid.map((_, host) => reading(host));
+    let least = Infinity, most = -Infinity;
+    for (const one of readings) if (one !== null) { if (one < least) least = one; if (one > most) most = one; }
+    range = kind === "failed" ? [0, 5] : kind === "used" && whole.checked ? [0, 1] : most < least ? [0, 0] : [least, most];
+    whole.parentElement.hidden = kind !== "used";
+    const percent = (share) => `${Number((100 * share).toPrecision(3))} %`;
+    const texts = kind === "failed" ? ["0", "5 and more"] : most < least ? ["none", "none"] : range.map((n) => (kind === "used" ? percent(n) : n.toLocaleString("en")));
     byId("scale-from").textContent = texts[0];
     byId("scale-to").textContent = texts[1];
+    drawSpread(texts);
+  };
+  // How many hosts are in each tenth of the scale.
+  const drawSpread = (texts) => {
+    const counts = Array(10).fill(0), width = range[1] - range[0];
+    for (const one of readings) if (one !== null) counts[width > 0 ? Math.min(9, Math.max(0, Math.floor((10 * (one - range[0])) / width))) : 0]++;
+    const most = Math.max(1, ...counts);
+    const bars = spread.querySelector(".bins");
+    if (!bars.children.length) bars.append(...counts.map(() => document.createElement("span")));
+    counts.forEach((count, n) => { bars.children[n].style.height = `${(100 * count) / most}%`; bars.children[n].title = `${count} hosts`; });
+    [...spread.querySelectorAll(".bins-axis span")].forEach((end, n) => { end.textContent = texts[n]; });
+    spread.hidden = width <= 0;
   };
   const SHADES = 32;
   // What is little stays near the page's background: light or dark.
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const shadesOf = (isDark) => Array.from({ length: SHADES + 1 }, (_, n) => isDark ? `hsl(212 ${28 + (52 * n) / SHADES}% ${22 + (58 * n) / SHADES}%)` : `hsl(215 ${55 + (25 * n) / SHADES}% ${88 - (68 * n) / SHADES}%)`);
-  let shades = shadesOf(dark.matches);
-  const share = (host) => {
-    const [kind, name] = split(colour.value);
-    if (kind === "failed") return Math.min(1, map.failed_builds[host] / 5);
-    if (kind === "metric") {
-      const number = (map.metrics[name] ?? [])[host];
-      return number === null || number === undefined ? null : range[1] > range[0] ? (number - range[0]) / (range[1] - range[0]) : 0.5;
-    }
-    const amount = (map.resources[name] ?? [])[host];
-    if (!amount || !amount[1]) return null;
-    return kind === "free" ? Math.max(0, amount[1] - amount[0]) / (range[1] || 1) : Math.min(1, amount[0] / amount[1]);
+  let shades = shadesOf(dark.matches), marks = {};
+  const colours = () => { marks = { bad: token("--bad"), held: token("--held"), warn: token("--warn"), bg: token("--bar-bg"), fg: token("--fg") }; };
+  // Each state has the shape that it has in lists: a cross, a triangle, two bars, a square.
+  const MARKS = {
+    down: (x, y, s) => { pen.strokeStyle = marks.bad; pen.lineWidth = Math.max(1.5, s / 6); pen.beginPath(); pen.moveTo(x + 1, y + 1); pen.lineTo(x + s - 1, y + s - 1); pen.moveTo(x + s - 1, y + 1); pen.lineTo(x + 1, y + s - 1); pen.stroke(); },
+    "not reported": (x, y, s) => { pen.fillStyle = marks.warn; pen.beginPath(); pen.moveTo(x + s / 2, y); pen.lineTo(x + s, y + s); pen.lineTo(x, y + s); pen.fill(); },
+    fenced: (x, y, s) => { pen.fillStyle = marks.held; pen.fillRect(x + s * 0.1, y + s * 0.1, s * 0.8, s * 0.8); },
+    disabled: (x, y, s) => { pen.fillStyle = marks.held; pen.fillRect(x + s * 0.2, y + s * 0.1, s * 0.22, s * 0.8); pen.fillRect(x + s * 0.58, y + s * 0.1, s * 0.22, s * 0.8); },
   };
-  const fill = (host) => {
-    if (map.state[host] === "down") return "#b42318";
-    if (map.state[host] === "disabled" || map.state[host] === "not reported") return "#8b949e";
-    const used = share(host);
-    return used === null ? null : shades[Math.round(SHADES * used)]; // null: it has none of this class
+  MARKS.maintenance = MARKS.disabled;
+  MARKS["not in placement"] = MARKS["not reported"];
+  const shade = (host) => {
+    if (map.state[host] !== "up") return marks.bg;
+    const one = readings[host];
+    if (one === null || one === undefined) return null; // it has none of this class
+    // Where all are alike, the shade is that of their share itself.
+    const alike = split(colour.value)[0] === "used" ? Math.min(1, one) : 0.5;
+    const share = range[1] > range[0] ? Math.min(1, Math.max(0, (one - range[0]) / (range[1] - range[0]))) : alike;
+    return shades[Math.round(SHADES * share)];
   };
   const pen = canvas.getContext("2d");
-  const square = (n, style) => {
-    const x = (n % columns) * size, y = Math.floor(n / columns) * size;
-    if (style) { pen.fillStyle = style; pen.fillRect(x, y, size - 1, size - 1); } else pen.clearRect(x, y, size - 1, size - 1);
+  const place = (n) => [(n % columns) * size, Math.floor(n / columns) * size];
+  const square = (n, inset = 0) => {
+    const [x, y] = place(n), host = shown[n], style = shade(host), s = size - 1 - 2 * inset;
+    pen.clearRect(x + inset, y + inset, s, s);
+    if (style) { pen.fillStyle = style; pen.fillRect(x + inset, y + inset, s, s); }
+    MARKS[map.state[host]]?.(x + inset, y + inset, s);
   };
   const mark = () => {
     if (at < 0 || at >= shown.length) return;
-    square(at, getComputedStyle(document.documentElement).getPropertyValue("--fg").trim());
-    const x = (at % columns) * size, y = Math.floor(at / columns) * size, style = fill(shown[at]);
-    pen.clearRect(x + 2, y + 2, size - 5, size - 5);
-    if (style) { pen.fillStyle = style; pen.fillRect(x + 2, y + 2, size - 5, size - 5); }
+    const [x, y] = place(at);
+    pen.fillStyle = marks.fg;
+    pen.fillRect(x, y, size - 1, size - 1);
+    square(at, size > 8 ? 2 : 1);
   };
   const draw = () => {
+    colours();
     scale();
     const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth;
     size = side(shown.length, width);
@@ -178,16 +211,17 @@ async function startFleet() {
     canvas.height = height * ratio;
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     const by = new Map(); // squares of one colour together: setting a colour costs more than a square
-    shown.forEach((host, n) => { const style = fill(host); if (style) { if (!by.has(style)) by.set(style, []); by.get(style).push(n); } });
+    shown.forEach((host, n) => { const style = shade(host); if (style) { if (!by.has(style)) by.set(style, []); by.get(style).push(n); } });
     for (const [style, squares] of by) {
       pen.fillStyle = style;
       for (const n of squares) pen.fillRect((n % columns) * size, Math.floor(n / columns) * size, size - 1, size - 1);
     }
+    shown.forEach((host, n) => { if (MARKS[map.state[host]]) square(n); });
     mark();
   };
   const pick = (n) => {
     if (n < 0 || n >= shown.length || n === at) return;
-    if (at >= 0 && at < shown.length) square(at, fill(shown[at]));
+    if (at >= 0 && at < shown.length) square(at);
     at = n;
     const host = shown[n];
     const used = Object.entries(map.resources).filter(([, all]) => all[host]).map(([name, all]) => `${name} ${all[host][0]}/${all[host][1]}`).join(", ");
@@ -205,6 +239,7 @@ async function startFleet() {
     if (event.key === "Enter") open();
   });
   colour.addEventListener("change", draw);
+  whole.addEventListener("change", draw);
   dark.addEventListener("change", () => { shades = shadesOf(dark.matches); if (map) draw(); });
   new ResizeObserver(() => { if (map) draw(); }).observe(canvas.parentElement);
   const load = async () => {
@@ -264,8 +299,8 @@ async function request(method, path, body, signal) {
 function fieldsOf(form, submitter) {
   const fields = {};
   for (const field of form.elements) {
-    if (!field.name || field.tagName === "BUTTON" || (field.value === "" && field.type !== "checkbox")) continue;
-    fields[field.name] = field.type === "checkbox" ? field.checked : field.type === "number" ? Number(field.value) : field.value;
+    if (!field.name || field.tagName === "BUTTON" || "item" in field.dataset || (field.value === "" && field.type !== "checkbox")) continue;
+    fields[field.name] = field.type === "checkbox" ? field.checked : field.type === "number" || "number" in field.dataset ? Number(field.value) : field.value;
   }
   if (submitter?.name) fields[submitter.name] = submitter.value;
   return fields;
@@ -330,7 +365,7 @@ function startAction(form) {
   });
 }
 
-// --- a decision about all rows that are chosen: one request
+// --- a decision about all rows that are chosen: one request, after the count of what it is about
 
 function startDecision(form) {
   const boxes = [...form.querySelectorAll("[data-item]")];
@@ -340,14 +375,17 @@ function startDecision(form) {
     const button = event.submitter;
     const chosen = boxes.filter((one) => one.checked).map((one) => JSON.parse(one.dataset.item));
     if (!chosen.length) return showStatus(form, "None is chosen.", true);
-    if (button?.dataset.confirm && !confirm(`${button.dataset.confirm} (${chosen.length})`)) return;
+    const hosts = new Set(chosen.map((one) => one.host_uuid).filter(Boolean)).size;
+    const plan = `${chosen.length} of ${boxes.length} here are chosen${hosts ? `, on ${hosts} host${hosts === 1 ? "" : "s"}` : ""}.`;
+    if (button?.dataset.confirm && !confirm(`${button.dataset.confirm}\n${plan}`)) return;
     for (const one of form.querySelectorAll("button")) one.disabled = true;
     try {
       const { ok, reply, sentence } = await request("POST", form.dataset.path, { ...fieldsOf(form, button), [form.dataset.list]: chosen });
       if (!ok) return showStatus(form, sentence, true);
-      const left = reply.undecided ?? [...(reply.not_open ?? []), ...(reply.no_answer ?? [])];
-      if (!left.length) return location.reload();
-      showStatus(form, `${chosen.length - left.length} decided about; ${left.length} were left: ${left[0].code ?? "breaker.not_open"}`, true);
+      const left = reply.undecided ?? [...(reply.not_open ?? []), ...(reply.no_answer ?? []), ...(reply.too_old ?? []), ...Object.values(reply.blocked ?? {}).map((code) => ({ code }))];
+      if (!left.length && !reply.fault) return location.reload();
+      const why = reply.fault || left[0]?.code || (reply.too_old ? "dead_letter.too_old" : "breaker.not_open");
+      showStatus(form, `${chosen.length - left.length} decided about; ${left.length} were left: ${why}`, true);
     } catch (fault) {
       showStatus(form, `The server does not answer: ${fault.message}`, true);
     } finally {
@@ -358,15 +396,58 @@ function startDecision(form) {
 
 // --- an object: what would change is shown before it is changed
 
+// A value that cannot stand as it is (a line's end, a mark that turns the writing) is written as JSON.
+const unquoted = (text) => (text.startsWith('"') ? String(JSON.parse(text)) : text);
+const linesOf = (text) => text.split("\n").map((line) => line.trim()).filter(Boolean);
+
+function pairOf(line) {
+  const quoted = line.match(/^("(?:[^"\\]|\\.)*")\s*=(.*)$/);
+  const at = line.indexOf("=");
+  if (!quoted && at < 0) throw new Error(`${line}: KEY = VALUE is expected`);
+  const [key, value] = quoted ? [quoted[1], quoted[2]] : [line.slice(0, at), line.slice(at + 1)];
+  return [unquoted(key.trim()), unquoted(value.trim())];
+}
+
+function amountOf([key, value]) {
+  const number = Number(value);
+  if (value === "" || Number.isNaN(number)) throw new Error(`${key}: ${value || "nothing"} is no number`);
+  return [key, number];
+}
+
+const READ = {
+  number: (text) => (text === "" ? undefined : Number(text)),
+  text: (text) => (text.trim() === "" ? undefined : unquoted(text.trim())),
+  choice: (text) => text,
+  lines: (text) => linesOf(text).map(unquoted),
+  pairs: (text) => Object.fromEntries(linesOf(text).map(pairOf)),
+  amounts: (text) => Object.fromEntries(linesOf(text).map(pairOf).map(amountOf)),
+};
+
+// The body of an object, of the fields of its form. Raises Error for a line that cannot be read.
+function bodyOf(form) {
+  const body = {};
+  for (const field of form.querySelectorAll("[data-field]")) {
+    const given = form.querySelector(`[data-given="${field.name}"]`);
+    if (given && !given.checked) continue;
+    const value = field.dataset.field === "flag" ? field.checked || undefined : READ[field.dataset.field](field.value);
+    if (value === undefined) continue;
+    const [outer, inner] = field.name.split(".");
+    if (inner) (body[outer] ??= {})[inner] = value;
+    else body[outer] = value;
+  }
+  return body;
+}
+
 function startObject(form) {
   const table = byId("difference"), rows = table.querySelector("tbody"), set = form.querySelector("[value=set]");
   const path = () => `/api/v1/${form.dataset.section}/${encodeURIComponent(form.elements.name.value)}`;
-  const control = (extra) => new URLSearchParams({ reason: form.elements.reason.value, force: form.elements.force.checked, if_version: form.dataset.version, ...extra });
+  const control = (extra) => new URLSearchParams({ reason: form.elements["change-reason"].value, force: form.elements["change-force"].checked, if_version: form.dataset.version, ...extra });
+  const shown = (value) => (value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value));
   const show = (changed) => {
     rows.replaceChildren();
     for (const { before = {}, after = {} } of changed)
       for (const key of new Set([...Object.keys(before), ...Object.keys(after)]))
-        if (JSON.stringify(before[key]) !== JSON.stringify(after[key])) rows.append(row([key, JSON.stringify(before[key]) ?? "", JSON.stringify(after[key]) ?? ""]));
+        if (JSON.stringify(before[key]) !== JSON.stringify(after[key])) rows.append(row([key, shown(before[key]), shown(after[key])]));
     table.hidden = !rows.children.length;
   };
   form.addEventListener("input", () => { set.disabled = true; table.hidden = true; showStatus(form, "", false); });
@@ -374,7 +455,7 @@ function startObject(form) {
     event.preventDefault();
     const what = event.submitter?.value ?? "preview";
     let body;
-    try { body = what === "delete" ? undefined : JSON.parse(form.elements.body.value); } catch (fault) { return showStatus(form, `This is no JSON: ${fault.message}`, true); }
+    try { body = what === "delete" ? undefined : bodyOf(form); } catch (fault) { return showStatus(form, fault.message, true); }
     if (event.submitter?.dataset.confirm && !confirm(event.submitter.dataset.confirm)) return;
     const query = control(what === "preview" ? { dry_run: true } : {});
     try {
@@ -401,6 +482,7 @@ async function followDrain(id) {
     const { ok, reply } = answer;
     if (ok) {
       byId("drain-state").textContent = reply.state;
+      byId("drain-state").className = "state " + reply.state;
       for (const [name, count] of [["moved", reply.moved.length], ["under-way", reply.under_way.length], ["not-started", reply.not_started.length], ["failed", reply.failed.length]]) byId("drain-" + name).textContent = count;
       byId("drain-progress").value = reply.moved.length;
       byId("drain-failures").replaceChildren(...reply.failed.map((one) => row([link("/builds/" + one.instance_uuid, one.instance_uuid), one.code, one.reason])));
@@ -411,6 +493,10 @@ async function followDrain(id) {
 }
 
 document.addEventListener("DOMContentLoaded", () => {
+  nameCells(document);
+  // A phone shows states first; what one may choose from is a touch away.
+  const choices = document.querySelector("details.choices");
+  if (choices && !location.search && matchMedia("(max-width: 40rem)").matches) choices.open = false;
   if (byId("rates")) startNow();
   if (byId("map")) startFleet();
   if (byId("compared")) startNova();
@@ -421,7 +507,7 @@ document.addEventListener("DOMContentLoaded", () => {
   const signIn = () => {
     if (location.hash.length < 2) return;
     login.elements.token.value = decodeURIComponent(location.hash.slice(1));
-    history.replaceState(null, "", location.pathname);
+    history.replaceState(null, "", location.pathname + location.search);
     login.submit();
   };
   if (login) {

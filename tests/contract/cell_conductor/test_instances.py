@@ -15,6 +15,7 @@ from bus.contracts.actions import ActionKind
 from bus.contracts.base import SENT_SLOTS, DatabaseMark
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import CellDelete, HostReport, HostStates, InstanceSpec, Running, Selection
+from bus.contracts.operations import Losses
 from bus.faults import DatabaseReplaced, DatabaseUnavailable, Transient
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict
@@ -26,7 +27,7 @@ from cell_conductor.state.desired_state import PURGEABLE, PURGEABLE_FAILED
 from cell_conductor.state.events import InstanceEvent, ServiceLost
 from cell_conductor.state.instance import MACHINE_EXISTS, ActionInProgress, Instance, State
 from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineKind
-from cell_conductor.store.keyed import DatabaseOutdated, Losses, Recovering, Unrecognised
+from cell_conductor.store.keyed import DatabaseOutdated, Recovering, Unrecognised
 from cell_conductor.store.keyed_tables import ADOPT, DESTROY, PROTECT, DecidedMachine
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore, UnreadableRecords

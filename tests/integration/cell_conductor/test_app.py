@@ -28,6 +28,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildState
 from bus.contracts.cell import HostStates, InstanceSpec, ReportHosts, Selection
+from bus.contracts.operations import Losses
 from bus.contracts.placement import InventoryUpdate
 from bus.faults import BrokenInvariant, DatabaseUnavailable
 from bus.memory import MemoryBroker, MemoryTransport
@@ -41,7 +42,6 @@ from cell_conductor.state.breaker import Breaker
 from cell_conductor.state.instance import Instance, State
 from cell_conductor.state.lease import Lease
 from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineKind
-from cell_conductor.store.keyed import Losses
 from cell_conductor.store.keyed_tables import DESTROY, PROTECT, DecidedMachine
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore

@@ -28,18 +28,22 @@ from berth.client.types import (
     NodesView,
     QuarantinePage,
     QuotaUse,
+    Recovery,
     Zone,
 )
+from berth.web.pages.change_log import DescribedChange
+from berth.web.pages.figures import FailureGroup, ListedHost, MetalClass, Use
 from berth.web.pages.fleet import HostChange
-from berth.web.pages.instances import LostClaim, Now
+from berth.web.pages.instances import LostClaim, Now, Stage
 from berth.web.pages.nova_calls import NovaView
+from berth.web.pages.object_pages import FilledField
 from berth.web.problems import Problem
-from berth.web.rendering import TEMPLATES
+from berth.web.rendering import TEMPLATES, Section
 from berth.web.sign_in_sessions import WebCaller
 from bus.contracts.actions import ActionKind, ActionRecord
-from bus.contracts.build import BuildEvent, BuildRecord, BuildState, HostRecord
+from bus.contracts.build import BuildRecord, BuildState, HostRecord
 from bus.contracts.drains import DrainPlan, DrainProgress
-from bus.contracts.objects import ObjectKind, ObjectLogEntry, StoredObject
+from bus.contracts.objects import ObjectKind, StoredObject
 from bus.contracts.operations import ServiceRecord
 from bus.contracts.workers import WorkerRecord
 
@@ -48,21 +52,33 @@ PAGES_OF = WEB / "pages"
 EVERYWHERE = {
     "path": str,
     "who": WebCaller,
-    "nav": tuple[tuple[str, str], ...],
+    "nav": list[Section],
+    "part": Section | None,
     "has_session": bool,
     "unanswered": Problem | None,
+    "as_of": float | None,
 }
 OF_RENDERING = {"asked"}  # what `rendered` takes itself
 # {page: {variable: type}}, as `_page` is called in these modules.
-MODULES = ("instances.py", "operator_pages.py", "nova_calls.py", "login.py")
+MODULES = ("instances.py", "host_pages.py", "object_pages.py", "operator_pages.py", "nova_calls.py", "login.py")
 PAGES: dict[str, dict[str, Any]] = {
-    "now.html": {"now": Now, "failures": list[BuildEvent]},
+    "now.html": {"now": Now, "failures": list[FailureGroup], "failures_cut": bool},
     "fleet.html": {
-        "hosts": list[HostRecord],
+        "rows": list[ListedHost],
         "count": int,
+        "first": int,
+        "earlier": str,
+        "later": str,
+        "states": dict[str, int],
+        "capacity": list[Use],
+        "metal": list[MetalClass],
+        "unwell": list[ListedHost],
+        "unwell_count": int,
         "cells": list[str],
         "zones": list[str],
         "aggregates": list[str],
+        "wells": list[str],
+        "orders": tuple[str, ...],
         "classes": list[str],
         "metrics": list[str],
         "query": dict[str, str],
@@ -77,7 +93,7 @@ PAGES: dict[str, dict[str, Any]] = {
     },
     "build.html": {
         "build": BuildRecord,
-        "stages": list[tuple[str, float, float]],
+        "stages": list[Stage],
         "unplaced": ActionRecord,
         "lost": list[LostClaim],
         "actions": tuple[ActionRecord, ...],
@@ -85,14 +101,26 @@ PAGES: dict[str, dict[str, Any]] = {
         "ended": bool,
         "deletable": bool,
     },
-    "login.html": {"wrong": bool},
+    "login.html": {"wrong": bool, "wanted": str},
     "nova.html": {"calls": NovaView},
     "nova_call.html": {"request_id": str, "calls": NovaView},
-    "host.html": {"detail": HostDetail, "host": HostRecord, "changes": list[HostChange]},
+    "host.html": {"detail": HostDetail, "host": HostRecord, "row": ListedHost, "changes": list[HostChange]},
     "drain_plan.html": {"host": HostRecord, "plan": DrainPlan, "kind": str, "stuck": int},
     "drain.html": {"drain": DrainProgress},
-    "actions.html": {"actions": tuple[ActionRecord, ...], "drains": list[DrainProgress], "query": dict[str, str]},
-    "metal.html": {"view": NodesView, "away": Problem, "nodes": "NodesView.nodes", "count": int, "state": str},
+    "actions.html": {"actions": tuple[ActionRecord, ...], "query": dict[str, str]},
+    "operations.html": {
+        "breakers": list[BreakerView],
+        "quarantined": dict[str, int],
+        "never_started": tuple[str, ...],
+        "recoveries": list[Recovery],
+        "fenced": list[HostRecord],
+        "held": list[HostRecord],
+        "drains": list[DrainProgress],
+        "open_drains": int,
+        "actions": tuple[ActionRecord, ...],
+        "dead_letters": list[DeadLetterCount],
+    },
+    "metal.html": {"view": NodesView, "nodes": "NodesView.nodes", "count": int, "state": str},
     "objects.html": {
         "revision": int,
         "flavors": list[StoredObject],
@@ -101,21 +129,20 @@ PAGES: dict[str, dict[str, Any]] = {
         "rules": list[StoredObject],
         "zones": list[Zone],
         "quotas": list[QuotaUse],
-        "log": tuple[ObjectLogEntry, ...],
     },
+    "log.html": {"entries": list[DescribedChange], "older": str, "kinds": list[ObjectKind], "query": dict[str, str]},
     "object.html": {
         "kind": ObjectKind,
         "section": str,
         "name": str,
         "stored": StoredObject,
-        "body": dict[str, Any],
+        "fields": list[FilledField],
         "members": GroupView,
     },
     "system.html": {
         "cells": tuple[CellView, ...],
         "services": list[ServiceRecord],
         "workers": list[WorkerRecord],
-        "dead_letters": list[DeadLetterCount],
     },
     "quarantine.html": {
         "page": QuarantinePage,
@@ -125,7 +152,9 @@ PAGES: dict[str, dict[str, Any]] = {
         "decided": bool,
     },
     "letters.html": {"bus": str, "queue": str, "dead_letters": list[DeadLetterView]},
+    "dead_letters.html": {"counts": list[DeadLetterCount]},
     "problem.html": {"problem": Problem},
+    "unanswered.html": {"title": str},
 }
 PAGES["metal.html"]["nodes"] = typing.get_type_hints(NodesView)["nodes"]
 OF_JINJA = {"loop", "range", "self", "caller"}
@@ -156,6 +185,8 @@ class Typing:
                 inner = {**known, **{one.name: Any for one in node.args}}
                 for below in node.body:
                     self._visit(below, inner)
+            case nodes.FromImport():
+                known |= {one if isinstance(one, str) else one[1]: Any for one in node.names}
             case nodes.Include() | nodes.Extends():
                 assert isinstance(node.template, nodes.Const)
                 self.check(source_of(node.template.value), known)
@@ -311,7 +342,7 @@ def test_what_a_template_reads_and_is_not_there_is_found() -> None:
 
 
 def test_each_page_is_passed_what_is_declared_here() -> None:
-    passed: dict[str, set[str]] = {"problem.html": {"problem"}}
+    passed: dict[str, set[str]] = {"problem.html": {"problem"}, "unanswered.html": {"title"}}
     for path in (PAGES_OF / name for name in MODULES):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
@@ -320,7 +351,7 @@ def test_each_page_is_passed_what_is_declared_here() -> None:
                     passed[name] = names - OF_RENDERING if len(names) == len(node.keywords) else set(PAGES[name])
     assert passed == {name: set(variables) for name, variables in PAGES.items()}
     of_templates = {path.name for path in (WEB / "templates").glob("*.html")}
-    assert of_templates - PAGES.keys() == {"base.html", "actions_table.html"}
+    assert of_templates - PAGES.keys() == {"base.html", "macros.html", "actions_table.html", "dead_letters_table.html"}
 
 
 def test_what_a_page_destroys_it_asks_about() -> None:

@@ -29,6 +29,7 @@ from berth.web.openapi import _of_hosts
 from berth.web.operations import METAL_AGE_S, Drains, NodesReader
 from berth.web.pages import dead_letters
 from berth.web.pages.dead_letters import DeadLetterActions
+from berth.web.pages.figures import state_of
 from berth.web.pages.fleet import (
     CHANGES_LOOKED_AT,
     CHANGES_SHOWN,
@@ -39,11 +40,12 @@ from berth.web.pages.fleet import (
     FleetReader,
     QueueReader,
 )
-from berth.web.pages.instances import Pages, lost_claims, problems_of_hosts, state_of
+from berth.web.pages.instances import Pages, lost_claims, problems_of_hosts
 from berth.web.pages.objects import WebObjects
 from berth.web.pages.quarantine import COUNTED_AGE_S as SAFETY_AGE_S
 from berth.web.pages.quarantine import SafetyCounts, SafetyReader
 from berth.web.problems import PROBLEM_JSON, Problem
+from berth.web.rendering import LastAnswers
 from berth.web.sign_in_sessions import LOCAL, WebCaller, WebRole
 from bus.bus import API, Bus
 from bus.clock import SystemClock
@@ -748,6 +750,7 @@ async def test_rates_are_those_of_a_second_over_the_last_ten() -> None:
         safety=cast("Any", SimpleNamespace(counts=lambda: answer(SafetyCounts({}, {})))),
         queues=cast("Any", SimpleNamespace(depths=lambda _: answer(nothing))),
         clock=SystemClock(),
+        last=LastAnswers(SystemClock()),
         has_session=False,
     )
     now = await pages._state()

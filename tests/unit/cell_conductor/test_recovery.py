@@ -17,7 +17,7 @@ from bus.contracts.base import DatabaseMark, Message, Meta
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuildQuery, CellDelete, ComputeOutcome, ComputeResult, Destroy, Running
 from bus.contracts.listing import ListedMachine, ListMachines, MachinesPage
-from bus.contracts.operations import CellFence
+from bus.contracts.operations import CellFence, Losses
 from bus.contracts.placement import Release, Restate, RestateResult
 from bus.contracts.recovery import CellKnown, CellRecovering, KnownPlace, KnownRecord
 from bus.faults import Fault, Transient
@@ -34,7 +34,7 @@ from cell_conductor.state.events import Released
 from cell_conductor.state.instance import Instance, Power, State
 from cell_conductor.state.lease import Lease
 from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineKind
-from cell_conductor.store.keyed import Losses, Recovering, Unrecognised
+from cell_conductor.store.keyed import Recovering, Unrecognised
 from cell_conductor.store.keyed_tables import ADOPT, DESTROY, PROTECT, DecidedMachine
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.transition import step
