@@ -267,10 +267,12 @@ def _unlocatable(world: World) -> set[str]:
 def _places(world: World, instance: Instance) -> Iterator[str]:
     """The hosts that may have it, of which an operator states what they have: the record may be older than a move."""
     yield instance.host_uuid or ""
-    kept = world.placement.consumers.get(instance.uuid)
-    for provider in kept.consumer.allocations if kept is not None else ():
-        if (known := world.placement.providers.get(provider)) is not None:
-            yield known.root
+    moves = (move[0] for move in world.builds.actions.values())
+    for consumer in (instance.uuid, *(move.request_id for move in moves if move.instance_uuid == instance.uuid)):
+        kept = world.placement.consumers.get(consumer)
+        for provider in kept.consumer.allocations if kept is not None else ():
+            if (known := world.placement.providers.get(provider)) is not None:
+                yield known.root
 
 
 def _left_to_the_audit(world: World) -> set[str]:

@@ -368,6 +368,8 @@ class World:
     def _runs(self, host: str, instance: str) -> int | None:
         if self.harm.was_elsewhere(host, instance):
             return None  # seeds 80661, 1795406552: a scan from before may be judged now
+        if self.left.get(host) == "dead" and any(host in table.fenced for table in self.cells.values()):
+            return None  # seeds 624, 803: it has burnt down, and its cell knows that it is off
         for service, fleet in self.fleets.items():
             if service in self.duplicates:  # which of two hosts of one uuid is looked at cannot be known
                 continue
