@@ -164,6 +164,8 @@ def keep(facts: InstanceFacts) -> Reconciled | None:
             return facts.blocked(BlockedReason.SCHEDULERS_SILENT)
         return Reconciled(base, facts.commands(), again)
     found = [one for one in facts.complete if (one.host_uuid, one.attempt) == (base.host_uuid, base.attempt)]
+    if any(one.spec is not None and base.spec is not None and one.spec.flavor != base.spec.flavor for one in found):
+        return None  # it was resized since
     if (found[0].runs != should_run(base.power)) if found else not facts.is_off_as_recorded:
         return None
     source = (base.source_host_uuid, base.source_attempt)

@@ -259,9 +259,20 @@ def _unlocatable(world: World) -> set[str]:
         and (
             "dead" in (world.left.get(instance.host_uuid or ""), world.left.get(instance.source_host_uuid or ""))
             or ((instance.action or instance.blocked_reason) and _is_removed(world, instance.host_uuid or ""))
-            or (instance.blocked_reason and instance.host_uuid in world.left)  # an operator states what it has
+            or (instance.blocked_reason and not world.left.keys().isdisjoint(_places(world, instance)))
         )
     }
+
+
+def _places(world: World, instance: Instance) -> Iterator[str]:
+    """The hosts that may have it, of which an operator states what they have: the record may be older than a move."""
+    yield instance.host_uuid or ""
+    moves = (move[0] for move in world.builds.actions.values())
+    for consumer in (instance.uuid, *(move.request_id for move in moves if move.instance_uuid == instance.uuid)):
+        kept = world.placement.consumers.get(consumer)
+        for provider in kept.consumer.allocations if kept is not None else ():
+            if (known := world.placement.providers.get(provider)) is not None:
+                yield known.root
 
 
 def _left_to_the_audit(world: World) -> set[str]:

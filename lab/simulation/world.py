@@ -22,7 +22,7 @@ from bus.service.environment import Environment
 from bus.service.service import WorkerRuntime
 from bus.transport import BusUnavailable, QueueMissing
 from cell_conductor.state.desired_state import AT_REST, DELETE_REQUESTED
-from cell_conductor.state.instance import State
+from cell_conductor.state.instance import Instance, State
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_agent.drivers.ironic.node import DEPLOYED
 from compute_agent.hosts.service_name import QUEUE as NAME_QUEUE
@@ -368,6 +368,8 @@ class World:
     def _runs(self, host: str, instance: str) -> int | None:
         if self.harm.was_elsewhere(host, instance):
             return None  # seeds 80661, 1795406552: a scan from before may be judged now
+        if self.left.get(host) == "dead" and any(host in table.fenced for table in self.cells.values()):
+            return None  # seeds 624, 803: it has burnt down, and its cell knows that it is off
         for service, fleet in self.fleets.items():
             if service in self.duplicates:  # which of two hosts of one uuid is looked at cannot be known
                 continue
@@ -421,7 +423,7 @@ class World:
             if schema.startswith("cell_"):
                 self.move_watch.forget(schema.removeprefix("cell_"), before, after)
                 # But no recovery knows of a delete of which nobody has anything left: a late build is built after it.
-                differing = [uuid for uuid in differing if uuid in before and before[uuid].phase in OVER]
+                differing = [uuid for uuid in differing if uuid in before and self._is_forgotten_delete(before[uuid])]
             if not self.plan.judges_forgotten:
                 self.taken_back.update(dict.fromkeys(differing))
         self.event_log.record("restored", f"{schema} {len(self.taken_back)}")
@@ -432,6 +434,12 @@ class World:
             self.left = {host: how for host, how in self.left.items() if how != "drained"}
         if isinstance(table := self.databases.tables[schema], MemoryPlacementTable | MemoryInstanceTable):
             table.place += 1
+
+    def _is_forgotten_delete(self, record: Instance) -> bool:
+        """Whether its cell alone had its delete: placement has given back what it held."""
+        kept = self.placement.consumers.get(record.uuid)
+        is_released = kept is None or not kept.consumer.allocations
+        return record.phase in OVER or (record.phase == (State.RELEASING, State.DELETED) and is_released)
 
     def take_over(self, schema: str) -> None:
         """Another server has a schema from now on, and lacks nothing of what its messages have shown."""

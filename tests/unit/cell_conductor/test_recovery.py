@@ -274,6 +274,17 @@ async def test_what_has_come_later_than_the_record_is_recorded_and_placement_fol
     assert found.sequence > 41 and cell.store.incarnation == 2
 
 
+@pytest.mark.parametrize("recorded", [(), (ACTIVE,)], ids=["by the map", "by the record"])
+async def test_a_machine_that_was_resized_since_has_the_flavor_that_its_host_names(
+    recorded: tuple[Instance, ...],
+) -> None:
+    """Seed 708: its request had not ended above, so that the map had its old one."""
+    world = World(listed(2, 2, spec=replace(SPEC, flavor="resized")), told=known(2))
+    found = await (await cell_of(world, *recorded)).recover()
+    assert found is not None and found.spec is not None
+    assert (found.state, found.attempt, found.spec.flavor) == (State.ACTIVE, 2, "resized")
+
+
 async def test_nothing_is_taken_while_the_cell_recovers_and_nothing_is_lost() -> None:
     world = World(listed(2, 2), told=known(2))
     cell = await cell_of(world, ACTIVE)
