@@ -136,7 +136,7 @@ def deciding(
             config,
             lacking=lacking,
             outdated=lambda: facts.outdated(env.clock.monotonic()),
-            devices_of=in_flight.devices_of if facts.cells and config.device_filters else None,
+            row_of=in_flight.row_of if facts.cells and config.device_filters else None,
         ),
         configure=partial(configure, selector, nova_state, scheduler),
         notifier=notifier,
