@@ -181,7 +181,7 @@ def deciding(
         config,
         lacking=lacking,
         outdated=lambda: facts.outdated(env.clock.monotonic()),
-        devices_of=in_flight.devices_of if facts.cells else None,
+        row_of=in_flight.row_of if facts.cells else None,
     )
     settings = DecisionSettings(selector, nova_state, requests, scheduler, partial(device_filters, in_flight=in_flight))
     rng = random.Random(env.rng.getrandbits(64))

@@ -53,13 +53,14 @@ class NovaApiConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     read `cell_mappings` and `host_mappings`. Nothing else is read there, and nothing written.
     """
     cell_databases: dict[Uuid, Secret] = {}
-    """The addresses of Nova's cell databases by uuid of the cell, each of a user that may read `compute_nodes`, with an
-    asynchronous driver: `mysql+aiomysql://USER:PASSWORD@HOST/nova_cell1`, `postgresql+asyncpg://...`. From there come
-    the numbers and the hardware of hosts that Nova's API does not tell. Nothing else is read there, nothing written.
+    """The addresses of Nova's cell databases by uuid of the cell, each of a user that may read `compute_nodes`,
+    `instances` and `migrations`, with an asynchronous driver: `mysql+aiomysql://USER:PASSWORD@HOST/nova_cell1`,
+    `postgresql+asyncpg://...`. From there come the numbers and the hardware of hosts that Nova's API does not tell.
+    Nothing else is read there, nothing written.
     """
     facts_interval_s: Annotated[float, Bound(ge=2, le=3_600)] = 5.0
     """Seconds between two reads of a cell's database. At least 2: the times of its rows have whole seconds."""
     facts_max_age_s: Seconds = 60.0
     """Seconds that the last complete read of a cell's database may be ago. While it is longer ago, nothing is placed on
-    the cell's hosts by a filter that needs what is read there, and every call is left to the fallback if there is one.
+    the cell's hosts by a filter that needs what is read there. If there is a fallback, what needs it is left to that.
     """

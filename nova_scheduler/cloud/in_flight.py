@@ -153,7 +153,16 @@ class InstancesInFlight:
 
     def devices_of(self, host: str) -> HostDevices | None:
         """What is left of a host (uuid) for another instance; None: its row is not known, or too old."""
-        hardware = self._facts.of(host, self._clock.monotonic())
+        if self._facts.of(host, self._clock.monotonic()) is None or (row := self.row_of(host)) is None:
+            return None
+        left = self._left.get(host)
+        if left is None:
+            left = self._left[host] = self._less(row, self._on.get(host, ()))
+        return left
+
+    def row_of(self, host: str) -> HostDevices | None:
+        """The devices of a host's row, as it was read last; None: it is not known."""
+        hardware = self._facts.hardware.get(host)
         if hardware is None:
             return None
         parsed = self._parsed.get(host)
@@ -162,10 +171,7 @@ class InstancesInFlight:
             self._parsed[host] = parsed
             if before is None or parsed.devices is not before.devices:
                 self._left.pop(host, None)
-        left = self._left.get(host)
-        if left is None:
-            left = self._left[host] = self._less(parsed.devices, self._on.get(host, ()))
-        return left
+        return parsed.devices
 
     def _less(self, devices: HostDevices, in_flight: Collection[_Chosen]) -> HostDevices:
         for one in in_flight:

@@ -75,13 +75,13 @@ class PlacerRequests:
         lacking: Sequence[str] = (),
         # the cells whose databases were read too long ago
         outdated: Callable[[], Sequence[str]] = tuple,
-        # the NUMA nodes and PCI devices of hosts, for the filters that read them; None: no cell's database is read
-        devices_of: DevicesOf | None = None,
+        # the devices of hosts' rows (uuid), of whatever age, for the filters that read them; None: no database is read
+        row_of: DevicesOf | None = None,
     ) -> None:
         self._selector = selector
         self._nova_state = nova_state
         self._settings = config.prefilters
-        self._facts_devices = devices_of
+        self._row_of_host = row_of
         self._release = config.release
         self._outdated = outdated
         self._default_architecture = config.image_properties_default_architecture
@@ -93,13 +93,13 @@ class PlacerRequests:
         self._enabled = frozenset(one.rpartition(".")[2] for one in config.enabled_filters)
         self._undecided = frozenset(config.undecided_filters)
         self._needs_facts = bool(config.fact_filters)
-        self._devices_of = self._facts_devices if config.device_filters else None
+        self._row_of = self._row_of_host if config.device_filters else None
         self._lacking = lacking
 
     def undecided(self, request: NovaRequest) -> NotDecided | None:
         """Why a request is left to the fallback; None: it is decided here."""
         # Where there is no fallback the filters reject the hosts of these cells.
-        needs_facts = self._needs_facts or (self._devices_of is not None and _asks_devices(request))
+        needs_facts = self._needs_facts or (self._row_of is not None and _asks_devices(request))
         if needs_facts and self._is_one_of_two and (cells := self._outdated()):
             return NotDecided("host_facts", ", ".join(cells))
         return undecided(request, self._settings, self._undecided, self._lacking)
@@ -146,17 +146,17 @@ class PlacerRequests:
             image=self._image(request),
             forced=bool(request.force_hosts or request.force_nodes),
             cell=cell,
-            devices=devices(request) if self._devices_of is not None else (),
+            devices=devices(request) if self._row_of is not None else (),
         )
         return replace(spec, key=(msgspec.json.encode(spec, order="sorted").decode(),))
 
     def limits(self, host_uuid: str, request: NovaRequest) -> NumaLimits | None:
         """The limits that NUMATopologyFilter gives a host for a request. Raises NotDecided."""
-        if self._devices_of is None or NUMA_FILTER not in self._enabled or request.numa_topology is None:
+        if self._row_of is None or NUMA_FILTER not in self._enabled or request.numa_topology is None:
             return None
         if request.force_hosts or request.force_nodes or request.is_rebuild:  # no filter is run
             return None
-        asked, found = numa_request(request), self._devices_of(host_uuid)
+        asked, found = numa_request(request), self._row_of(host_uuid)
         if asked is None or asked.topology is None or found is None or found.topology is None:
             return None
         return found.limits(asked)

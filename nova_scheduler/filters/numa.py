@@ -23,6 +23,19 @@ MAX_ARRANGEMENTS: Final = 50_000  # that are looked at for one request, of all h
 DevicesOf = Callable[[str], HostDevices | None]
 
 
+def suiting(options: Sequence[Mappings], reason: Callable[[Mappings], str | None]) -> list[int]:
+    """The numbers of the options that nothing speaks against; alike ones are judged once."""
+    judged: dict[object, bool] = {}
+    kept = []
+    for number, one in enumerate(options):
+        key = tuple((group, tuple(providers)) for group, providers in one.items())
+        if key not in judged:
+            judged[key] = reason(one) is None
+        if judged[key]:
+            kept.append(number)
+    return kept
+
+
 class NUMATopologyFilter:
     """Passes hosts whose NUMA nodes take the instance's, as Nova's filter of this name. A host of which they are not
     known is rejected. pack: as of `fit_instance_to_host`.
@@ -49,8 +62,9 @@ class NUMATopologyFilter:
 
     def suiting(self, host: HostsView, spec: RequestSpec, options: Sequence[Mappings]) -> list[int]:
         """Which of a host's allocation candidates do."""
+        allowed, asked = Arrangements(MAX_ARRANGEMENTS), DeviceRequest.of(spec.devices)
         (uuid,) = host.replica.uuids_of(host.rows)
-        return [number for number, one in enumerate(options) if self.rejection_reason(uuid, spec, one) is None]
+        return suiting(options, lambda one: self._reason(uuid, asked, one, allowed))
 
     def rejection_reason(self, host: str, spec: RequestSpec, mapping: Mappings | None = None) -> str | None:
         """Why the host (uuid) may not take the instance, with this allocation candidate."""

@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from nova_scheduler.filters.numa import DevicesOf
+from nova_scheduler.filters.numa import DevicesOf, suiting
 from nova_scheduler.fit.host_devices import DeviceRequest, Mappings
 from nova_scheduler.fit.pci import PciRefusal, PciRequest, consume
 from scheduler_worker.hosts.host_table import Floats
@@ -45,8 +45,8 @@ class PciPassthroughFilter:
 
     def suiting(self, host: HostsView, spec: RequestSpec, options: Sequence[Mappings]) -> list[int]:
         """Which of a host's allocation candidates do."""
-        (uuid,) = host.replica.uuids_of(host.rows)
-        return [number for number, one in enumerate(options) if self.rejection_reason(uuid, spec, one) is None]
+        requests, (uuid,) = DeviceRequest.of(spec.devices).pci, host.replica.uuids_of(host.rows)
+        return suiting(options, lambda one: self._reason(uuid, requests, one))
 
     def rejection_reason(self, host: str, spec: RequestSpec, mapping: Mappings | None = None) -> str | None:
         """Why the host (uuid) may not take the instance, with this allocation candidate."""

@@ -26,6 +26,7 @@ from scheduler_worker.selection.weighing import KEPT_HOSTS, reweigh, score
 CHUNK = 128  # hosts sorted at a time, over all cells; when a cell's are used up, the next ones are sorted
 
 RADIX_KEYS = 2**16  # up to this many places (cell and service) are sorted in linear time, as numpy does for 16 bits
+MAX_UNSUITED = 1_000  # hosts none of whose options suits: each takes long, and nothing else goes on meanwhile
 OTHER_SERVICE_WALK = 4  # hosts looked at for an alternate of another compute service; fewer alternates may result
 
 
@@ -77,6 +78,7 @@ class Ranking:
     ) -> None:
         self.view = view
         self._judges = judges
+        self._unsuited = 0  # hosts that the last pick has drawn in vain
         self.spec = spec
         self.funnel = funnel
         self._rng = rng
@@ -103,6 +105,7 @@ class Ranking:
         if full_hosts is not self._full:
             self._put_back(self._full_drawn)
             self._full, self._full_drawn = full_hosts, []
+        self._unsuited = 0
         drawn: list[Entry] = []
         viable: list[RankedHost] = []
         while len(viable) < subset and (found := self._next(excluded, drawn, MAX_OPTIONS)):
@@ -204,8 +207,11 @@ class Ranking:
         """The host at a position of the view, which is this row of the replica, if it still fits."""
         replica = self.view.replica
         if self._judges:
+            if self._unsuited >= MAX_UNSUITED:
+                return None
             host = self.view.subset(np.array([position], dtype=np.intp))
             found = options_of(host, self.spec, self._judges, limit=limit)
+            self._unsuited += not found
         else:
             found = options_on(replica, self.spec, row, limit=limit)
         if not found:

@@ -13,6 +13,7 @@ import pytest
 import sqlalchemy
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from structlog.testing import capture_logs
 
 from nova_scheduler.cloud import cell_database
 from nova_scheduler.cloud.cell_database import AGAIN, PAGE, CellDatabase
@@ -27,7 +28,13 @@ TABLE = f"""CREATE TABLE compute_nodes (
     id SERIAL PRIMARY KEY, uuid VARCHAR(36), host VARCHAR(255), hypervisor_hostname VARCHAR(255),
     hypervisor_version INTEGER NOT NULL, free_disk_gb INTEGER, updated_at TIMESTAMP, deleted INTEGER,
     {", ".join(f"{name} INTEGER NOT NULL" for name in UNSEEN)}, hypervisor_type TEXT NOT NULL, cpu_info TEXT NOT NULL,
-    stats TEXT, metrics TEXT, supported_instances TEXT, pci_stats TEXT, numa_topology TEXT)"""
+    stats TEXT, metrics TEXT, supported_instances TEXT, pci_stats TEXT, numa_topology TEXT,
+    cpu_allocation_ratio FLOAT, ram_allocation_ratio FLOAT)"""
+OTHERS = (
+    "CREATE TABLE instances (uuid VARCHAR(36), host VARCHAR(255), node VARCHAR(255), deleted INTEGER)",
+    """CREATE TABLE migrations (id SERIAL PRIMARY KEY, instance_uuid VARCHAR(36), dest_compute VARCHAR(255),
+    dest_node VARCHAR(255), status VARCHAR(255), deleted INTEGER)""",
+)
 ROW = sqlalchemy.text(
     f"""INSERT INTO compute_nodes (id, uuid, host, hypervisor_hostname, hypervisor_version, free_disk_gb, updated_at,
     deleted, {", ".join(UNSEEN)}, hypervisor_type, cpu_info, stats, numa_topology) VALUES (:id, :uuid, :host, :host,
@@ -51,7 +58,9 @@ async def cell(cell_url: str) -> AsyncIterator[AsyncEngine]:
     """What writes to the cell's database."""
     engine = create_async_engine(cell_url, poolclass=sqlalchemy.NullPool)
     async with engine.begin() as connection:
-        await connection.execute(sqlalchemy.text("DELETE FROM compute_nodes" if cell_url == MARIADB else TABLE))
+        deletions = [f"DELETE FROM {table}" for table in ("compute_nodes", "migrations", "instances")]
+        for statement in deletions if cell_url == MARIADB else (TABLE, *OTHERS):
+            await connection.execute(sqlalchemy.text(statement))
     yield engine
     await engine.dispose()
 
@@ -112,6 +121,62 @@ async def test_rows_that_are_broken(cell_url: str, cell: AsyncEngine) -> None:
         5: () if cell_url == MARIADB else ("numa_topology",),
     }
     assert (told[1].host, told[1].hypervisor_version) == ("h1", 8002000)
+
+
+async def test_ratios_of_a_row(cell_url: str, cell: AsyncEngine) -> None:
+    await insert(cell, 1, 2)
+    await write(cell, "cpu_allocation_ratio = 2.5, ram_allocation_ratio = 0.0", 1)
+    read = await CellDatabase(CELL1, cell_url).read()
+    told = [row.hardware for _, row in sorted(read.changed.items()) if row is not None]
+    assert [(one.cpu_allocation_ratio, one.ram_allocation_ratio) for one in told] == [(2.5, 1.0), (4.0, 1.0)]
+
+
+VMS = [uuid_of(at) for at in range(101, 110)]
+MOVE = "INSERT INTO migrations (instance_uuid, dest_compute, dest_node, status, deleted) VALUES "
+
+
+async def run(cell: AsyncEngine, *statements: str) -> None:
+    async with cell.begin() as connection:
+        for statement in statements:
+            await connection.execute(sqlalchemy.text(statement))
+
+
+async def test_where_instances_are(cell_url: str, cell: AsyncEngine) -> None:
+    if cell_url == MARIADB:
+        pytest.skip("its tables want more columns")
+    hosts = ("'a', 'a1', 0", "'a', 'a1', 7", "NULL, NULL, 0", *["'a', 'a1', 0"] * 5)
+    rows = ", ".join(f"('{uuid}', {host})" for uuid, host in zip(VMS, hosts, strict=False))
+    moves = (
+        f"('{VMS[3]}', 'b', 'b1', 'confirmed', 0)",  # it has ended
+        f"('{VMS[3]}', 'b', 'b1', 'migrating', 5)",
+        f"('{VMS[4]}', 'b', 'b1', 'accepted', 0)",  # nothing is claimed there yet
+        f"('{VMS[5]}', 'b', 'b1', 'error', 0)",
+        f"('{VMS[5]}', 'c', 'c1', 'pre-migrating', 0)",
+        f"('{VMS[6]}', NULL, NULL, 'pre-migrating', 0)",  # it may move on its own host
+    )
+    await run(cell, f"INSERT INTO instances (uuid, host, node, deleted) VALUES {rows}", MOVE + ", ".join(moves))
+    read = await CellDatabase(CELL1, cell_url).read(VMS)
+    on_a = {("a", "a1")}
+    assert {one: set(found) for one, found in read.sights.items() if found} == {
+        VMS[0]: on_a,
+        VMS[3]: on_a,
+        VMS[5]: {("c", "c1")},
+        VMS[7]: on_a,
+    }
+    assert (await CellDatabase(CELL1, cell_url).read(VMS[:1])).sights == {VMS[0]: on_a}
+
+
+async def test_a_user_that_may_not_read_instances_reads_rows_all_the_same(cell_url: str, cell: AsyncEngine) -> None:
+    if cell_url == MARIADB:
+        pytest.skip("its tables stay")
+    await insert(cell, 1)
+    await run(cell, "DROP TABLE instances")
+    database = CellDatabase(CELL1, cell_url)
+    with capture_logs() as logs:
+        read = await database.read(VMS[:1])
+    assert (set(read.present), set(read.written), read.sights) == ({1}, {1}, {})
+    assert [log["event"] for log in logs] == ["nova.instances_unread"]
+    assert set((await database.read()).written) == set(), "it has succeeded"
 
 
 async def test_more_rows_than_a_page(cell_url: str, cell: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,18 +8,12 @@ nova_numa.py tests   runs Nova's own unit tests of nova.virt.hardware and of the
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
-import unittest
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
-# What the other side speaks to: Nova's tests replace stdout, and Nova prints.
-SAID, HEARD = os.fdopen(os.dup(1), "w", buffering=1), os.fdopen(os.dup(0), "r")
-os.dup2(2, 1)
-
-# ruff: noqa: E402
+# ruff: noqa: I001
+from nova_side import HEARD, answer_cases, loaded, run_tests, say
 from nova import conf, exception, objects
 from nova.objects import numa
 from nova.scheduler.filters import numa_topology_filter
@@ -38,10 +32,6 @@ DECIDING = (
 )  # fmt: skip
 OF_CELLS = ("pin_cpus", "unpin_cpus", "pin_cpus_with_siblings", "unpin_cpus_with_siblings", "can_fit_pagesize")
 MODULES = {hardware.__file__: DECIDING, numa.__file__: tuple(f"NUMACell.{name}" for name in OF_CELLS)}
-
-
-def say(line: dict[str, Any]) -> None:
-    SAID.write(json.dumps(line) + "\n")
 
 
 # --- cases
@@ -101,35 +91,8 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def branches(tracer: Any) -> dict[str, Any]:
-    """How many branches of the deciding functions were taken, and the lines of those that were not."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "coverage.json")
-        tracer.json_report(outfile=path, pretty_print=False)
-        with open(path, encoding="utf-8") as file:
-            files = json.load(file)["files"]
-    taken, missed = 0, []
-    for path, names in MODULES.items():
-        functions = next(one for name, one in files.items() if os.path.samefile(name, path))["functions"]
-        for name, found in functions.items():
-            if not any(f"{name}.".startswith(f"{one}.") for one in names):
-                continue
-            taken += len(found["executed_branches"])
-            missed += [f"{name}: line {a} to {b}" for a, b in found["missing_branches"]]
-            missed += [f"{name}: line {line}" for line in found["missing_lines"]]
-    return {"taken": taken, "missed": missed}
-
-
-def cases() -> None:
-    sys.path.append(os.environ.get("COVERAGE_IN", ""))
-    import coverage  # noqa: PLC0415
-
-    tracer = coverage.Coverage(branch=True, include=list(MODULES), data_file=None, messages=False)
-    tracer.start()
-    for line in HEARD:
-        say(answer(json.loads(line)))
-    tracer.stop()
-    say(branches(tracer))
+def decides(name: str, names: Sequence[str]) -> bool:
+    return any(f"{name}.".startswith(f"{one}.") for one in names)
 
 
 # --- Nova's own tests
@@ -291,42 +254,19 @@ REPLACED = (
 )  # fmt: skip
 
 
-class Result(unittest.TestResult):
-    """Counts, and says what fails."""
-
-    passed = 0
-
-    def addSuccess(self, test: Any) -> None:  # noqa: N802
-        self.passed += 1
-        super().addSuccess(test)
-
-
-def each_test(suite: Any) -> Iterator[Any]:
-    for one in suite:
-        if isinstance(one, unittest.TestSuite):
-            yield from each_test(one)
-        else:
-            yield one
-
-
 def tests() -> None:
-    suite = list(each_test(unittest.defaultTestLoader.loadTestsFromNames(TESTS)))
+    suite = loaded(TESTS)
     for function in REPLACED:
         assert hasattr(hardware, function.__name__), function
         setattr(hardware, function.__name__, function)
     numa_topology_filter.NUMATopologyFilter.host_passes = host_passes
     # Nothing that decides is left to reach.
     del hardware._get_smallest_pagesize
-    result = Result()
-    deciding: list[str] = []
-    for test in suite:
-        before = ask({"do": "asked"})
-        test.run(result)
-        if ask({"do": "asked"}) - before > 1:
-            deciding.append(test.id())
-    failed = {one.id(): text for one, text in [*result.failures, *result.errors]}
-    say({"tests": len(suite), "passed": result.passed, "deciding": deciding, "failed": failed})
+    run_tests(suite)
 
 
 if __name__ == "__main__":
-    {"cases": cases, "tests": tests}[sys.argv[1]]()
+    if sys.argv[1] == "cases":
+        answer_cases(answer, MODULES, decides)
+    else:
+        tests()

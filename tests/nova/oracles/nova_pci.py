@@ -7,19 +7,12 @@ nova_pci.py tests   runs Nova's own unit tests of pools and of the weigher, and 
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import tempfile
-import unittest
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
-# What the other side speaks to: Nova's tests replace stdout, and Nova prints.
-SAID, HEARD = os.fdopen(os.dup(1), "w", buffering=1), os.fdopen(os.dup(0), "r")
-os.dup2(2, 1)
-
-# ruff: noqa: E402
+# ruff: noqa: I001
+from nova_side import answer_cases, ask, loaded, run_tests, say
 from nova import exception, objects
 from nova.pci import stats
 from nova.pci import utils as pci_utils
@@ -38,15 +31,6 @@ DECIDING = (
     "_get_rp_uuids_for_request", "_assert_one_pool_per_rp_uuid", "_decrease_pool_count",
 )  # fmt: skip
 MODULES = {stats.__file__: DECIDING, pci_utils.__file__: ("pci_device_prop_match",)}
-
-
-def say(line: dict[str, Any]) -> None:
-    SAID.write(json.dumps(line) + "\n")
-
-
-def ask(line: dict[str, Any]) -> Any:
-    say(line)
-    return json.loads(HEARD.readline())
 
 
 # --- cases
@@ -92,36 +76,8 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps}
 
 
-def branches(tracer: Any) -> dict[str, Any]:
-    """How many branches of the deciding functions were taken, and the lines of those that were not."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "coverage.json")
-        tracer.json_report(outfile=path, pretty_print=False)
-        with open(path, encoding="utf-8") as file:
-            files = json.load(file)["files"]
-    taken, missed = 0, []
-    for path, names in MODULES.items():
-        functions = next(one for name, one in files.items() if os.path.samefile(name, path))["functions"]
-        for name, found in functions.items():
-            if name.rpartition(".")[2] not in names and not any(f"{one}." in name for one in names):
-                continue
-            taken += len(found["executed_branches"])
-            missed += [f"{name}: line {a} to {b}" for a, b in found["missing_branches"]]
-            missed += [f"{name}: line {line}" for line in found["missing_lines"]]
-    return {"taken": taken, "missed": missed}
-
-
-def cases() -> None:
-    sys.path.append(os.environ.get("COVERAGE_IN", ""))
-    import coverage  # noqa: PLC0415
-
-    tracer = coverage.Coverage(branch=True, include=list(MODULES), data_file=None, messages=False)
-    say({"refuses_split": ITS_OWN is not None})
-    tracer.start()
-    for line in HEARD:
-        say(answer(json.loads(line)))
-    tracer.stop()
-    say(branches(tracer))
+def decides(name: str, names: Sequence[str]) -> bool:
+    return name.rpartition(".")[2] in names or any(f"{one}." in name for one in names)
 
 
 # --- Nova's own tests
@@ -213,26 +169,8 @@ def weight(self: Any, host_state: Any, request_spec: Any) -> int:
 ITS_OWN = getattr(stats.PciDeviceStats, "_assert_one_pool_per_rp_uuid", None)
 
 
-class Result(unittest.TestResult):
-    """Counts, and says what fails."""
-
-    passed = 0
-
-    def addSuccess(self, test: Any) -> None:  # noqa: N802
-        self.passed += 1
-        super().addSuccess(test)
-
-
-def each_test(suite: Any) -> Iterator[Any]:
-    for one in suite:
-        if isinstance(one, unittest.TestSuite):
-            yield from each_test(one)
-        else:
-            yield one
-
-
 def tests() -> None:
-    suite = list(each_test(unittest.defaultTestLoader.loadTestsFromNames(TESTS)))
+    suite = loaded(TESTS)
     for name, method in vars(Replaced).items():
         if callable(method):
             assert hasattr(stats.PciDeviceStats, name), name
@@ -244,15 +182,12 @@ def tests() -> None:
     for name in {*DECIDING} - {*vars(Replaced), "_assert_one_pool_per_rp_uuid", "_decrease_pool_count"}:
         if hasattr(stats.PciDeviceStats, name):
             delattr(stats.PciDeviceStats, name)
-    result = Result()
-    deciding = 0
-    for test in suite:
-        before = ask({"do": "asked"})
-        test.run(result)
-        deciding += ask({"do": "asked"}) - before > 1
-    failed = {one.id(): text for one, text in [*result.failures, *result.errors]}
-    say({"tests": len(suite), "passed": result.passed, "deciding": deciding, "failed": failed})
+    run_tests(suite)
 
 
 if __name__ == "__main__":
-    {"cases": cases, "tests": tests}[sys.argv[1]]()
+    if sys.argv[1] == "cases":
+        say({"refuses_split": ITS_OWN is not None})
+        answer_cases(answer, MODULES, decides)
+    else:
+        tests()

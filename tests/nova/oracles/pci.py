@@ -347,7 +347,7 @@ def main() -> int:
         f"branches of Nova: {cases['branches']['taken']} taken, "
         f"{cases['branches']['unreachable']} not reachable, missed: {missed or 'none'}\n"
     )
-    say(f"Nova's tests: {tests['passed']} of {tests['tests']}, {tests['deciding']} of them ask for decisions\n")
+    say(f"Nova's tests: {tests['passed']} of {tests['tests']}, {len(tests['deciding'])} of them ask for decisions\n")
     for example in cases["examples"]:
         say(json.dumps(example) + "\n")
     for name, text in tests["failed"].items():

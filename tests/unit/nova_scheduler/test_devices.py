@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from bus.contracts.host_metrics import NUM_INSTANCES
 from nova_scheduler.cloud.api_config import NovaApiConfig
 from nova_scheduler.cloud.host_facts import HostHardware
 from nova_scheduler.config import NovaConfig, PrefilterSettings
@@ -18,6 +20,7 @@ from nova_scheduler.wire.envelope import RemoteFault
 from nova_scheduler.wire.versioned import Primitive, versioned
 from placement_worker.domain.allocations import Replace
 from placement_worker.domain.claim_ledger import ConsumerWrite
+from scheduler_worker.selection import ranking
 from tests.unit.nova_scheduler.test_in_flight import KIND, numa, pools, topology
 from tests.unit.nova_scheduler.world import CELLS, FLAVOR, Cloud, hosts_of
 
@@ -205,3 +208,28 @@ async def test_what_is_claimed_by_an_earlier_delivery_is_answered_though_its_row
     first = await here.select(VMS[0], **pinned(2))
     assert hosts_of(await here.select(VMS[0], **pinned(2))) == hosts_of(first), "delivered again"
     assert here.in_flight.count(here.uuids[0]) == 1
+
+
+async def test_instances_of_one_call_count_for_each_other_s_bounds_of_numbers() -> None:
+    nova = replace(NOVA, enabled_filters=("NumInstancesFilter",))
+    here = await cloud(row(), row(), nova=nova, settings={"max_instances_per_host": 2})
+    for uuid in here.uuids:  # as the poll publishes it
+        index = np.array([here.table.index_of(uuid)])
+        here.selector.metrics.put_column(
+            NUM_INSTANCES, index, np.zeros(1), at=0.0, source="nova", expires_s=float("inf")
+        )
+    here.in_flight.on_change = lambda uuid, instances, _: here.selector.metrics.increment(
+        NUM_INSTANCES, here.table.index_of(uuid) or 0, instances
+    )
+    answer = await here.select(*VMS[:4])
+    assert sorted(hosts[0] for hosts in hosts_of(answer)) == ["h0", "h0", "h1", "h1"]
+    _, funnel = await refused(here, VMS[4])
+    assert funnel["NumInstancesFilter"] == {"host.num_instances": 2}
+
+
+async def test_the_hosts_that_are_drawn_in_vain_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has as many options as providers, and each option a fit."""
+    monkeypatch.setattr(ranking, "MAX_UNSUITED", 1)
+    here = await cloud(*[row(numa_topology=topology(2))] * 3)
+    answer = await here.select(*VMS[:2], **pinned(2))
+    assert len({hosts[0] for hosts in hosts_of(answer)}) == 2, "of each choice anew"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from bus.clock import SystemClock
@@ -17,7 +18,7 @@ from bus.contracts.host_metrics import NUM_INSTANCES, NUM_IO_OPS
 from bus.contracts.placement_queries import ConsumerRecord
 from bus.faults import Fault
 from bus.service.settings import SettingsError
-from nova_scheduler.cloud import host_facts
+from nova_scheduler.cloud import host_facts, in_flight
 from nova_scheduler.cloud.cell_database import CellDatabase, RowVersions, parse_rows
 from nova_scheduler.cloud.facts_poller import HostFactsPoller
 from nova_scheduler.cloud.host_facts import (
@@ -34,12 +35,15 @@ from nova_scheduler.cloud.host_facts import (
 )
 from nova_scheduler.cloud.in_flight import InstancesInFlight
 from nova_scheduler.cloud.rest import NovaUnavailable
+from nova_scheduler.filters.pci import PCI_DEVICES
 from placement_worker.replica.request import Query
 from scheduler_worker.filters.image import SUPPORTED
 from scheduler_worker.hosts.host_metrics import HostMetricsTable
+from scheduler_worker.placement_client import PlacementUnavailable
 from scheduler_worker.selection.request_spec import RequestSpec
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.nova_scheduler.facts_kit import CELL1, CELL2, World, node, uuid_of
+from tests.unit.nova_scheduler.test_in_flight import DEVICE, pools
 
 PERCENT = [{"name": "cpu.percent", "value": 0.27, "timestamp": "t", "source": "s"}]
 PARSED: tuple[tuple[str, str, object, str, object], ...] = (
@@ -206,7 +210,7 @@ def poller(
     world: World,
     facts: HostFacts,
     databases: Sequence[MemoryRows],
-    in_flight: InstancesInFlight | None = None,
+    flying: InstancesInFlight | None = None,
     claims: MemoryClaims | None = None,
 ) -> tuple[HostFactsPoller, HostMetricsTable]:
     metrics, ready = HostMetricsTable(world.table, max_age_s=900), asyncio.Event()
@@ -214,7 +218,7 @@ def poller(
     made = HostFactsPoller(
         databases,
         facts,
-        in_flight or InstancesInFlight(facts, SystemClock()),
+        flying or InstancesInFlight(facts, SystemClock()),
         world.facts,
         metrics,
         table=world.table,
@@ -245,8 +249,8 @@ async def test_what_is_read_is_put_where_filters_look() -> None:
     two = MemoryRows(CELL2, {1: known(3, num_instances=9), 2: known(4)})
     two.fails = True
     facts = HostFacts([CELL1, CELL2], max_age_s=60)
-    in_flight = InstancesInFlight(facts, SystemClock())
-    made, metrics = poller(world, facts, [one, two], in_flight)
+    held = InstancesInFlight(facts, SystemClock())
+    made, metrics = poller(world, facts, [one, two], held)
     with capture_logs() as logs:
         running = asyncio.create_task(made.run())
         await made.first.wait()
@@ -263,7 +267,7 @@ async def test_what_is_read_is_put_where_filters_look() -> None:
     assert (said.count("nova.facts_unread"), said.count("nova.facts_unreadable")) == (2, 1)
     two.fails, revision = False, world.table.revision
     for at in (1, 4):
-        in_flight.claimed(f"instance{at}", uuid_of(at), PLAIN, {})
+        held.claimed(f"instance{at}", uuid_of(at), PLAIN, {})
     await asyncio.sleep(6)
     assert numbers(world, metrics, NUM_INSTANCES, 1, 2, 3) == [5, None, 9]
     assert world.table.revision > revision
@@ -299,3 +303,52 @@ def test_stats_are_bounded_before_they_are_kept() -> None:
     given = {f"k{at}": "v" for at in range(MAX_STATS)}
     found = hardware_of(NodeRow(id=1, free_disk_gb=0, stats=json.dumps(given))).stats
     assert found is not None and len(found.plain) == host_facts.MAX_PLAIN
+
+
+def with_devices(number: int, count: int) -> KnownRow:
+    hardware = HostHardware(host=f"host{number}", nodename=f"node{number}", pci_pools=pools(count))
+    return KnownRow(uuid=uuid_of(number), hardware=hardware)
+
+
+async def test_what_is_in_flight_is_seen_in_the_database_and_asked_of_placement(monkeypatch: Any) -> None:
+    monkeypatch.setattr(in_flight, "ASKED_AFTER_S", 0.0)
+    world = World(node(1), node(2), cells={"host1": CELL1, "host2": CELL1})
+    facts, claims = HostFacts([CELL1], max_age_s=60), MemoryClaims()
+    database = MemoryRows(CELL1, {1: with_devices(1, 3), 2: with_devices(2, 3)})
+    held = InstancesInFlight(facts, SystemClock())
+    made, metrics = poller(world, facts, [database], held, claims)
+    await made.read(database)
+    assert numbers(world, metrics, PCI_DEVICES, 1, 2) == [3, 3]
+    spec = replace(PLAIN, devices=(DEVICE,))
+    for instance, host in ((uuid_of(11), 1), (uuid_of(12), 1), (uuid_of(13), 2)):
+        held.assume(instance, uuid_of(host), spec, {})
+        held.claimed(instance, uuid_of(host), spec, {})
+        claims.held[instance] = (uuid_of(host),)
+    assert numbers(world, metrics, PCI_DEVICES, 1, 2) == [1, 2]
+    assert numbers(world, metrics, NUM_INSTANCES, 1, 2) == [2, 1]
+    # One is on the host, and its row is written after that; one has not come to its host; one was released.
+    database.on = {uuid_of(11): ("host1", "node1"), uuid_of(12): ("host1", "another")}
+    await made.read(database)
+    del claims.held[uuid_of(13)]
+    claims.fails = PlacementUnavailable("away")
+    with capture_logs() as logs:
+        await made.read(database)
+    assert [one["count"] for one in logs if one["event"] == "nova.claims_unread"] == [3]
+    assert numbers(world, metrics, PCI_DEVICES, 1, 2) == [1, 2]
+    claims.fails = None
+    database.rows[1] = with_devices(1, 2)
+    await made.read(database)
+    assert numbers(world, metrics, PCI_DEVICES, 1, 2) == [1, 3]
+    assert held.watched(CELL1) == [uuid_of(12)]
+
+
+async def test_a_cell_with_hosts_and_no_database_is_named_once() -> None:
+    world = World(node(1), node(2), cells={"host1": CELL1, "host2": CELL2})
+    database = MemoryRows(CELL1, {1: known(1)})
+    made, _ = poller(world, HostFacts([CELL1], max_age_s=60), [database])
+    with capture_logs() as logs:
+        for _ in range(2):
+            await made.read(database)
+    assert [(one["cells"], one["count"]) for one in logs if one["event"] == "nova.cell_without_database"] == [
+        ([CELL2], 1)
+    ]

@@ -150,7 +150,7 @@ class Cloud:
                 self.nova,
                 lacking=self.lacking,
                 outdated=lambda: self.outdated,
-                devices_of=self.in_flight.devices_of if self.rows and self.nova.device_filters else None,
+                row_of=self.in_flight.row_of if self.rows and self.nova.device_filters else None,
             ),
             configure=lambda: None,
             notifier=self,
