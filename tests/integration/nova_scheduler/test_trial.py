@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,7 @@ async def test_calls_among_deletes_and_moves_and_the_replica_after_each_pass(
         await until(lambda: not made.service.not_ready())
         alive: list[str] = []
         for _ in range(3):
-            await here.round(alive)
-            await settled(here, made)
+            await here.round(alive, partial(settled, here, made))
             assert used_of(made.mirror.replica, here.hosts) == await here.used()
         counts = made.comparison.counts()
         assert counts.keys() <= {"same", "other host"} and sum(counts.values()) == len(here.taken) == 18

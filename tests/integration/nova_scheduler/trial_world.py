@@ -9,7 +9,7 @@ import contextlib
 import json
 import random
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -199,12 +199,16 @@ class Cloud:
         await self.call(instance, ignore_hosts=[f"h{number}"])
         await self.hold(instance, host)
 
-    async def round(self, alive: list[str]) -> None:
-        """Five boots, then a move, and a delete once there are several servers. alive: the servers."""
+    async def round(self, alive: list[str], compared: Callable[[], Awaitable[None]]) -> None:
+        """Five boots, then a move, and a delete once there are several servers. alive: the servers. compared: waits
+        until each call is: of a server that is deleted before, the choice was never seen.
+        """
         alive += [await self.boot(self.rng.randrange(len(self.hosts))) for _ in range(5)]
+        await compared()
         await self.move(alive[0], self.rng.randrange(1, len(self.hosts)))
         if len(alive) > 5:
             await self.delete(alive.pop(1))
+        await compared()
 
     async def used(self) -> dict[tuple[str, str], int]:
         """By provider and class, as the database has it."""
