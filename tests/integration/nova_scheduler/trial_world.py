@@ -111,7 +111,8 @@ class Cloud:
     async def _take(self, message: DeliveredMessage) -> None:
         self.taken.append(json.loads(json.loads(message.body)["oslo.message"])["_unique_id"])
 
-    async def _write(self, method: str, path: str, body: object) -> None:
+    async def write(self, method: str, path: str, body: object) -> None:
+        """To Placement's API."""
         answer = await self._client.request(method, path, json=body)
         assert answer.is_success, answer.text
 
@@ -173,7 +174,7 @@ class Cloud:
             "allocations": {self.hosts[one]: {"resources": TAKES} for one in hosts},
             "project_id": "p", "user_id": "u", "consumer_generation": known.get("consumer_generation"),
         }  # fmt: skip
-        await self._write("PUT", f"/allocations/{consumer}", body)
+        await self.write("PUT", f"/allocations/{consumer}", body)
         self.tasks[consumer] = ""
 
     async def delete(self, consumer: str) -> None:
@@ -194,7 +195,7 @@ class Cloud:
         fields = {"project_id": "p", "user_id": "u"}
         migration = {"allocations": {source: {"resources": TAKES}}, "consumer_generation": None, **fields}
         none = {"allocations": {}, "consumer_generation": known["consumer_generation"], **fields}
-        await self._write("POST", "/allocations", {new_uuid(self.rng): migration, instance: none})
+        await self.write("POST", "/allocations", {new_uuid(self.rng): migration, instance: none})
         number = self.hosts.index(source)
         await self.call(instance, ignore_hosts=[f"h{number}"])
         await self.hold(instance, host)
