@@ -131,7 +131,7 @@ def record(recorder: Recorder) -> unittest.TestResult:
     select = manager.SchedulerManager.select_destinations
     manager.SchedulerManager.select_destinations = recorder.hooked(select, 2)
     loader = unittest.TestLoader()
-    suite = loader.loadTestsFromNames([f"nova.tests.unit.scheduler_worker.{name}" for name in MODULES])
+    suite = loader.loadTestsFromNames([f"nova.tests.unit.scheduler.{name}" for name in MODULES])
     result = unittest.TextTestRunner(stream=sys.stderr, verbosity=0).run(suite)
     utils.ResourceRequest.from_request_spec = classmethod(from_spec)
     utils.resources_from_request_spec = utils.resources_from_request_spec.__wrapped__
