@@ -130,8 +130,10 @@ class Deciding(Struct, frozen=True):
     facts_poller: HostFactsPoller
     settings: DecisionSettings
 
-    def add_to(self, service: WorkerRuntime) -> None:
-        """Have a service read Nova before calls are decided."""
+    def add_to(self, service: WorkerRuntime, reload: SettingsReload | None) -> None:
+        """Have a service read Nova before calls are decided, and its settings again when it is told to."""
+        if reload is not None:
+            service.on_reload = partial(reload.run, self.settings.apply)
         service.add_resource(None, self.rest.close)
         service.add_task("nova state", self.poller.run)
         service.add_preparation(self.poller.first.wait)
@@ -237,17 +239,10 @@ def build(
     service.add_task("nova notifications", notifier.run)
     service.add_task("nova calls told", calls.run)
     _add_follower(service, follower)
-    decides.add_to(service)
-    add_reload(service, reload, decides)
+    decides.add_to(service, reload)
     _add_server(service, server, fallback)
     _add_bus(service, env, api, decides.selector)
     return service
-
-
-def add_reload(service: WorkerRuntime, reload: SettingsReload | None, decides: Deciding) -> None:
-    """Have a service read its settings again."""
-    if reload is not None:
-        service.on_reload = partial(reload.run, decides.settings.apply)
 
 
 def _add_follower(service: WorkerRuntime, follower: Follower) -> None:

@@ -170,13 +170,12 @@ def translated(
         return tenant
     drafted = _drafted(request, pinning=pinning, release=release)
     first = drafted if pinning else _drafted(request, pinning=True, release=release)  # Nova runs its pre-filters once
-    required = frozenset(trait for group in first.groups.values() for trait in group.required)
     added = prefilter(
         request,
         settings,
         aggregates,
         tenant=tenant,
-        required_traits=required,
+        required_traits=frozenset(trait for group in first.groups.values() for trait in group.required),
         requires_owner=requires_owner,
         release=release,
     )

@@ -17,7 +17,7 @@ from bus.service.environment import Environment
 from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
 from bus.service.worker_heartbeat import add_heartbeat
-from nova_scheduler.app import NAME, PlacementAccess, add_reload, deciding, notifier_of, transport_of
+from nova_scheduler.app import NAME, PlacementAccess, deciding, notifier_of, transport_of
 from nova_scheduler.config import NovaConfig, TrialSettings
 from nova_scheduler.decide.decision_log import PublishedCalls
 from nova_scheduler.decide.placer_requests import parse_arguments
@@ -104,8 +104,7 @@ def build(
     service.add_resource(api.open, api.close)
     service.add_resource(None, source.close)
     service.add_task("nova calls told", calls.run)
-    decides.add_to(service)
-    add_reload(service, reload, decides)
+    decides.add_to(service, reload)
     _add_mirror(service, mirror)
     _add_listener(service, listener, comparison)
     add_heartbeat(service, env, api, NAME)

@@ -35,6 +35,7 @@ from nova import test as nova_test
 from nova.network import neutron
 from nova.scheduler import manager, request_filter, utils
 from oslo_serialization import jsonutils
+from oslo_versionedobjects import exception as versioned
 from placement import lib as placement_lib
 from placement import microversion
 from placement import util as placement_util
@@ -130,7 +131,7 @@ def record(recorder: Recorder) -> unittest.TestResult:
     select = manager.SchedulerManager.select_destinations
     manager.SchedulerManager.select_destinations = recorder.hooked(select, 2)
     loader = unittest.TestLoader()
-    suite = loader.loadTestsFromNames([f"nova.tests.unit.scheduler_worker.{name}" for name in MODULES])
+    suite = loader.loadTestsFromNames([f"nova.tests.unit.scheduler.{name}" for name in MODULES])
     result = unittest.TextTestRunner(stream=sys.stderr, verbosity=0).run(suite)
     utils.ResourceRequest.from_request_spec = classmethod(from_spec)
     utils.resources_from_request_spec = utils.resources_from_request_spec.__wrapped__
@@ -272,13 +273,23 @@ def refused(querystring: str) -> str | None:
     return None
 
 
+def is_readable(primitive: dict[str, Any]) -> bool:
+    """Whether this release reads a spec that a newer one has written."""
+    try:
+        objects.RequestSpec.obj_from_primitive(copy.deepcopy(primitive))
+    except versioned.IncompatibleObjectVersion:
+        return False
+    return True
+
+
 def main(path: str, *specs: str) -> None:
     recorder = Recorder()
     result = record(recorder)
     for one in specs:
         for line in Path(one).read_text().splitlines():
             asked = json.loads(line)
-            recorder.add(asked["spec"], asked["settings"])
+            if is_readable(asked["spec"]):
+                recorder.add(asked["spec"], asked["settings"])
     replay = Replay()
     replay.setUp()
     asked = [(spec, world) for spec, settings in recorder.specs.values() for world in worlds(spec, settings)]

@@ -93,9 +93,9 @@ def serve(
         shown = shown_at(page, tokens)
         if memory:
             store = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
-            raise SystemExit(_run(_site(settings), shown, lambda env: both(env, settings, reload, store)))
+            raise SystemExit(_run(_site(settings), shown, lambda env: both(env, settings, store=store, reload=reload)))
         with placement_database(settings, scratch=scratch) as url:
-            raise SystemExit(_run(_site(settings, url), shown, lambda env: both(env, settings, reload)))
+            raise SystemExit(_run(_site(settings, url), shown, lambda env: both(env, settings, reload=reload)))
     except (SettingsError, Stop, ServerFailed, ServerMissing) as fault:
         _end(fault)
 
@@ -238,7 +238,11 @@ def _run(
 
 
 def both(
-    env: Environment, settings: Settings, reload: SettingsReload | None, store: PlacementService | None = None
+    env: Environment,
+    settings: Settings,
+    *,
+    store: PlacementService | None = None,
+    reload: SettingsReload | None = None,
 ) -> WorkerRuntime:
     """Placement and the frontend as one service. Placement answers while Nova's API or broker is not there yet. At the
     end the frontend is drained first, as its calls claim at placement.

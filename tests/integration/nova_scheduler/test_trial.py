@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,17 @@ from nova_scheduler.cloud.api_config import NovaApiConfig
 from nova_scheduler.config import NovaConfig, TrialSettings
 from nova_scheduler.trial.app import Trial, build
 from nova_scheduler.wire.versioned import versioned
+from placement_worker.operations.export import PlacementReader
+from placement_worker.operations.mirror import PlacementMirror
+from placement_worker.operations.mirror_database import DatabaseSource
+from placement_worker.operations.mirror_rest import RestSource
+from placement_worker.replica.replica import Replica
 from scheduler_worker.config import SchedulerConfig
 from tests.integration.nova_scheduler.trial_world import NEEDS, Cloud, cloud_of, used_of
 from tests.kit.answering import answering
 from tests.kit.waiting import until
 from tests.unit.nova_scheduler.world import CELLS, FLAVOR, group
+from tests.unit.placement_worker.mirror_world import shown
 
 pytestmark = list(NEEDS)
 HOSTS = 20
@@ -69,8 +76,7 @@ async def test_calls_among_deletes_and_moves_and_the_replica_after_each_pass(
         await until(lambda: not made.service.not_ready())
         alive: list[str] = []
         for _ in range(3):
-            await here.round(alive)
-            await settled(here, made)
+            await here.round(alive, partial(settled, here, made))
             assert used_of(made.mirror.replica, here.hosts) == await here.used()
         counts = made.comparison.counts()
         assert counts.keys() <= {"same", "other host"} and sum(counts.values()) == len(here.taken) == 18
@@ -113,3 +119,39 @@ async def test_what_would_have_been(own_broker: RabbitMQ, empty_database: str, t
         await here.call(deleted)
         del here.tasks[deleted]
         assert await told(here, made) == {"stock failed": 1}
+
+
+async def test_both_sources_show_the_same(own_broker: RabbitMQ, empty_database: str, tmp_path: Path) -> None:
+    """Trees, traits, aggregates and amounts, as Placement itself has written and answers them."""
+    async with cloud_of(own_broker, empty_database, tmp_path, 3) as here:
+        reader = PlacementReader(here.placement, token="admin")
+        sources = RestSource(reader, interval_s=1.0, whole_s=1.0), DatabaseSource(here.database)
+        mirrors = [PlacementMirror(one, Replica(), clock=SystemClock(), interval_s=1.0) for one in sources]
+        await here.write("PUT", "/traits/CUSTOM_A", None)
+        held: list[str] = []
+        for host in here.hosts:
+            child = new_uuid(here.rng)
+            card = {"VGPU": {"total": 8, "reserved": 1, "allocation_ratio": 2.5, "step_size": 2}}
+            await here.write(
+                "POST", "/resource_providers", {"uuid": child, "name": child, "parent_provider_uuid": host}
+            )
+            parts: dict[str, dict[str, Any]] = {
+                "inventories": {"inventories": card},
+                "traits": {"traits": ["CUSTOM_A", "HW_CPU_X86_AVX"]},
+                "aggregates": {"aggregates": [new_uuid(here.rng), new_uuid(here.rng)]},
+            }
+            for number, (part, body) in enumerate(parts.items()):
+                body["resource_provider_generation"] = number
+                await here.write("PUT", f"/resource_providers/{child}/{part}", body)
+            held.append(new_uuid(here.rng))
+            here.tasks[held[-1]] = ""
+            await here.hold(held[-1], here.hosts.index(host))
+            for one in mirrors:
+                await one.read()
+            assert shown(mirrors[0].replica) == shown(mirrors[1].replica) and len(shown(mirrors[0].replica)) > 3
+            assert [one.hosts_of(held[-1]) for one in mirrors] == [(host,)] * 2
+        await here.delete(held[0])
+        for one in mirrors:
+            await one.read()
+        assert shown(mirrors[0].replica) == shown(mirrors[1].replica)
+        await reader.close()

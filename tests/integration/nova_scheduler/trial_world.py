@@ -9,7 +9,7 @@ import contextlib
 import json
 import random
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -111,7 +111,8 @@ class Cloud:
     async def _take(self, message: DeliveredMessage) -> None:
         self.taken.append(json.loads(json.loads(message.body)["oslo.message"])["_unique_id"])
 
-    async def _write(self, method: str, path: str, body: object) -> None:
+    async def write(self, method: str, path: str, body: object) -> None:
+        """To Placement's API."""
         answer = await self._client.request(method, path, json=body)
         assert answer.is_success, answer.text
 
@@ -173,7 +174,7 @@ class Cloud:
             "allocations": {self.hosts[one]: {"resources": TAKES} for one in hosts},
             "project_id": "p", "user_id": "u", "consumer_generation": known.get("consumer_generation"),
         }  # fmt: skip
-        await self._write("PUT", f"/allocations/{consumer}", body)
+        await self.write("PUT", f"/allocations/{consumer}", body)
         self.tasks[consumer] = ""
 
     async def delete(self, consumer: str) -> None:
@@ -194,17 +195,21 @@ class Cloud:
         fields = {"project_id": "p", "user_id": "u"}
         migration = {"allocations": {source: {"resources": TAKES}}, "consumer_generation": None, **fields}
         none = {"allocations": {}, "consumer_generation": known["consumer_generation"], **fields}
-        await self._write("POST", "/allocations", {new_uuid(self.rng): migration, instance: none})
+        await self.write("POST", "/allocations", {new_uuid(self.rng): migration, instance: none})
         number = self.hosts.index(source)
         await self.call(instance, ignore_hosts=[f"h{number}"])
         await self.hold(instance, host)
 
-    async def round(self, alive: list[str]) -> None:
-        """Five boots, then a move, and a delete once there are several servers. alive: the servers."""
+    async def round(self, alive: list[str], compared: Callable[[], Awaitable[None]]) -> None:
+        """Five boots, then a move, and a delete once there are several servers. alive: the servers. compared: waits
+        until each call is: of a server that is deleted before, the choice was never seen.
+        """
         alive += [await self.boot(self.rng.randrange(len(self.hosts))) for _ in range(5)]
+        await compared()
         await self.move(alive[0], self.rng.randrange(1, len(self.hosts)))
         if len(alive) > 5:
             await self.delete(alive.pop(1))
+        await compared()
 
     async def used(self) -> dict[tuple[str, str], int]:
         """By provider and class, as the database has it."""

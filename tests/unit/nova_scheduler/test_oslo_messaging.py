@@ -483,7 +483,7 @@ async def test_the_front_is_drained_before_the_book_at_which_its_calls_claim(mon
     monkeypatch.setattr("nova_scheduler.app.build", part("front", 100))
     broker = MemoryBroker(SystemClock())
     env = Environment("w1", transports=partial(MemoryTransport, broker), rng=random.Random(1))
-    stop, service = asyncio.Event(), both(env, Settings(), None)
+    stop, service = asyncio.Event(), both(env, Settings())
     running = asyncio.create_task(service.run(stop))
     await service.ready.wait()
     stop.set()

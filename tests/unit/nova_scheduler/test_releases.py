@@ -30,6 +30,14 @@ CASES: dict[str, tuple[NovaRequest, dict[int, set[str]]]] = {
             33: {"COMPUTE_SECURITY_TPM_2_0", "COMPUTE_SECURITY_TPM_CRB", SECRET},
         },
     ),
+    "a TPM of the usual model": (
+        request({"hw:tpm_version": "1.2"}),
+        {
+            29: {"COMPUTE_SECURITY_TPM_1_2"},
+            30: {"COMPUTE_SECURITY_TPM_1_2", "COMPUTE_SECURITY_TPM_TIS"},
+            33: {"COMPUTE_SECURITY_TPM_1_2", "COMPUTE_SECURITY_TPM_TIS", SECRET},
+        },
+    ),
     "firmware without state": (
         request(image=image(hw_firmware_stateless=True, **UEFI)),
         {29: set(), 30: {"COMPUTE_SECURITY_STATELESS_FIRMWARE"}},

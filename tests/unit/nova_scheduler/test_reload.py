@@ -9,8 +9,10 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from berth.config.settings import Settings, TelemetrySettings
+from bus.clock import new_uuid
 from bus.service.settings import SettingsError
 from nova_scheduler.app import DecisionSettings
+from nova_scheduler.cloud.state import NovaAggregate
 from nova_scheduler.config import NovaConfig
 from nova_scheduler.decide.placer_requests import PlacerRequests
 from nova_scheduler.reload import SettingsReload
@@ -98,6 +100,9 @@ async def test_a_filter_that_is_enabled_rejects_from_the_next_call_on() -> None:
         settings.apply(here.nova, SchedulerConfig(multipliers={"no_such_weigher": 1.0}))
     settings.configure()
     assert here.selector.config is before
+    here.facts.put_aggregates([NovaAggregate(uuid=new_uuid(here.rng), name="a")], complete=True)
+    settings.configure()
+    assert here.selector.config.filters == before.filters and len(here.selector.config.settings.aggregates) == 1
     settings.apply(NovaConfig(enabled_filters=DIFFERENT_HOST), SchedulerConfig(multipliers={"ram": -3.0}))
     now = here.selector.config
     assert [one.name for one in now.filters] == list(DIFFERENT_HOST) and now.revision != before.revision
