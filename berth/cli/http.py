@@ -75,6 +75,14 @@ def show_line(text: str) -> None:
     Console(highlight=False).print(Text(printable(text)), soft_wrap=True)
 
 
+def show_result(data: object, as_json: bool, line: str) -> None:
+    """A result as JSON, or as one line."""
+    if as_json:
+        show_json(data)
+    else:
+        show_line(line)
+
+
 def show_rows(
     items: Collection[T], as_json: bool, columns: Sequence[str], row: Callable[[T], Sequence[str | Text]]
 ) -> None:
