@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -54,8 +55,13 @@ def login(
     name = name or (f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)).replace("[", "")
     set_context(contexts_file(os.environ), name, context)
     whose = f"{caller.name}, role {caller.role.value}" + (f" of project {caller.project}" if caller.project else "")
-    line = f"logged in at {url} as {whose}; context {name} is in use"
+    line = f"logged in at {url} as {whose}; context {name} is in use{but_first(os.environ)}"
     show_result({"context": name, "url": url, "caller": caller}, as_json, line)
+
+
+def but_first(env: Mapping[str, str]) -> str:
+    """The remark that a variable goes before the context in use; "": none does."""
+    return "; BERTH_URL is set, and goes before it" if env.get("BERTH_URL") else ""
 
 
 def shown_token() -> str:
@@ -98,7 +104,7 @@ def list_contexts(as_json: AsJson = False) -> None:
 def use(name: ContextArgument, as_json: AsJson = False) -> None:
     """Use another context from now on."""
     use_context(contexts_file(os.environ), name)
-    show_result({"context": name}, as_json, f"context {name} is in use")
+    show_result({"context": name}, as_json, f"context {name} is in use{but_first(os.environ)}")
 
 
 @calls_api
