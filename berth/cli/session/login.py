@@ -19,7 +19,7 @@ from berth.cli.session.contexts import (
     MAX_TOKEN,
     Context,
     contexts_file,
-    forget_context,
+    delete_context,
     found_context,
     read_contexts,
     set_context,
@@ -78,12 +78,12 @@ def logout(
     name: Annotated[str, typer.Argument(help="The context; else the one in use.", metavar="[NAME]")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Forget a context with its token.
+    """Delete a context with its token.
 
     The token stays valid: `berth token revoke` ends it.
     """
-    forgotten = forget_context(contexts_file(os.environ), name)
-    show_result({"context": forgotten}, as_json, f"context {forgotten} is forgotten")
+    deleted = delete_context(contexts_file(os.environ), name)
+    show_result({"context": deleted}, as_json, f"context {deleted} is deleted")
 
 
 @calls_api

@@ -22,7 +22,7 @@ from berth.cli.session.contexts import (
     Context,
     ContextFault,
     contexts_file,
-    forget_context,
+    delete_context,
     found_context,
     read_contexts,
     set_context,
@@ -64,7 +64,7 @@ def test_contexts_are_their_users_alone_from_the_first(env: dict[str, str]) -> N
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     assert read_contexts(path) == contexts.Contexts("two", {"one": ONE, "two": TWO})
     use_context(path, "one")
-    assert forget_context(path, "") == "one"
+    assert delete_context(path, "") == "one"
     assert read_contexts(path) == contexts.Contexts("", {"two": TWO})
     assert sorted(one.name for one in path.parent.iterdir()) == ["contexts.json", "contexts.lock"]
 
@@ -125,7 +125,7 @@ def test_a_name_that_is_none_is_refused(env: dict[str, str]) -> None:
     for name in ("", "a b", "a\n", "../x", "a" * 65):
         with pytest.raises(ContextFault):
             set_context(contexts_file(env), name, ONE)
-    for change in (use_context, forget_context):
+    for change in (use_context, delete_context):
         with pytest.raises(ContextFault) as fault:
             change(contexts_file(env), "none")
         assert fault.value.code == "context.unknown"
