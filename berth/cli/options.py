@@ -11,9 +11,6 @@ from typing import Any, TypeVar, get_type_hints
 import typer
 from msgspec import NODEFAULT, Struct, structs
 
-from berth.cli.common import run, settings_of
-from berth.config.settings import Settings
-
 B = TypeVar("B", bound=Callable[..., Any])
 
 
@@ -29,7 +26,7 @@ def as_command(body: Callable[..., Any]) -> Callable[..., Any]:
     reads = ""
     for parameter in inspect.signature(body, eval_str=True).parameters.values():
         kind = parameter.annotation
-        if kind is Settings:
+        if _is_settings(kind):
             reads = parameter.name
             shown.append(Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context))
         elif isinstance(kind, type) and issubclass(kind, Struct):
@@ -42,6 +39,8 @@ def as_command(body: Callable[..., Any]) -> Callable[..., Any]:
     def arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         named = dict(given)
         if reads:
+            from berth.cli.common import settings_of  # noqa: PLC0415  (see `_is_settings`)
+
             named[reads] = settings_of(named.pop("context"))
         for name, (kind, fields) in groups.items():
             named[name] = kind(**{field: named.pop(field) for field in fields})
@@ -50,6 +49,8 @@ def as_command(body: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(body)
     def called(**given: Any) -> Any:
         if inspect.iscoroutinefunction(body):
+            from berth.cli.common import run  # noqa: PLC0415  (see `_is_settings`)
+
             run(lambda: body(**arguments(given)))
         return body(**arguments(given))
 
@@ -57,6 +58,13 @@ def as_command(body: Callable[..., Any]) -> Callable[..., Any]:
     declared.__signature__ = inspect.Signature(shown)
     declared.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
     return called
+
+
+def _is_settings(kind: Any) -> bool:
+    """By its name: a command that calls the HTTP API imports neither the settings of all workers nor their libraries,
+    which would be most of its time.
+    """
+    return isinstance(kind, type) and (kind.__module__, kind.__name__) == ("berth.config.settings", "Settings")
 
 
 def _fields(kind: type[Struct]) -> list[Parameter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from enum import Enum
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 from urllib.parse import quote
@@ -103,7 +103,7 @@ class operation(Generic[P, A]):  # noqa: N801  (a decorator)
     @overload
     def __get__(self, client: SyncCaller, owner: type) -> Callable[P, A]: ...
     @overload
-    def __get__(self, client: AsyncCaller, owner: type) -> Callable[P, Awaitable[A]]: ...
+    def __get__(self, client: AsyncCaller, owner: type) -> Callable[P, Coroutine[Any, Any, A]]: ...
     @overload
     def __get__(self, client: None, owner: type) -> operation[P, A]: ...
     def __get__(self, client: Any, owner: type) -> Any:

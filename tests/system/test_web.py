@@ -254,6 +254,7 @@ def test_the_document_describes_every_route(web: Web) -> None:
         paths = document["paths"]
         assert set(paths) == {
             "/builds", "/builds/{uuid}", "/builds/{uuid}/events", "/events", "/builds/{uuid}/actions", "/actions",
+            "/caller", "/tokens", "/tokens/{token}",
             "/actions/{uuid}", "/hosts", "/hosts/{host}", "/hosts/{host}/admin-state", "/hosts/{host}/delete",
             "/hosts/{host}/drain-plan", "/hosts/{host}/drain", "/drain-plan", "/drains", "/drains/{uuid}",
             "/drains/{uuid}/pause", "/drains/{uuid}/resume", "/services",

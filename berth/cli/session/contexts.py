@@ -99,8 +99,8 @@ def use_context(path: Path, name: str) -> None:
         _write(path, replace(known, current=name))
 
 
-def forget_context(path: Path, name: str) -> str:
-    """Forget a context and its token; "": the one in use. Returns its name. Raises ContextFault."""
+def delete_context(path: Path, name: str) -> str:
+    """Delete a context and its token; "": the one in use. Returns its name. Raises ContextFault."""
     with _changing(path):
         known = read_contexts(path)
         name = name or known.current

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -12,19 +13,19 @@ from urllib.parse import urlsplit
 import typer
 from msgspec.structs import replace
 
+from berth.cli.http import calls_api, show_json, show_line, show_result, show_rows
 from berth.cli.options import CommandGroup
 from berth.cli.session.contexts import (
     MAX_TOKEN,
     Context,
     contexts_file,
-    forget_context,
+    delete_context,
     found_context,
     read_contexts,
     set_context,
     use_context,
 )
 from berth.cli.session.contexts import named as context_named
-from berth.cli.session.running import calls_api, show_json, show_line, show_rows
 from berth.client import ApiAddressInvalid
 from berth.client.http import checked_url
 
@@ -38,6 +39,7 @@ def login(
     name: Annotated[str, typer.Option("--name", help="The context's name; else the host and port.")] = "",
     ca_file: Annotated[str, typer.Option("--ca-file", help="The certificates to trust, in PEM.")] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Plain http to another computer, too.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Log in at an address, and use it from now on.
 
@@ -53,7 +55,13 @@ def login(
     name = name or (f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)).replace("[", "")
     set_context(contexts_file(os.environ), name, context)
     whose = f"{caller.name}, role {caller.role.value}" + (f" of project {caller.project}" if caller.project else "")
-    show_line(f"logged in at {url} as {whose}; context {name} is in use")
+    line = f"logged in at {url} as {whose}; context {name} is in use{but_first(os.environ)}"
+    show_result({"context": name, "url": url, "caller": caller}, as_json, line)
+
+
+def but_first(env: Mapping[str, str]) -> str:
+    """The remark that a variable goes before the context in use; "": none does."""
+    return "; BERTH_URL is set, and goes before it" if env.get("BERTH_URL") else ""
 
 
 def shown_token() -> str:
@@ -68,12 +76,14 @@ def shown_token() -> str:
 @calls_api
 def logout(
     name: Annotated[str, typer.Argument(help="The context; else the one in use.", metavar="[NAME]")] = "",
+    as_json: AsJson = False,
 ) -> None:
-    """Forget a context with its token.
+    """Delete a context with its token.
 
     The token stays valid: `berth token revoke` ends it.
     """
-    show_line(f"context {forget_context(contexts_file(os.environ), name)} is forgotten")
+    deleted = delete_context(contexts_file(os.environ), name)
+    show_result({"context": deleted}, as_json, f"context {deleted} is deleted")
 
 
 @calls_api
@@ -91,10 +101,10 @@ def list_contexts(as_json: AsJson = False) -> None:
 
 
 @calls_api
-def use(name: ContextArgument) -> None:
+def use(name: ContextArgument, as_json: AsJson = False) -> None:
     """Use another context from now on."""
     use_context(contexts_file(os.environ), name)
-    show_line(f"context {name} is in use")
+    show_result({"context": name}, as_json, f"context {name} is in use{but_first(os.environ)}")
 
 
 @calls_api
@@ -119,7 +129,7 @@ def show_context(
         show_line(f"{key:<10} {value}")
 
 
-context = CommandGroup(no_args_is_help=True, help="Addresses of berth with their tokens, as `berth login` keeps them.")
+context = CommandGroup(no_args_is_help=True, help="Addresses of berth, each with a token.")
 context.command("list")(list_contexts)
 context.command("use")(use)
 context.command("show")(show_context)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from berth.cli.http import api, calls_api, show_json, show_line, show_result, show_rows
 from berth.cli.options import CommandGroup
 from berth.cli.session.login import AsJson
-from berth.cli.session.running import api, calls_api, show_json, show_line, show_rows
 from berth.client.types import TokenBody, TokenView
 from berth.text import utc
 from bus.contracts.objects import TokenRole
@@ -64,11 +64,11 @@ def list_tokens(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @calls_api
-def revoke_token(context: typer.Context, name: TokenName) -> None:
+def revoke_token(context: typer.Context, name: TokenName, as_json: AsJson = False) -> None:
     """Revoke a token: it is refused within 5 s everywhere."""
     with api(context.obj) as client:
-        client.revoke_token(name)
-    show_line(f"token {name} is revoked")
+        revoked = client.revoke_token(name)
+    show_result(revoked, as_json, f"token {name} is revoked")
 
 
 token = CommandGroup(no_args_is_help=True, help="Tokens of the HTTP API. Operators make and revoke them.")

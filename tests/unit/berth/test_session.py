@@ -15,19 +15,19 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from berth.cli.http import status_of
 from berth.cli.main import app
 from berth.cli.session import contexts
 from berth.cli.session.contexts import (
     Context,
     ContextFault,
     contexts_file,
-    forget_context,
+    delete_context,
     found_context,
     read_contexts,
     set_context,
     use_context,
 )
-from berth.cli.session.running import status_of
 from berth.cli.session.tokens import seconds_of
 from berth.client import ApiAnswerInvalid, ApiProblem, ApiTimeout, ApiUnavailable
 from berth.config.at_up import UpAddress, find_address, leave_address, lock_file, state_of, write_private
@@ -64,7 +64,7 @@ def test_contexts_are_their_users_alone_from_the_first(env: dict[str, str]) -> N
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     assert read_contexts(path) == contexts.Contexts("two", {"one": ONE, "two": TWO})
     use_context(path, "one")
-    assert forget_context(path, "") == "one"
+    assert delete_context(path, "") == "one"
     assert read_contexts(path) == contexts.Contexts("", {"two": TWO})
     assert sorted(one.name for one in path.parent.iterdir()) == ["contexts.json", "contexts.lock"]
 
@@ -125,7 +125,7 @@ def test_a_name_that_is_none_is_refused(env: dict[str, str]) -> None:
     for name in ("", "a b", "a\n", "../x", "a" * 65):
         with pytest.raises(ContextFault):
             set_context(contexts_file(env), name, ONE)
-    for change in (use_context, forget_context):
+    for change in (use_context, delete_context):
         with pytest.raises(ContextFault) as fault:
             change(contexts_file(env), "none")
         assert fault.value.code == "context.unknown"
@@ -236,9 +236,21 @@ def test_a_duration_is_a_number_and_a_unit() -> None:
             seconds_of(text)
 
 
-def test_what_the_commands_are_made_of_is_light() -> None:
+def test_a_command_that_calls_the_api_loads_no_broker_and_no_database(env: dict[str, str]) -> None:
     """Their start is what a person waits for."""
     heavy = "sqlalchemy asyncpg aio_pika aiormq numpy uvloop uvicorn starlette structlog prometheus_client"
-    code = "import sys, berth.cli.session.running; print(*{one.partition('.')[0] for one in sys.modules})"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {*heavy.split()} & {*found}
+    set_context(contexts_file(env), "one", ONE)
+    code = """
+import sys
+from berth.cli.main import main
+try:
+    main()
+except SystemExit:
+    print(*{one.partition(".")[0] for one in sys.modules}, *[one for one in sys.modules if one.startswith("berth.")])
+"""
+    for words in (["context", "list"], ["token", "list"], ["login", "--help"]):
+        command = [sys.executable, "-c", code, *words]
+        environ = {**os.environ, "BERTH_URL": "http://127.0.0.1:1"}
+        found = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout.split()
+        assert "berth.cli.http" in found
+        assert not {*heavy.split(), "scheduler_worker", "berth.config.settings"} & {*found}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -67,12 +68,20 @@ def api(config: Path | None = None) -> Iterator[Client]:
 def show_json(data: object) -> None:
     """Data as indented JSON, control characters escaped (only strings can have them)."""
     text = msgspec.json.format(msgspec.json.encode(data), indent=2).decode()
-    sys.stdout.write("".join(c if c.isprintable() or c == "\n" else f"\\u{ord(c):04x}" for c in text) + "\n")
+    sys.stdout.write("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text) + "\n")
 
 
 def show_line(text: str) -> None:
     """One line for a person, whatever a name in it contains."""
     Console(highlight=False).print(Text(printable(text)), soft_wrap=True)
+
+
+def show_result(data: object, as_json: bool, line: str) -> None:
+    """A result as JSON, or as one line."""
+    if as_json:
+        show_json(data)
+    else:
+        show_line(line)
 
 
 def show_rows(
