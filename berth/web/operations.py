@@ -10,14 +10,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
-from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from berth.client import drains as client_drains
 from berth.client.baremetal import NodeRecord, flavor_classes, node_record, unserved
 from berth.config.settings import Settings
-from berth.config.site import read_runtime
+from berth.config.site import ironic_of
 from berth.web.api import (
     API_ROOT,
     ASK_TIMEOUT_S,
@@ -284,10 +283,7 @@ class NodesReader:
             return problem
 
     async def _read(self) -> NodesView:
-        config = self._settings.compute.ironic
-        runtime = read_runtime(self._settings.state)
-        if runtime is not None and runtime.ironic_url:
-            config = replace(config, url=runtime.ironic_url)
+        config = ironic_of(self._settings) or self._settings.compute.ironic
         _, stored = await self._objects.stored(ObjectKind.FLAVOR)
         classes = flavor_classes(stored)
         api = IronicApi(config, clock=self._clock)
