@@ -348,20 +348,24 @@ def _rows_of(read: Sequence[tuple[Part, list[StatusRow] | BaseException]]) -> li
     """
     found: list[StatusRow] = []
     away: dict[tuple[StatusKind, str], list[tuple[Part, BaseException]]] = defaultdict(list)
+    unread: dict[tuple[str, str], list[tuple[Part, BaseException]]] = defaultdict(list)
     answered = {(part.server, part.bus) for part, result in read if not isinstance(result, BaseException)}
     for part, result in read:
         if not isinstance(result, BaseException):
             found += result
-        elif (server := _server_away(part, result)) is not None and (part.server, part.bus) not in answered:
+            continue
+        server, following = _server_away(part, result), _FOLLOWING[part.server]
+        if server is not None and (part.server, part.bus) not in answered:
             away[server].append((part, result))
-        else:
-            found.append(rows.not_read(part.name, _code_of(result), str(result), following=_FOLLOWING[part.server]))
+            following = rows.next_of(*server)
+        unread[_code_of(result), following].append((part, result))
     for (kind, subject), parts in away.items():
-        fault = parts[0][1]
-        reason = f"{_code_of(fault)}: {fault}"
-        first = rows.row(kind, _AWAY[kind].format(subject), subject=subject, detail=reason, severity=Severity.CRITICAL)
+        reason = f"{_code_of(parts[0][1])}: {parts[0][1]}"
+        what = _AWAY[kind].format(subject)
+        found.append(rows.row(kind, what, subject=subject, detail=reason, severity=Severity.CRITICAL))
+    for (code, following), parts in unread.items():
         names = ", ".join(dict.fromkeys(part.name for part, _ in parts))
-        found += [first, rows.not_read(names, _code_of(fault), "", following=first.next)]
+        found.append(rows.not_read(names, code, str(parts[0][1]), following=following))
     return found
 
 

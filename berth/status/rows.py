@@ -60,20 +60,22 @@ class StatusKind(StrEnum):
     SERVICES_SILENT = "services.silent"
     FENCER_HELD = "fencer.held"
     FENCE_UNACKNOWLEDGED = "fence.unacknowledged"
-    QUARANTINE = "quarantine"
-    CELL_RECOVERING = "cell.recovering"
-    DRAIN_STUCK = "drain.stuck"
-    DEAD_LETTERS = "dead_letters"
+    QUARANTINE = "machines.quarantined"
+    CELL_RECOVERING = "recovery.under_way"
+    DRAIN_STUCK = "drains.stuck"
+    DEAD_LETTERS = "dead_letters.waiting"
     AUDIT_FINDINGS = "audit.findings"
     HOSTS_NOT_IN_PLACEMENT = "hosts.not_in_placement"
+    HOSTS_NOT_REPORTED = "hosts.not_reported"
+    NO_HOSTS = "hosts.none"
     NODE_PROBLEMS = "nodes.problems"
     WORKERS_SILENT = "workers.silent"
     WORKERS_NOT_READY = "workers.not_ready"
-    NOT_READ = "not_read"
+    NOT_READ = "status.not_read"
 
 
 _RANK = {kind: rank for rank, kind in enumerate(StatusKind)}
-_HARM = {severity: rank for rank, severity in enumerate(Severity)}
+_ORDER = {severity: rank for rank, severity in enumerate(Severity)}
 # The next command, and the page that shows more; {subject} is quoted for a shell.
 _NEXT: Mapping[StatusKind, tuple[str, str]] = {
     StatusKind.DATABASE_AWAY: ("berth db check", ""),
@@ -96,6 +98,8 @@ _NEXT: Mapping[StatusKind, tuple[str, str]] = {
     StatusKind.DEAD_LETTERS: ("berth dead-letters list --bus {subject}", "/system"),
     StatusKind.AUDIT_FINDINGS: ("berth audit", ""),
     StatusKind.HOSTS_NOT_IN_PLACEMENT: ("berth hosts --cell {subject}", "/fleet?cell={subject}"),
+    StatusKind.HOSTS_NOT_REPORTED: ("berth hosts", "/fleet"),
+    StatusKind.NO_HOSTS: ("berth services", "/system"),
     StatusKind.NODE_PROBLEMS: ("berth baremetal problems", "/metal"),
     StatusKind.WORKERS_SILENT: ("berth workers", "/system"),
     StatusKind.WORKERS_NOT_READY: ("berth workers", "/system"),
@@ -127,7 +131,7 @@ class SystemStatus(Struct, frozen=True, kw_only=True):
 
 def status_of(rows: Iterable[StatusRow], at: float) -> SystemStatus:
     """The whole of these rows, ranked."""
-    ranked = sorted(rows, key=lambda row: (_HARM[row.severity], _RANK[row.kind], row.subject, row.what))
+    ranked = sorted(rows, key=lambda row: (_ORDER[row.severity], _RANK[row.kind], row.subject, row.what))
     state = SystemState(ranked[0].severity.value) if ranked else SystemState.FINE
     return SystemStatus(state=state, at=at, rows=tuple(ranked))
 
@@ -138,21 +142,25 @@ def row(
     *,
     subject: str = "",
     detail: str = "",
-    since: float | None = None,
+    began_at: float | None = None,
     severity: Severity = Severity.WARNING,
 ) -> StatusRow:
     """A row with the next command of its kind."""
-    following, page = _NEXT[kind]
     return StatusRow(
         severity=severity,
         kind=kind,
         subject=subject,
         what=what,
         detail=detail,
-        since=since or None,
-        next=following.format(subject=shlex.quote(subject)),
-        page=page.format(subject=subject),
+        since=began_at or None,
+        next=next_of(kind, subject),
+        page=_NEXT[kind][1].format(subject=subject),
     )
+
+
+def next_of(kind: StatusKind, subject: str) -> str:
+    """The next command."""
+    return _NEXT[kind][0].format(subject=shlex.quote(subject))
 
 
 def not_read(what: str, code: str, reason: str, *, following: str = "") -> StatusRow:
@@ -181,7 +189,7 @@ def of_breakers(cell: str, breakers: Sequence[Breaker]) -> list[StatusRow]:
     detail = f"{_named([one.service for one in found])}: {lost} machines lost, {unknown} unknown, {over} over"
     since = min(one.tripped_at for one in found)
     return [
-        row(StatusKind.BREAKER_OPEN, what, subject=cell, detail=detail, since=since, severity=Severity.CRITICAL)
+        row(StatusKind.BREAKER_OPEN, what, subject=cell, detail=detail, began_at=since, severity=Severity.CRITICAL)
     ]  # fmt: skip
 
 
@@ -193,7 +201,7 @@ def of_quarantine(cell: str, machines: Sequence[UnknownMachineRecord]) -> list[S
     what = f"Cell {cell}: {counted(len(found), 'machine')} in quarantine"
     detail = "they have this database's tag, and no record explains them"
     return [
-        row(StatusKind.QUARANTINE, what, subject=cell, detail=detail, since=min(one.first_seen for one in found))
+        row(StatusKind.QUARANTINE, what, subject=cell, detail=detail, began_at=min(one.first_seen for one in found))
     ]  # fmt: skip
 
 
@@ -228,7 +236,9 @@ def of_services(services: Sequence[ServiceRecord]) -> list[StatusRow]:
         detail = f"{counted(hosts, 'host')} take no builds: {_named([one.name for one in silent])}"
         since = min((one.since for one in silent if one.since), default=None)
         severity = Severity.CRITICAL if len(silent) == len(every) else Severity.WARNING
-        found.append(row(StatusKind.SERVICES_SILENT, what, subject=cell, detail=detail, since=since, severity=severity))
+        found.append(
+            row(StatusKind.SERVICES_SILENT, what, subject=cell, detail=detail, began_at=since, severity=severity)
+        )
     return found
 
 
@@ -241,7 +251,7 @@ def of_workers(page: WorkersPage, cells: Sequence[str], now: float) -> list[Stat
         since = now - max(one.last_seen_s for one in silent)
         names = _named([one.heartbeat.worker for one in silent])
         found.append(
-            row(StatusKind.WORKERS_SILENT, f"{counted(len(silent), 'worker')} silent", detail=names, since=since)
+            row(StatusKind.WORKERS_SILENT, f"{counted(len(silent), 'worker')} silent", detail=names, began_at=since)
         )
     if waiting:
         reasons = [f"{one.heartbeat.worker} waits for {', '.join(one.heartbeat.not_ready)}" for one in waiting]
@@ -269,8 +279,13 @@ def of_workers(page: WorkersPage, cells: Sequence[str], now: float) -> list[Stat
     return found
 
 
-def of_hosts(hosts: Iterable[HostRecord]) -> list[StatusRow]:
-    """Fences that a cell has not acknowledged, and hosts that placement does not have."""
+def of_hosts(hosts: Sequence[HostRecord]) -> list[StatusRow]:
+    """Fences that a cell has not acknowledged, hosts that placement does not have, and hosts of no compute service.
+
+    Those that no service has reported yet are not down: a scheduler that has just started has heard of none.
+    """
+    if not hosts:
+        return [row(StatusKind.NO_HOSTS, "No hosts", detail="no compute service has announced one yet")]
     fenced: dict[str, list[HostRecord]] = defaultdict(list)
     unbooked: dict[str, list[HostRecord]] = defaultdict(list)
     for host in hosts:
@@ -289,13 +304,17 @@ def of_hosts(hosts: Iterable[HostRecord]) -> list[StatusRow]:
         what = f"Cell {cell or '?'}: {counted(len(missing), 'reported host')} not in placement"
         detail = f"{missing[0].name}: {missing[0].not_in_placement}"
         found.append(_of_cell(StatusKind.HOSTS_NOT_IN_PLACEMENT, what, cell, detail))
+    if orphans := [host for host in hosts if not host.reported]:
+        what = f"{len(orphans):,} of {counted(len(hosts), 'host')} not reported"
+        detail = f"by no compute service since the scheduler's start: {_named([host.name for host in orphans])}"
+        found.append(row(StatusKind.HOSTS_NOT_REPORTED, what, detail=detail))
     return found
 
 
 def _of_cell(kind: StatusKind, what: str, cell: str, detail: str, since: float | None = None) -> StatusRow:
     """The row of a cell, or of hosts whose cell is not known."""
     if cell:
-        return row(kind, what, subject=cell, detail=detail, since=since)
+        return row(kind, what, subject=cell, detail=detail, began_at=since)
     return StatusRow(
         severity=Severity.WARNING, kind=kind, what=what, detail=detail, since=since, next="berth hosts", page="/fleet"
     )
@@ -326,7 +345,7 @@ def of_drains(drains: Iterable[DrainProgress], is_stuck: Callable[[DrainProgress
             f"The drain of {one.target} {one.host} is stuck",
             subject=one.id,
             detail=f"{counted(len(one.failed), 'instance')} cannot move: {one.failed[0].code}" if one.failed else "",
-            since=one.started_at,
+            began_at=one.started_at,
         )
         for one in drains
         if is_stuck(one)
@@ -341,7 +360,7 @@ def of_losses(page: BuildPage) -> list[StatusRow]:
     what = f"{many} {'instance was' if many == '1' else 'instances were'} lost"
     detail = "their hosts do not run them any more; they end with a delete"
     since = min(one.updated_at or one.created_at for one in page.builds)
-    return [row(StatusKind.INSTANCES_LOST, what, detail=detail, since=since, severity=Severity.CRITICAL)]
+    return [row(StatusKind.INSTANCES_LOST, what, detail=detail, began_at=since, severity=Severity.CRITICAL)]
 
 
 def of_dead_letters(bus: str, count: int, oldest: tuple[str, str, float | None] | None) -> list[StatusRow]:
@@ -351,10 +370,10 @@ def of_dead_letters(bus: str, count: int, oldest: tuple[str, str, float | None] 
     queue, code, at = oldest or ("", "", None)
     detail = f"the oldest of {queue}: {code}" if oldest else ""
     what = f"{counted(count, 'dead letter')} on bus {bus}"
-    return [row(StatusKind.DEAD_LETTERS, what, subject=bus, detail=detail, since=at)]
+    return [row(StatusKind.DEAD_LETTERS, what, subject=bus, detail=detail, began_at=at)]
 
 
-def of_findings(findings: Sequence[AuditFinding], since: float | None = None) -> list[StatusRow]:
+def of_findings(findings: Sequence[AuditFinding]) -> list[StatusRow]:
     """Findings of an audit, by kind."""
     if not findings:
         return []
@@ -363,7 +382,7 @@ def of_findings(findings: Sequence[AuditFinding], since: float | None = None) ->
         kinds[one.kind.value.replace("_", " ")] += 1
     what = f"{counted(len(findings), 'finding')} of the audit"
     detail = ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items()))
-    return [row(StatusKind.AUDIT_FINDINGS, what, detail=detail, since=since)]
+    return [row(StatusKind.AUDIT_FINDINGS, what, detail=detail)]
 
 
 def of_nodes(nodes: Sequence[NodeRecord]) -> list[StatusRow]:

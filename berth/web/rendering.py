@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 from starlette.requests import Request
 from starlette.responses import Response
 
-from berth.text import printable
+from berth.text import age, printable
 from berth.web.problems import Problem, problem_of
 from bus.faults import Fault, Transient
 from bus.transport import BusError
@@ -83,6 +83,7 @@ def _templates() -> Environment:
     environment.filters |= {
         "when": _when,
         "duration": _duration,
+        "age": age,
         "text": lambda text: printable(str(text)),
         "compact": compact,
         "json": lambda value: json.dumps(msgspec.to_builtins(value), indent=2),

@@ -34,7 +34,9 @@ _WIDTH = max(len(one.value) for one in Severity)
 
 
 async def status(context: typer.Context, as_json: AsJson = False) -> int:
-    """Show all that waits for a person, the worst first, each with its age and the next command.
+    """Show all that waits for a person.
+
+    The worst first, each with its age and the next command.
 
     Exit status, as a monitoring plug-in has it: 0 nothing waits, 1 warning, 2 critical, 3 a part is not known. A part
     that cannot be read is a row of its own; none holds up the others.

@@ -19,16 +19,15 @@ from starlette.requests import Request
 from berth.audit import quarantine as records
 from berth.audit.quarantine import InCells, TrippedBreaker
 from berth.web.api import Handlers, caller_of, converted, number_of, object_of, parsed, route, truth_of
-from berth.web.pages.fleet import PAGE_TIMEOUT_S
 from berth.web.problems import Problem
 from berth.web.sign_in_sessions import WebRole
 from bus.contracts.base import Count, Reason, Uuid, Word
-from bus.faults import DatabaseUnavailable, Fault, Forbidden, Transient
+from bus.faults import Fault, Forbidden, Transient
 from bus.service.environment import Environment, NotConfigured
 from bus.service.settings import SettingsError
 from cell_conductor.state.breaker import Breaker
 from cell_conductor.state.unknown_machine import UnknownMachineKind
-from cell_conductor.store.keyed_tables import ADOPT, PROTECT, DecidedMachine, MachineKey, UnknownMachineRecord
+from cell_conductor.store.keyed_tables import ADOPT, DecidedMachine, MachineKey, UnknownMachineRecord
 
 MAX_SHOWN = 10_000
 # Of one request: their JSON is within the bound of a body.
@@ -36,8 +35,6 @@ MAX_DECIDED = 1_000
 MAX_BREAKERS = 1_000
 # At once: each opens connections to every cell's database and reads all that is on record there.
 MAX_READS = 2
-# Pages that stay open read the records at most so often.
-COUNTED_AGE_S = 10.0
 
 
 class QuarantinedMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -158,42 +155,12 @@ class BreakersAfterReset(Struct, frozen=True):
     no_answer: tuple[SeenBreaker, ...] = ()
 
 
-class SafetyCounts(Struct, frozen=True):
-    """What waits for an operator: machines in quarantine, less those that one keeps, by cell; services whose breakers
-    are open, by cell.
-    """
-
-    quarantined: dict[str, int]
-    breakers: dict[str, tuple[str, ...]]
-    never_started: tuple[str, ...] = ()
-
-
 class SafetyReader:
     """Reads and decides. Raises Problem 404 for a cell that is not known, 503 where the database cannot be read."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
-        self._reading = asyncio.Lock()
         self._reads = asyncio.Semaphore(MAX_READS)
-        self._counts: SafetyCounts | Problem | None = None
-        self._counted_at = float("-inf")
-
-    async def counts(self) -> SafetyCounts:
-        """What waits, at most COUNTED_AGE_S old; that it cannot be read is kept as long."""
-        async with self._reading:
-            if self._counts is None or self._env.clock.monotonic() - self._counted_at > COUNTED_AGE_S:
-                try:
-                    async with asyncio.timeout(PAGE_TIMEOUT_S):
-                        self._counts = _counted(await self.read())
-                except Problem as problem:
-                    self._counts = problem
-                except TimeoutError:
-                    words = f"the cells' records cannot be read: no answer within {PAGE_TIMEOUT_S:g} s"
-                    self._counts = Problem(503, DatabaseUnavailable.code, words)
-                self._counted_at = self._env.clock.monotonic()
-        if isinstance(self._counts, Problem):
-            raise Problem(self._counts.status, self._counts.code, self._counts.detail)
-        return self._counts
 
     async def read(self, cell: str | None = None) -> InCells:
         """Everything on record, of all cells or of one."""
@@ -301,18 +268,6 @@ class WebQuarantine(Handlers):
         """Allow what tripped these breakers: it may be destroyed or counted as lost. For operators."""
         body = converted(await object_of(request), BreakersReset)
         return await self._safety.reset(body.breakers, caller_of(request).name)
-
-
-def _counted(read: InCells) -> SafetyCounts:
-    waiting: dict[str, int] = defaultdict(int)
-    for cell, one in read.machines(UnknownMachineKind.QUARANTINED):
-        waiting[cell] += one.decision != PROTECT
-    tripped = {cell: tuple(one.service for one in of if one.is_open) for cell, of in read.breakers.items()}
-    return SafetyCounts(
-        {cell: count for cell, count in waiting.items() if count},
-        {cell: services for cell, services in tripped.items() if services},
-        read.never_started,
-    )
 
 
 def _machine(cell: str, one: UnknownMachineRecord) -> QuarantinedMachine:

@@ -38,6 +38,34 @@ function listen(address, handlers) {
 
 // --- now
 
+// What waits for a person, as the server renders it.
+function statusOf(status) {
+  const element = (name, text, kind) => {
+    const made = document.createElement(name);
+    made.textContent = printable(text);
+    if (kind) made.className = kind;
+    return made;
+  };
+  if (!status.rows.length) return [element("p", "Nothing waits for a person.", "fine")];
+  return status.rows.map((row) => {
+    const made = element("article", "", "problem " + row.severity);
+    made.append(element("strong", row.what));
+    if (row.since) made.append(" ", element("time", age(status.at - row.since)));
+    made.append(" ", printable(row.detail ?? ""), " ");
+    if (row.next) made.append(element("code", row.next));
+    if (row.page) made.append(" ", link(row.page, "Show"));
+    return made;
+  });
+}
+
+function age(seconds) {
+  const whole = Math.max(0, Math.floor(seconds));
+  for (const [unit, length, most] of [["s", 1, 120], ["min", 60, 7200], ["h", 3600, 172800]]) {
+    if (whole < most) return `${Math.floor(whole / length)} ${unit}`;
+  }
+  return `${Math.floor(whole / 86400)} d`;
+}
+
 function startNow() {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(name).trim();
@@ -64,15 +92,7 @@ function startNow() {
       put("p99", now.latency.p99 === undefined ? "none yet" : duration(now.latency.p99));
       put("hosts", now.answered ? `${now.up} of ${now.hosts}` : "not known");
       plot.setData([now.seconds.map((s) => s.at), now.seconds.map((s) => s.active), now.seconds.map((s) => s.failed)]);
-      byId("problems").replaceChildren(...now.problems.map((problem) => {
-        const made = document.createElement("p");
-        made.className = "problem";
-        const what = document.createElement("strong");
-        what.textContent = printable(problem.what);
-        made.append(what, " ", printable(problem.detail));
-        if (problem.more) made.append(" ", link(problem.more, "Show"));
-        return made;
-      }));
+      byId("status").replaceChildren(...statusOf(now.status));
       byId("cells").replaceChildren(...Object.entries(now.cells).sort().map(([cell, [up, every]]) => row([link("/fleet?cell=" + encodeURIComponent(cell), cell), up, every])));
       byId("workers").replaceChildren(...Object.entries(now.workers).sort().map(([role, [up, every]]) => row([link("/system", role), up, every])));
       byId("queues").replaceChildren(...(now.queues.length ? now.queues.map((one) => row([one.bus, one.queue, one.waiting])) : [row(["None.", "", ""])]));
