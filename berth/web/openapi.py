@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from berth.asyncapi import add_field_notes
 from berth.bus_client.object_edits import QuotaUse
+from berth.status.rows import SystemStatus
 from berth.web.problems import PROBLEM_JSON, ProblemBody
 from bus.contracts.actions import ActionRecord, ActionRequest
 from bus.contracts.base import Label, Reason, Uuid, Version, Word
@@ -112,6 +113,7 @@ def _of_hosts() -> dict[str, _Operation]:
         "list_services": _Operation(tuple[ServiceRecord, ...], query=listed, errors=_READS),
         "delete_service": _Operation(ServiceDeleted, body=RemovalBody, errors=(409, *_WRITES)),
         "list_workers": _Operation(tuple[WorkerRecord, ...], query={"role": Word, "limit": int}, errors=_READS),
+        "show_status": _Operation(SystemStatus, errors=(403,)),
         "list_cells": _Operation(tuple[CellView, ...], errors=_READS),
         "plan_drain": _Operation(DrainPlan, query=plan, errors=(422, *_READS)),
         "start_drain": _Operation(DrainProgress, 202, DrainBody, errors=(409, *_WRITES)),

@@ -13,7 +13,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from berth.text import printable
+from berth.text import age, printable
 from berth.web.problems import Problem, problem_of
 from berth.web.sign_in_sessions import WebCaller, WebRole
 from bus.clock import Clock
@@ -195,6 +195,7 @@ def _templates() -> Environment:
         "slug": _slug,
         "resource": lambda name: RESOURCES.get(name, name),
         "duration": _duration,
+        "age": age,
         "text": lambda text: printable(str(text)),
         "compact": compact,
         "json": lambda value: json.dumps(msgspec.to_builtins(value), indent=2),

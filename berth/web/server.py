@@ -14,12 +14,14 @@ from prometheus_client import Counter
 from starlette.applications import Starlette
 
 from berth.config.settings import Settings
-from berth.config.site import Site, process_name
+from berth.config.site import Site, ironic_of, process_name
+from berth.status.reader import StatusReader
 from berth.web.application import application, nova_application
 from berth.web.event_stream import Live
-from berth.web.operations import Drains
-from berth.web.pages.fleet import QueueReader
+from berth.web.operations import Drains, NodesReader
+from berth.web.pages.fleet import FleetReader, QueueReader
 from berth.web.pages.nova_calls import NovaCalls
+from berth.web.pages.objects import ObjectApi
 from berth.web.sign_in_sessions import LOCAL, Access, check_listen, digest_of
 from bus.bus import API
 from bus.faults import Fault
@@ -98,6 +100,10 @@ class WebServer:
         self._of_nova = of_nova
         self._drains = Drains(self._bus, env.rng)
         self._queues = QueueReader(env)
+        self._fleet = FleetReader(self._bus, env.clock, env.cells)
+        self._metal = NodesReader(settings, ObjectApi(self._bus), env.clock)
+        nodes = self._metal.nodes_to_count if ironic_of(settings) is not None else None
+        self._status = StatusReader(env, settings, self._bus, hosts=self._fleet.hosts_to_count, nodes=nodes)
         check_listen(host, access)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -152,6 +158,9 @@ class WebServer:
             drains=self._drains,
             access=self._access,
             queues=self._queues,
+            fleet=self._fleet,
+            metal=self._metal,
+            status=self._status,
             hosts=hosts,
         )
 
@@ -191,4 +200,5 @@ class WebServer:
         await self._live.close()
         await self._calls.close()
         await self._queues.close()
+        await self._status.close()
         await self._bus.close()

@@ -202,7 +202,8 @@ def now_shows_what_happens(person: Person) -> None:
         "the hosts are counted",
         lambda: f"{person.hosts - NODES:,} of {person.hosts - NODES:,}" in person.text("#hosts-ready"),
     )
-    person.until("nothing is wrong once every worker has reported", lambda: "Nothing is wrong" in person.text("#fine"))
+    nothing = "Nothing waits for a person"
+    person.until("nothing is wrong once every worker has reported", lambda: nothing in person.text("#status"))
     for _ in range(3):
         person.boot()
     person.until("a latency is shown", lambda: "half within" in person.text("#figures"))
@@ -571,7 +572,7 @@ def pages_work_without_a_scheduler(person: Person) -> None:
         person.open(path)
         expect(f"{path} names the pages", person.driver.find_elements(By.CSS_SELECTOR, "header nav a"))
         if not path.endswith("/drain"):
-            expect(f"{path} says it", "answer" in person.text("#unanswered, #problems"))
+            expect(f"{path} says it", "answer" in person.text("#unanswered, #status"))
     person.open("/fleet")
     expect("the hosts are shown", f"{person.hosts - NODES:,} hosts" in person.text())
     expect("with their age", "as of" in person.text("#unanswered"))

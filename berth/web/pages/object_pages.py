@@ -93,9 +93,7 @@ FORMS: dict[ObjectKind, tuple[FormField, ...]] = {
     ObjectKind.CELL: (
         FormField("state", "State", "choice", choices=tuple(one.value for one in CellState), initial="disabled"),
         FormField("reason", "Reason of the state", "text"),
-        FormField(
-            name="bus.url_file", label="File of the bus's URL", kind="text", hint="If no settings name it"
-        ),
+        FormField(name="bus.url_file", label="File of the bus's URL", kind="text", hint="If no settings name it"),
         FormField(name="bus.url_variable", label="Variable of the bus's URL", kind="text", hint="Begins with CELL_"),
         FormField(name="bus.prefix", label="Prefix on the bus", kind="text"),
         FormField("abandoned", "Remove it though instances are on record there", "flag"),
