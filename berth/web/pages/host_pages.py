@@ -39,7 +39,7 @@ from bus.contracts.drains import DrainQuery, DrainTarget
 
 PAGE = 100
 MAX_PAGES = 10_000
-NOT_WELL_SHOWN = 12
+NOT_WELL_SHOWN = 7
 
 
 class HostMap(Struct, frozen=True):
@@ -104,7 +104,7 @@ class HostPages:
             aggregates=sorted({name for host in hosts for name in host.aggregates}),
             wells=[NOT_WELL, *states_of(hosts)],
             orders=ORDERS,
-            classes=_by_frequency(shown),
+            classes=_scarcest_first(shown),
             metrics=sorted({name for host in shown for name in host.metrics}),
             query=query,
         )
@@ -176,7 +176,8 @@ def _page_link(request: Request, number: int) -> str:
     return request.url.include_query_params(page=number).query
 
 
-def _by_frequency(hosts: Sequence[HostRecord]) -> list[str]:
-    """The classes that hosts have, those of most hosts first."""
+def _scarcest_first(hosts: Sequence[HostRecord]) -> list[str]:
+    """The classes that hosts have: those that most of them have first, and of these the one with the least left."""
     counted = Counter(name for host in hosts for name in host.resources)
-    return sorted(counted, key=lambda name: (-counted[name], name != "VCPU", name))
+    shares = {one.name: one.share for one in capacity_of(hosts)}
+    return sorted(counted, key=lambda name: (2 * counted[name] < len(hosts), -shares[name], name != "VCPU", name))
