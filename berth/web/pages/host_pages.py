@@ -82,7 +82,8 @@ class HostPages:
         shown = [host for host in matching if not is_bare_metal(host)]
         order = query.get("order", BY_NAME)
         number = number_of(request, "page", 1, most=MAX_PAGES)
-        rows = ordered(shown, order)[(number - 1) * PAGE : number * PAGE]
+        listed = matching if query.get("q") else shown  # who looks for a name finds nodes as well
+        rows = ordered(listed, order)[(number - 1) * PAGE : number * PAGE]
         unwell = [host for host in shown if state_of(host) != UP]
         unwell.sort(key=lambda host: (HOST_STATES.index(state_of(host)), host.name))
         return self._page(
@@ -90,10 +91,10 @@ class HostPages:
             "fleet.html",
             asked=asked,
             rows=[row_of(host) for host in rows],
-            count=len(shown),
+            count=len(listed),
             first=(number - 1) * PAGE + 1,
             earlier=_page_link(request, number - 1) if number > 1 else "",
-            later=_page_link(request, number + 1) if number * PAGE < len(shown) else "",
+            later=_page_link(request, number + 1) if number * PAGE < len(listed) else "",
             states=states_of(shown),
             capacity=capacity_of(shown),
             metal=metal_of(matching),
