@@ -48,7 +48,7 @@ async def status(context: typer.Context, as_json: AsJson = False) -> int:
         assert stop is not None
         print_stop(stop)
         return EXIT[SystemState.NOT_KNOWN]
-    found = await _read(settings)
+    found = await read_status(settings)
     if as_json:
         print_json(found)
     else:
@@ -56,7 +56,8 @@ async def status(context: typer.Context, as_json: AsJson = False) -> int:
     return EXIT[found.state]
 
 
-async def _read(settings: Settings) -> SystemStatus:
+async def read_status(settings: Settings) -> SystemStatus:
+    """One look at everything, over connections of its own."""
     site = Site(settings)
     env = site.environment(process_name("cli"))
     bus = env.bus(API)
