@@ -72,6 +72,11 @@ def _when(at: float | None) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at else ""
 
 
+def _moment(at: float | None) -> str:
+    """With milliseconds, for what happens within a second."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] if at else ""
+
+
 def _duration(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
@@ -82,6 +87,7 @@ def _templates() -> Environment:
     )
     environment.filters |= {
         "when": _when,
+        "moment": _moment,
         "duration": _duration,
         "age": age,
         "text": lambda text: printable(str(text)),
