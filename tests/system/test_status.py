@@ -162,17 +162,17 @@ def test_a_lost_instance(small: Small) -> None:
     in_schema(small, "scheduler", "UPDATE build_requests SET state = 'failed', code = 'instance.lost'")
     found = row_of(look(small.settings), StatusKind.INSTANCES_LOST)
     assert (found.severity, found.next) == (Severity.CRITICAL, "berth list --state failed --code instance.lost")
-    in_schema(small, "scheduler", "UPDATE build_requests SET state = 'active', code = NULL")
+    in_schema(small, "scheduler", "UPDATE build_requests SET state = 'active', code = ''")
     fine(small)
 
 
 def test_a_finding_of_the_audit_that_two_passes_have(small: Small) -> None:
-    """The machine of the test before runs: placement's count of its host is made wrong."""
-    in_schema(small, "placement", "UPDATE inventories SET used = used + 1 WHERE used > 0")
+    one = "WHERE (provider_id, class_id) = (SELECT provider_id, class_id FROM inventories ORDER BY 1, 2 LIMIT 1)"
+    in_schema(small, "placement", f"UPDATE inventories SET used = used + 1 {one}")
     found = row_of(look(small.settings), StatusKind.AUDIT_FINDINGS)
     assert (found.severity, found.next) == (Severity.WARNING, "berth audit")
     assert "miscounted" in found.detail
-    in_schema(small, "placement", "UPDATE inventories SET used = used - 1 WHERE used > 0")
+    in_schema(small, "placement", f"UPDATE inventories SET used = used - 1 {one}")
     fine(small)
 
 
