@@ -104,7 +104,7 @@ class ActionRequest(
     """
 
     user_id: Word = "unknown"
-    by: AskedBy = ""
+    by: AskedBy = ""  # who asks, as in a build request
     flavor: Label | None = None  # of a resize
     # image, image_properties, image_source: of a rebuild (properties and source None: those that the instance has, if
     # it has that image, else none)

@@ -97,7 +97,7 @@ class BuildRequest(Message, MachineSpec, frozen=True, kw_only=True, forbid_unkno
     count: Members = 1
     also: Annotated[tuple[FlavorCount, ...], Bound(max_length=16)] = ()
     min_count: Members | None = None  # this many are enough (None: all); then as many start as find a host
-    by: AskedBy = ""
+    by: AskedBy = ""  # who asks, for the timeline; the HTTP API and a project's virtual host state it themselves
 
     def __post_init__(self) -> None:
         if self.count == 1 and not self.also and self.min_count is None:
@@ -133,7 +133,7 @@ class DeleteRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     instance_uuid: Uuid
     project_id: Word
-    by: AskedBy = ""
+    by: AskedBy = ""  # who asks, for the timeline; the HTTP API and a project's virtual host state it themselves
 
 
 class BuildAccepted(Message, frozen=True, kw_only=True, tag="build.accepted.v1"):

@@ -174,7 +174,8 @@ def now_shows_what_happens(person: Person) -> None:
     """The first page counts a build that is asked for while it is open."""
     person.open("/")
     person.until("the hosts are counted", lambda: f"{person.hosts} of {person.hosts}" in person.text(".tiles"))
-    person.until("nothing is wrong once every worker has reported", lambda: not person.text("#problems"))
+    fine = "Nothing waits for a person."
+    person.until("nothing is wrong once every worker has reported", lambda: person.text("#status") == fine)
     for _ in range(3):
         person.boot()
     person.until("a latency is shown", lambda: "none yet" not in person.text(".tiles"))
