@@ -45,9 +45,9 @@ from cell_conductor.store.unknown_machines import Safety
 log = structlog.get_logger("status")
 
 # Each part has so long. All begin at once, so the whole takes no longer when one is away.
-PART_TIMEOUT_S = 1.0
+PART_TIMEOUT_S = 0.9
 # Of that a scheduler has so much for an answer, and the database for the names of cells that were added at run time.
-ANSWER_TIMEOUT_S = 0.8
+ANSWER_TIMEOUT_S = 0.75
 CELLS_TIMEOUT_S = 0.4
 # A process that stays reads most parts so often, and what takes long less often.
 AGE_S = 5.0
@@ -151,7 +151,7 @@ class StatusReader:
                     under_way[part.name] = asyncio.ensure_future(part.read())
         await _within(list(under_way.values()), now_s + PART_TIMEOUT_S - self._env.clock.monotonic())
         for name, task in under_way.items():
-            self._kept[name] = now_s, due[name], _result_of(task)
+            self._kept[name] = now_s, due[name], self._result_of(due[name], task)
         self._kept = {name: kept for name, kept in self._kept.items() if name in parts}
 
     async def _read_added(self) -> list[StatusRow]:
@@ -159,6 +159,20 @@ class StatusReader:
         every = await cells_in_use(self._env)
         self._added = {name: where for name, where in every.items() if where is not None}
         return []
+
+    def _result_of(self, part: Part, task: asyncio.Future[list[StatusRow]]) -> list[StatusRow] | BaseException:
+        if not task.done():
+            if part.server is Server.SCHEDULER and (why := self._bus.unavailable_reason):
+                return BusUnavailable(why)  # no scheduler was asked
+            return TimeoutError(f"no answer within {PART_TIMEOUT_S:g} s")
+        if task.cancelled():
+            return BusUnavailable("the connection is closed")
+        fault = task.exception()
+        if fault is None:
+            return task.result()
+        if not isinstance(fault, Faults):
+            log.error("status.not_read", exc_info=fault)
+        return fault
 
     def _is_due(self, part: Part, now_s: float) -> bool:
         kept = self._kept.get(part.name)
@@ -327,19 +341,6 @@ def _forget(task: asyncio.Future[list[StatusRow]]) -> None:
     """Read the outcome of a task whose time had run out: nobody else does."""
     if not task.cancelled():
         task.exception()
-
-
-def _result_of(task: asyncio.Future[list[StatusRow]]) -> list[StatusRow] | BaseException:
-    if not task.done():
-        return TimeoutError(f"no answer within {PART_TIMEOUT_S:g} s")
-    if task.cancelled():
-        return BusUnavailable("the connection is closed")
-    fault = task.exception()
-    if fault is None:
-        return task.result()
-    if not isinstance(fault, Faults):
-        log.error("status.not_read", exc_info=fault)
-    return fault
 
 
 def _rows_of(read: Sequence[tuple[Part, list[StatusRow] | BaseException]]) -> list[StatusRow]:
