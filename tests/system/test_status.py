@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 from msgspec.structs import replace
@@ -16,6 +16,7 @@ from berth.config.settings import Settings
 from berth.status.rows import Severity, StatusKind, StatusRow, SystemState, SystemStatus
 from berth.up.servers import variables
 from bus.bus import API
+from bus.contracts.build import HostsPage, HostsQuery
 from bus.contracts.operations import AdminState, AdminStateSet, SetAdminState
 from bus.contracts.queues import DEAD
 from bus.transport import Outgoing
@@ -33,6 +34,7 @@ HOST = "b0000000-0000-4000-8000-000000000000"  # no compute service reports it
 LOST = "11111111-2222-4333-8444-000000000001"
 CONDUCTOR, SCHEDULER, COMPUTE = "conductor-cell1-1", "scheduler1", "compute-cell1-c1"
 TIMEOUT_S = 60.0
+PART_S = 20.0  # a part that is away costs a test that long, and a busy machine none
 T = TypeVar("T")
 
 
@@ -43,22 +45,27 @@ def small() -> Iterator[Small]:
         yield made
 
 
-def look(settings: Settings) -> SystemStatus:
-    return asyncio.run(read_status(settings))
+def look(settings: Settings, part_s: float = PART_S) -> SystemStatus:
+    return asyncio.run(read_status(settings, part_s))
 
 
 def seen(small: Small, there: Callable[[SystemStatus], bool]) -> SystemStatus:
     """The first status that is so."""
 
-    async def found() -> SystemStatus | None:
-        status = await read_status(small.settings)
-        return status if there(status) else None
+    last: list[SystemStatus] = []
 
-    async def wait() -> Any:
-        return await until(found)
+    async def found() -> bool:
+        last[:] = [await read_status(small.settings, PART_S)]
+        return there(last[0])
 
-    status: SystemStatus = asyncio.run(wait())
-    return status
+    async def wait() -> None:
+        try:
+            await until(found)
+        except TimeoutError as over:
+            raise AssertionError(last) from over
+
+    asyncio.run(wait())
+    return last[0]
 
 
 def row_of(status: SystemStatus, kind: StatusKind) -> StatusRow:
@@ -101,7 +108,9 @@ def on_record(small: Small, work: Callable[[Safety], Awaitable[T]]) -> T:
 
 def ran(small: Small, *arguments: str) -> tuple[int, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
-    done = run_berth("status", *arguments, env={**kept, **variables(small.settings)}, timeout_s=TIMEOUT_S)
+    done = run_berth(
+        "status", "--timeout", str(PART_S), *arguments, env={**kept, **variables(small.settings)}, timeout_s=TIMEOUT_S
+    )
     return done.returncode, done.stdout
 
 
@@ -201,7 +210,8 @@ def test_a_fence_that_its_cell_has_not_acknowledged_and_a_conductor_that_is_away
     async def decide(state: AdminState) -> None:
         bus = small.site.bus("test")
         await bus.open()
-        command = SetAdminState(host=HOST, state=state, by="me", reason="test", cell="cell1", force=True)
+        (host, *_) = (await bus.request(HostsQuery(limit=1), HostsPage, timeout_s=TIMEOUT_S)).hosts
+        command = SetAdminState(host=host.uuid, state=state, by="me", reason="test", force=True)
         await bus.request(command, AdminStateSet, timeout_s=TIMEOUT_S)
         await bus.close()
 
@@ -220,7 +230,7 @@ def test_a_fence_that_its_cell_has_not_acknowledged_and_a_conductor_that_is_away
 def test_without_a_scheduler_its_parts_are_not_known_and_the_others_are(small: Small) -> None:
     on_record(small, lambda safety: safety.trip(Breaker(service="gone2", tripped_at=1.0, lost=7)))
     small.processes.kill(SCHEDULER)
-    found = look(small.settings)
+    found = look(small.settings, 5.0)
     assert [(row.severity, row.kind) for row in found.rows] == [
         (Severity.CRITICAL, StatusKind.SCHEDULER_AWAY),
         (Severity.CRITICAL, StatusKind.BREAKER_OPEN),
@@ -235,10 +245,10 @@ def test_without_a_scheduler_its_parts_are_not_known_and_the_others_are(small: S
 
 def test_a_database_or_a_broker_that_is_out_of_reach_is_named_first(small: Small) -> None:
     nowhere = "postgresql://nobody:secret@127.0.0.1:9/berth"
-    found = look(replace(small.settings, database=replace(small.settings.database, url=nowhere)))
+    found = look(replace(small.settings, database=replace(small.settings.database, url=nowhere)), 5.0)
     assert (found.rows[0].kind, found.rows[0].severity) == (StatusKind.DATABASE_AWAY, Severity.CRITICAL)
     assert "secret" not in str(found)
     away = "amqp://nobody:secret@127.0.0.1:9/%2F"
-    found = look(replace(small.settings, bus=replace(small.settings.bus, url=away)))
+    found = look(replace(small.settings, bus=replace(small.settings.bus, url=away)), 5.0)
     assert (found.rows[0].kind, found.rows[0].subject) == (StatusKind.BUS_AWAY, API)
     assert "secret" not in str(found)

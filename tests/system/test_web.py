@@ -274,7 +274,7 @@ def test_the_document_describes_every_route(web: Web) -> None:
             "/actions/{uuid}", "/hosts", "/hosts/{host}", "/hosts/{host}/admin-state", "/hosts/{host}/delete",
             "/hosts/{host}/drain-plan", "/hosts/{host}/drain", "/drain-plan", "/drains", "/drains/{uuid}",
             "/drains/{uuid}/pause", "/drains/{uuid}/resume", "/services",
-            "/services/{service}/delete", "/workers", "/cells",
+            "/services/{service}/delete", "/workers", "/cells", "/status",
             "/cells/{name}", "/metal", "/zones",
             "/quarantine", "/quarantine/decide", "/breakers", "/breakers/{cell}/{service}", "/breakers/reset",
             "/flavors", "/flavors/{name}", "/aggregates", "/aggregates/{name}", "/quotas", "/quotas/{project}",
@@ -514,7 +514,7 @@ def test_the_first_page_is_kept_up_to_date(web: Web) -> None:
     with web.client() as client, client.stream("GET", "/now/events") as stream:
         lines = stream.iter_lines()
         states = (json.loads(line[6:]) for line in lines if line.startswith("data: ") and "in_flight" in line)
-        next(now for now in states if (now["hosts"], now["up"], now["problems"]) == (6, 6, []))
+        next(now for now in states if (now["hosts"], now["up"], now["status"]["rows"]) == (6, 6, []))
         with web.client() as other:
             instance = boot(other)
             follow(other, instance)
