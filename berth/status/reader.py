@@ -45,10 +45,9 @@ from cell_conductor.store.unknown_machines import Safety
 log = structlog.get_logger("status")
 
 # Each part has so long. All begin at once, so the whole takes no longer when one is away.
-PART_TIMEOUT_S = 1.0
+PART_TIMEOUT_S = 0.9
 # Of that a scheduler has so much for an answer, and the database for the names of cells that were added at run time.
-ANSWER_TIMEOUT_S = 0.8
-CELLS_TIMEOUT_S = 0.4
+ANSWER_SHARE, CELLS_SHARE = 0.8, 0.4
 # A process that stays reads most parts so often, and what takes long less often.
 AGE_S = 5.0
 LONG_AGE_S = 60.0
@@ -92,10 +91,14 @@ class StatusReader:
         hosts: Callable[[], Awaitable[Sequence[HostRecord]]] | None = None,
         nodes: Callable[[], Awaitable[Sequence[NodeRecord]]] | None = None,
         opens: bool = False,
+        timeout_s: float = PART_TIMEOUT_S,
     ) -> None:
         """bus: the API bus, open or connecting; opens: it is opened here. hosts: another reader of them. nodes: reads
-        Ironic; None: there is none.
+        Ironic; None: there is none. timeout_s: of each part.
         """
+        self._timeout_s = timeout_s
+        self._answer_s = ANSWER_SHARE * timeout_s
+        self._late: set[asyncio.Future[list[StatusRow]]] = set()
         self._env = env
         self._settings = settings
         self._bus = bus
@@ -110,7 +113,7 @@ class StatusReader:
         self._reading = asyncio.Lock()
 
     async def read(self) -> SystemStatus:
-        """All that waits. Whatever is away, this takes PART_TIMEOUT_S at most, and never raises for it."""
+        """All that waits. Whatever is away, this takes the time of one part at most, and never raises for it."""
         async with self._reading:
             now_s = self._env.clock.monotonic()
             await self._read_parts(now_s)
@@ -122,6 +125,8 @@ class StatusReader:
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.wait({self._opening})
+        if self._late:
+            await asyncio.wait(self._late)
         transports, self._transports = self._transports, {}
         for transport in transports.values():
             await transport.close()
@@ -142,16 +147,16 @@ class StatusReader:
         cells = Part("cells added at run time", Server.DATABASE, self._read_added)
         parts[cells.name] = cells
         if self._is_due(cells, now_s):
-            self._kept[cells.name] = now_s, cells, await _rows_or_fault(cells, CELLS_TIMEOUT_S)
+            self._kept[cells.name] = now_s, cells, await _rows_or_fault(cells, CELLS_SHARE * self._timeout_s)
         for name, where in self._added.items():
             for part in self._parts_of_cell(name, where):
                 parts[part.name] = part
                 if self._is_due(part, now_s):
                     due[part.name] = part
                     under_way[part.name] = asyncio.ensure_future(part.read())
-        await _within(list(under_way.values()), now_s + PART_TIMEOUT_S - self._env.clock.monotonic())
+        await self._within(list(under_way.values()), now_s + self._timeout_s - self._env.clock.monotonic())
         for name, task in under_way.items():
-            self._kept[name] = now_s, due[name], _result_of(task)
+            self._kept[name] = now_s, due[name], self._result_of(due[name], task)
         self._kept = {name: kept for name, kept in self._kept.items() if name in parts}
 
     async def _read_added(self) -> list[StatusRow]:
@@ -159,6 +164,34 @@ class StatusReader:
         every = await cells_in_use(self._env)
         self._added = {name: where for name, where in every.items() if where is not None}
         return []
+
+    async def _within(self, tasks: Sequence[asyncio.Future[list[StatusRow]]], timeout_s: float) -> None:
+        """Wait for tasks, and no longer than so long; what is late is cancelled, and its end awaited on closing."""
+        _, late = await asyncio.wait(tasks, timeout=max(0.0, timeout_s)) if tasks else (set(), set())
+        for task in late:
+            task.cancel()
+            self._late.add(task)
+            task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Future[list[StatusRow]]) -> None:
+        """Read the outcome of a task whose time had run out: nobody else does."""
+        self._late.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    def _result_of(self, part: Part, task: asyncio.Future[list[StatusRow]]) -> list[StatusRow] | BaseException:
+        if not task.done():
+            if part.server is Server.SCHEDULER and (why := self._bus.unavailable_reason):
+                return BusUnavailable(why)  # no scheduler was asked
+            return TimeoutError(f"no answer within {self._timeout_s:g} s")
+        if task.cancelled():
+            return BusUnavailable("the connection is closed")
+        fault = task.exception()
+        if fault is None:
+            return task.result()
+        if not isinstance(fault, Faults):
+            log.error("status.not_read", exc_info=fault)
+        return fault
 
     def _is_due(self, part: Part, now_s: float) -> bool:
         kept = self._kept.get(part.name)
@@ -204,7 +237,7 @@ class StatusReader:
             await asyncio.shield(self._opening)
         if why := self._bus.unavailable_reason:
             raise BusUnavailable(why)
-        return await self._bus.request(query, answer, timeout_s=ANSWER_TIMEOUT_S)
+        return await self._bus.request(query, answer, timeout_s=self._answer_s)
 
     async def _read_workers(self) -> list[StatusRow]:
         page = await self._ask(WorkersQuery(limit=MAX_RECORDS), WorkersPage)
@@ -217,7 +250,7 @@ class StatusReader:
     async def _read_hosts(self) -> Sequence[HostRecord]:
         if self._opening is not None:
             await asyncio.shield(self._opening)
-        page = await read_hosts(self._bus, HostsQuery(limit=MAX_RECORDS), timeout_s=ANSWER_TIMEOUT_S)
+        page = await read_hosts(self._bus, HostsQuery(limit=MAX_RECORDS), timeout_s=self._answer_s)
         return page.hosts
 
     async def _read_of_hosts(self) -> list[StatusRow]:
@@ -231,7 +264,7 @@ class StatusReader:
         held = dict(planned.held)
         left = [host for host in hosts if host.uuid in planned.suspects and host.name not in held]
         if left:
-            codes = await held_by_record(self._bus, hosts, left, fencing.max_per_hour, timeout_s=ANSWER_TIMEOUT_S)
+            codes = await held_by_record(self._bus, hosts, left, fencing.max_per_hour, timeout_s=self._answer_s)
             held |= {host.name: codes[host.uuid] for host in left if codes[host.uuid]}
         return found + rows.of_held(held, hosts)
 
@@ -313,33 +346,6 @@ async def _rows_or_fault(part: Part, timeout_s: float) -> list[StatusRow] | Base
             return await part.read()
     except Faults as fault:
         return fault
-
-
-async def _within(tasks: Sequence[asyncio.Future[list[StatusRow]]], timeout_s: float) -> None:
-    """Wait for tasks, and no longer than so long; what is not done then is cancelled, and its end not awaited."""
-    _, late = await asyncio.wait(tasks, timeout=max(0.0, timeout_s)) if tasks else (set(), set())
-    for task in late:
-        task.cancel()
-        task.add_done_callback(_forget)
-
-
-def _forget(task: asyncio.Future[list[StatusRow]]) -> None:
-    """Read the outcome of a task whose time had run out: nobody else does."""
-    if not task.cancelled():
-        task.exception()
-
-
-def _result_of(task: asyncio.Future[list[StatusRow]]) -> list[StatusRow] | BaseException:
-    if not task.done():
-        return TimeoutError(f"no answer within {PART_TIMEOUT_S:g} s")
-    if task.cancelled():
-        return BusUnavailable("the connection is closed")
-    fault = task.exception()
-    if fault is None:
-        return task.result()
-    if not isinstance(fault, Faults):
-        log.error("status.not_read", exc_info=fault)
-    return fault
 
 
 def _rows_of(read: Sequence[tuple[Part, list[StatusRow] | BaseException]]) -> list[StatusRow]:

@@ -201,7 +201,7 @@ class WebActions(Handlers):
             if fields.setdefault(name, value) != value:
                 raise Problem(400, "request.invalid", f"{name} is not that of the instance in the path")
         fields.setdefault("request_id", new_uuid(self._rng))
-        action = message_of(fields, ActionRequest, caller)
+        action = message_of({**fields, "by": caller.name}, ActionRequest, caller)
         await self._api.send(action, ActionAccepted, action.request_id)
         here = f"{API_ROOT}/actions/{action.request_id}"
         body = ActionResponse(action.request_id, uuid, {"self": here, "instance": f"{API_ROOT}/builds/{uuid}"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import typer
 from rich.text import Text
@@ -15,7 +16,7 @@ from berth.cli.common import CLOSE_TIMEOUT_S, AsJson, explain, out, print_json, 
 from berth.cli.fleet.baremetal import records
 from berth.config.settings import Settings
 from berth.config.site import Site, ironic_of, process_name
-from berth.status.reader import ANSWER_TIMEOUT_S, StatusReader
+from berth.status.reader import PART_TIMEOUT_S, StatusReader
 from berth.status.rows import Severity, StatusRow, SystemState, SystemStatus
 from berth.text import age, printable
 from bus.bus import API
@@ -33,7 +34,13 @@ _STYLE = {Severity.CRITICAL: "bold red", Severity.NOT_KNOWN: "magenta", Severity
 _WIDTH = max(len(one.value) for one in Severity)
 
 
-async def status(context: typer.Context, as_json: AsJson = False) -> int:
+async def status(
+    context: typer.Context,
+    per_part: Annotated[
+        float, typer.Option("--timeout", min=0.1, max=60, help="Seconds for each part; all are read at once.")
+    ] = PART_TIMEOUT_S,
+    as_json: AsJson = False,
+) -> int:
     """Show all that waits for a person.
 
     The worst first, each with its age and the next command.
@@ -48,7 +55,7 @@ async def status(context: typer.Context, as_json: AsJson = False) -> int:
         assert stop is not None
         print_stop(stop)
         return EXIT[SystemState.NOT_KNOWN]
-    found = await _read(settings)
+    found = await read_status(settings, per_part)
     if as_json:
         print_json(found)
     else:
@@ -56,16 +63,18 @@ async def status(context: typer.Context, as_json: AsJson = False) -> int:
     return EXIT[found.state]
 
 
-async def _read(settings: Settings) -> SystemStatus:
+async def read_status(settings: Settings, timeout_s: float) -> SystemStatus:
+    """One look at everything, over connections of its own. timeout_s: for each part."""
     site = Site(settings)
     env = site.environment(process_name("cli"))
     bus = env.bus(API)
 
     async def nodes() -> Sequence[NodeRecord]:
-        flavors = [one async for one in stored_objects(bus, ObjectKind.FLAVOR, timeout_s=ANSWER_TIMEOUT_S)]
+        flavors = [one async for one in stored_objects(bus, ObjectKind.FLAVOR, timeout_s=timeout_s)]
         return await records(settings, flavor_classes(flavors))
 
-    reader = StatusReader(env, settings, bus, nodes=nodes if ironic_of(settings) else None, opens=True)
+    with_nodes = nodes if ironic_of(settings) else None
+    reader = StatusReader(env, settings, bus, nodes=with_nodes, opens=True, timeout_s=timeout_s)
     try:
         return await reader.read()
     finally:

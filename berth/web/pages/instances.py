@@ -15,7 +15,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from berth.status.reader import StatusReader
-from berth.status.rows import SystemStatus
+from berth.status.rows import StatusKind, SystemStatus
 from berth.web.api import (
     SEARCHED_BY,
     WebApi,
@@ -191,10 +191,12 @@ class Pages:
         return stream_response(states(), partial(check_again, request))
 
     async def _state(self) -> Now:
-        # Together: what does not answer holds up the page once.
-        hosts, workers, status = await asyncio.gather(self._hosts(), self._workers(), self._status.read())
+        status = await self._status.read()
+        # Where no scheduler answers, that is known by now: the page does not wait for it once more.
+        away = any(row.kind in (StatusKind.SCHEDULER_AWAY, StatusKind.BUS_AWAY) for row in status.rows)
+        hosts, workers = (None, ()) if away else await asyncio.gather(self._hosts(), self._workers())
         answered = hosts is not None
-        if hosts is None:  # the status says that no scheduler answers
+        if hosts is None:
             _, hosts = self._last.find(HOSTS) or (0.0, ())
         depths = await self._queues.depths(
             sorted({(host.cell, host.service) for host in hosts if host.cell and host.service})

@@ -278,6 +278,25 @@ async def test_a_broker_that_never_answers_is_a_row_of_its_own() -> None:
 
 
 @on_virtual_time
+async def test_without_its_bus_no_scheduler_is_said_to_be_away() -> None:
+    """Nobody has asked one."""
+
+    class Deaf(MemoryTransport):
+        connected = False  # type: ignore[assignment]
+
+        async def open(self) -> None:
+            await asyncio.Event().wait()
+
+    broker = MemoryBroker(SystemClock())
+    env = Silent("p", transports=lambda name: Deaf(broker, name))
+    reader = await reader_of(env)
+    found = await reader.read()
+    kinds = [one.kind for one in found.rows if one.severity is Severity.CRITICAL]
+    assert kinds == [StatusKind.DATABASE_AWAY, StatusKind.BUS_AWAY]
+    await reader.close()
+
+
+@on_virtual_time
 async def test_a_reader_that_stays_reads_each_part_once_in_a_while_and_dates_what_has_no_time() -> None:
     reads: list[float] = []
     env = Silent("p", transports=lambda name: MemoryTransport(MemoryBroker(SystemClock()), name))
