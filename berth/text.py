@@ -28,6 +28,15 @@ def utc(at: float | None) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at else ""
 
 
+def age(seconds: float) -> str:
+    """How long ago, in its largest unit: 12 s, 3 min, 5 h, 9 d."""
+    whole = max(0, int(seconds))
+    for unit, length, most in (("s", 1, 120), ("min", 60, 7_200), ("h", 3_600, 172_800)):
+        if whole < most:
+            return f"{whole // length} {unit}"
+    return f"{whole // 86_400} d"
+
+
 def printable(text: str) -> str:
     """Text from outside as one line of a terminal may have it.
 

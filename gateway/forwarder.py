@@ -190,7 +190,11 @@ def end_of(received: Received, project: str) -> Message:
 
 
 def of_project(message: Message, project: str) -> Message:
-    """The message as one of this project, whatever project it names."""
+    """The message as one of this project, whatever project it names, and as asked for by it: the bus does not tell its
+    clients apart.
+    """
+    if isinstance(message, BuildRequest | DeleteRequest | ActionRequest):
+        return structs.replace(message, project_id=project, by=f"project {project}")
     return structs.replace(message, project_id=project)
 
 

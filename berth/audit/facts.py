@@ -59,6 +59,7 @@ _INVENTORIES = """
 SELECT p.uuid::text, c.name, i.total, i.reserved, i.allocation_ratio, i.capacity, i.used
 FROM inventories i JOIN providers p ON p.id = i.provider_id JOIN resource_classes c ON c.id = i.class_id
 """
+_EXCEEDED = f"{_INVENTORIES} WHERE i.used > i.capacity"
 _ALLOCATIONS = """
 SELECT a.consumer::text, p.uuid::text AS provider, c.name, a.amount
 FROM allocations a JOIN providers p ON p.id = a.provider_id JOIN resource_classes c ON c.id = a.class_id
@@ -126,10 +127,11 @@ async def gather(
     changes: Sequence[Change] | None = None,
     connections: Sequence[tuple[str, str, bool]] | None = None,
     unread: Collection[str] = (),
+    reports: bool = True,
 ) -> Facts:
     """Read everything. Facts that the caller received itself (events, changes) are passed through.
 
-    unread: cells that are not read (`readable_cells.unreadable`).
+    unread: cells that are not read (`readable_cells.unreadable`). reports: the hosts are asked, too.
     """
     site = await with_added_cells(site, unread)
     environment = site.environment("check")
@@ -139,11 +141,11 @@ async def gather(
     )
     cells = {cell: environment.database(f"cell_{cell}", pool_size=2) for cell in site.cells}
     try:
-        facts = await _facts(site, placement, scheduler, cells)
+        facts = await _facts(site, placement, scheduler, cells, reports=reports)
         for _ in range(READS - 1):
             if _by_uuid(await _resized(cells)) == _by_uuid(one for one in facts.instances if one.state == RESIZED):
                 break
-            facts = await _facts(site, placement, scheduler, cells)
+            facts = await _facts(site, placement, scheduler, cells, reports=reports)
         return msgspec.structs.replace(
             facts,
             accepted=accepted,
@@ -157,15 +159,22 @@ async def gather(
             await database.close()
 
 
-async def _facts(site: Site, placement: Database, scheduler: Database, cells: dict[str, Database]) -> Facts:
-    """Read the databases and the hosts, one after the other."""
+async def _facts(
+    site: Site, placement: Database, scheduler: Database, cells: dict[str, Database], *, reports: bool
+) -> Facts:
+    """Read the databases and, for their reports, the hosts, one after the other."""
     step_s = site.settings.scheduler.build_timeout_s
     began = await _within_time(scheduler, cells, site.clock.time(), step_s)
     instances = await _instances(cells)
     leases = await _leases(cells)
-    running, down, named, unheard = await _running(site, cells, instances, leases)
+    named: dict[str, str] = {}
+    running: list[RunningFact] | None = None
+    unheard: list[tuple[str, str]] | None = None
+    down = _down(leases)
+    if reports:
+        running, down, named, unheard = await _running(site, cells, instances, leases)
     return Facts(
-        inventories=[InventoryFact(*row) for row in await _rows(placement, _INVENTORIES)],
+        inventories=await _inventories(placement, _INVENTORIES),
         allocations=_by_consumer(await _rows(placement, _ALLOCATIONS)),
         roots=await _roots(placement),
         duplicate_names=await _duplicate_names(placement, named),
@@ -174,7 +183,7 @@ async def _facts(site: Site, placement: Database, scheduler: Database, cells: di
         instances=instances,
         running=running,
         feed=await _feed(placement),
-        audit=[f"{p} {c}: placement has {u}, its allocations {a}" for p, c, u, a in await _rows(placement, _AUDIT)],
+        audit=await _miscounted(placement),
         breakers=await _breakers(cells),
         quarantine=await _quarantine(cells),
         actions=[ActionFact(*row) for row in await _rows(scheduler, _ACTIONS)],
@@ -184,6 +193,21 @@ async def _facts(site: Site, placement: Database, scheduler: Database, cells: di
         under_way=began | await _within_time(scheduler, cells, site.clock.time(), step_s),
         unheard=unheard,
     )
+
+
+async def of_placement(placement: Database) -> tuple[list[InventoryFact], list[str]]:
+    """What is wrong by placement's own tables, however many hosts there are: the inventories whose capacity is
+    exceeded, and where its usage is not the sum of its allocations.
+    """
+    return await _inventories(placement, _EXCEEDED), await _miscounted(placement)
+
+
+async def _inventories(placement: Database, statement: str) -> list[InventoryFact]:
+    return [InventoryFact(*row) for row in await _rows(placement, statement)]
+
+
+async def _miscounted(placement: Database) -> list[str]:
+    return [f"{p} {c}: placement has {u}, its allocations {a}" for p, c, u, a in await _rows(placement, _AUDIT)]
 
 
 async def _roots(placement: Database) -> dict[str, str]:

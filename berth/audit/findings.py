@@ -7,7 +7,7 @@ next pass finds it, too (`Confirmed`). Gathering is `berth.audit.passes`; nothin
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
 
@@ -21,6 +21,7 @@ from berth.audit.invariants import (
     TOMBSTONE,
     Facts,
     InstanceFact,
+    InventoryFact,
     RunningFact,
     confirmed_machines,
     consumers_of_instance,
@@ -145,7 +146,7 @@ def _all(audited: AuditFacts) -> Iterator[AuditFinding]:
     unsettled = {one.instance_uuid for one in facts.instances if one.state not in AT_REST} | audited.busy
     alive = {one.instance_uuid: one for one in facts.instances if one.state in ALIVE}
     settled = {uuid: one for uuid, one in alive.items() if uuid not in unsettled}
-    yield from _of_placement(facts)
+    yield from of_placement(facts.inventories, facts.audit)
     yield from _holdings(audited, alive, settled, unsettled)
     yield from _records(facts, unsettled)
     for uuid in audited.moving - facts.in_unread_cells():
@@ -162,12 +163,13 @@ def _finding(kind: FindingKind, subject: str, reason: str, repair: str | None = 
     return AuditFinding(kind, subject, reason, _PROPOSED[kind] if repair is None else repair)
 
 
-def _of_placement(facts: Facts) -> Iterator[AuditFinding]:
-    for row in facts.inventories:
+def of_placement(inventories: Sequence[InventoryFact], audit: Sequence[str]) -> Iterator[AuditFinding]:
+    """What placement's own tables show. audit: where its usage is not the sum of its allocations."""
+    for row in inventories:
         if row.is_exceeded:
             reason = f"{row.resource_class}: used {row.used} of {row.capacity:g}"
             yield _finding(Kind.OVER_CAPACITY, f"{row.provider} {row.resource_class}", reason)
-    for line in facts.audit:
+    for line in audit:
         yield _finding(Kind.MISCOUNTED, line.partition(":")[0], line)
 
 

@@ -7,8 +7,9 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 import msgspec
 from msgspec import Struct
 
-from berth.audit.facts import IS_OPEN, gather
+from berth.audit.facts import IS_OPEN, gather, of_placement
 from berth.audit.findings import AuditFacts, AuditFinding, Confirmed, findings
+from berth.audit.findings import of_placement as findings_of_placement
 from berth.audit.invariants import Facts
 from berth.audit.readable_cells import unreadable
 from berth.config.site import Site
@@ -19,6 +20,8 @@ from bus.persistence.database import Database
 from bus.persistence.tables import in_list
 from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE, UNLOCATABLE
 
+MAX_CONSUMERS = 2_000
+_CONSUMERS = "SELECT count(*) FROM (SELECT FROM consumers LIMIT $1) c"
 _HELD_BY_BUS = "SELECT uuid::text, claim_owner FROM consumers WHERE released_at IS NULL AND attempt > 0"
 # Instances about which the schedulers have something under way: what is read of them meanwhile is not judged.
 UNDER_WAY = f"""
@@ -70,10 +73,11 @@ class AuditPass(Struct, frozen=True):
     unread: Mapping[str, Exception]
 
 
-async def read_facts(site: Site, unread: Collection[str] = ()) -> AuditFacts:
+async def read_facts(site: Site, unread: Collection[str] = (), *, reports: bool = True) -> AuditFacts:
     """All facts of one pass. Requests under way are read before and after the rest: it is under way in between, too.
 
-    unread: cells that are not read; what may be theirs is not judged, as if it were under way.
+    unread: cells that are not read; what may be theirs is not judged, as if it were under way. reports: the hosts are
+    asked what they run; otherwise that is not judged.
     """
     environment = site.environment("audit")
     scheduler, placement = (
@@ -82,7 +86,7 @@ async def read_facts(site: Site, unread: Collection[str] = ()) -> AuditFacts:
     )
     try:
         busy = await _busy(scheduler)
-        facts = await gather(site, unread=unread)
+        facts = await gather(site, unread=unread, reports=reports)
         async with placement.raw() as connection:
             held = dict(await connection.fetch(_HELD_BY_BUS))
         async with scheduler.raw() as connection:
@@ -117,6 +121,21 @@ async def watch(site: Site, *, every_s: float) -> AsyncGenerator[AuditPass]:
         new, gone = confirmed.apply(found, now_s)
         yield AuditPass(tuple(new), tuple(gone), confirmed, now_s, unread)
         await site.clock.sleep(max(0.0, began_s + every_s - site.clock.monotonic()))
+
+
+async def findings_without_hosts(site: Site) -> list[AuditFinding]:
+    """What one pass finds without asking the hosts. With more than MAX_CONSUMERS consumers only what placement's own
+    tables show: the rest takes longer than whoever looks at the whole waits.
+    """
+    placement = site.environment("audit").database("placement", pool_size=1)
+    try:
+        async with placement.raw() as connection:
+            many = await connection.fetchval(_CONSUMERS, MAX_CONSUMERS + 1) > MAX_CONSUMERS
+        if many:
+            return list(findings_of_placement(*await of_placement(placement)))
+    finally:
+        await placement.close()
+    return findings(await read_facts(site, reports=False))
 
 
 async def _outside_zones(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
 from berth.audit.quarantine import CellNeverStarted, named_cells, on_database
@@ -23,13 +25,11 @@ async def read(env: Environment, cell: str | None = None) -> list[Recovery]:
     found: list[Recovery] = []
     for name in await named_cells(env, cell):
         try:
-            state, incarnation, losses, absent = await on_database(env, name, _row)
+            found.append(await on_database(env, name, partial(of_cell, name)))
         except CellNeverStarted:
             if cell is not None:
                 raise
             continue
-        lost = msgspec.json.decode(losses, type=Losses)
-        found.append(Recovery(name, state, incarnation, lost, msgspec.json.decode(absent, type=dict[str, bool])))
     return found
 
 
@@ -76,7 +76,9 @@ def _entry(finding: str, found: str) -> AuditRepair:
     return AuditRepair(finding=finding, found=found[:MAX_REASON], proof="by an operator's word")
 
 
-async def _row(database: Database) -> tuple[str, int, str, str]:
+async def of_cell(cell: str, database: Database) -> Recovery:
+    """The recovery of a cell, by its schema."""
     async with database.raw() as connection:
         state, incarnation, losses, absent = await connection.fetchrow(RECOVERY)
-        return state, incarnation, losses, absent
+    lost = msgspec.json.decode(losses, type=Losses)
+    return Recovery(cell, state, incarnation, lost, msgspec.json.decode(absent, type=dict[str, bool]))

@@ -195,8 +195,12 @@ class BuildClient:
         self.watches.pop(uuid, None)
         self._open.discard(uuid)
 
-    async def delete(self, builds: Sequence[BuildRecord], *, retry_for_s: float = 0.0) -> list[RequestWatch]:
-        """Request the deletion of builds and follow them until they are gone; time limits and faults as in `boot`."""
+    async def delete(
+        self, builds: Sequence[BuildRecord], *, by: str = "", retry_for_s: float = 0.0
+    ) -> list[RequestWatch]:
+        """Request the deletion of builds and follow them until they are gone; time limits and faults as in `boot`.
+        by: who asks, for the record.
+        """
         watches: list[RequestWatch] = []
         for build in builds:
             watch = self._follow(build.instance_uuid, build.flavor, build.project_id, None)
@@ -205,7 +209,7 @@ class BuildClient:
             if build.state is BuildState.DELETED:  # no further event will come
                 self._end(watch, build.state, None)
         await self._publish(
-            [DeleteRequest(instance_uuid=build.instance_uuid, project_id=build.project_id) for build in builds],
+            [DeleteRequest(instance_uuid=build.instance_uuid, project_id=build.project_id, by=by) for build in builds],
             self._retry_deadline(retry_for_s),
         )
         return watches

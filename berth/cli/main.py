@@ -18,6 +18,7 @@ from berth.cli.options import as_command
 # The command's name: its module in `berth.cli`, and there the function, or the application of several commands.
 COMMANDS = {
     "up": ("berth.cli.fleet.status", "up"),
+    "status": ("berth.cli.site.status", "status"),
     "run": ("berth.cli.site.run", "run_role"),
     "config": ("berth.cli.fleet.status", "config"),
     "boot": ("berth.cli.instance.instances", "boot"),

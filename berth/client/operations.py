@@ -10,6 +10,7 @@ from typing import Any, Literal
 from berth.client.call import ApiCall, Feed, feed, operation
 from berth.client.event_feed import Reconnected
 from berth.client.object_operations import ObjectOperations
+from berth.client.status import SystemStatus
 from berth.client.types import (
     Accepted,
     ActionResponse,
@@ -136,12 +137,17 @@ class InstanceOperations:
 
 
 class CallerOperations:
-    """Who calls, and the tokens on record."""
+    """Who calls, what waits for a person, and the tokens on record."""
 
     @operation
     def show_caller(self) -> ApiCall[CallerView]:
         """Whom the client's token is of."""
         return ApiCall("GET", "/caller", CallerView)
+
+    @operation
+    def show_status(self) -> ApiCall[SystemStatus]:
+        """All that waits for a person, the worst first. Not for role project."""
+        return ApiCall("GET", "/status", SystemStatus)
 
     @operation
     def create_token(self, body: TokenBody) -> ApiCall[TokenCreated]:

@@ -32,9 +32,11 @@ from bus.service.environment import CellAddressInvalid, Environment
 from bus.service.settings import SettingsError
 from bus.tracing.tracer import Tracer
 from bus.transport import Transport
+from compute_agent.drivers.ironic.config import IronicConfig
 
 log = structlog.get_logger("site")
 
+IRONIC = "ironic"  # the driver of bare metal
 RUNTIME_FILE = "runtime.json"
 MAX_URL_BYTES = 4096  # of a file with the URL of a cell's bus
 HEARTBEAT_S = 5.0  # how often a worker publishes its heartbeat (`berth workers`)
@@ -245,6 +247,14 @@ def read_runtime(state: Path) -> Runtime | None:
     except (OSError, msgspec.DecodeError):
         return None
     return runtime
+
+
+def ironic_of(settings: Settings) -> IronicConfig | None:
+    """Ironic as a running `berth up` has one, or as the compute service's settings name it; None: there is none."""
+    config, runtime = settings.compute.ironic, read_runtime(settings.state)
+    if runtime is not None and runtime.ironic_url:
+        return replace(config, url=runtime.ironic_url)
+    return config if settings.compute.driver == IRONIC or config != IronicConfig() else None
 
 
 def write_runtime(state: Path, runtime: Runtime) -> Callable[[], None]:

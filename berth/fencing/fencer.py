@@ -14,6 +14,7 @@ from berth.bus_client import BuildClient
 from berth.bus_client.object_edits import stored_objects
 from berth.config.settings import FencingSettings
 from berth.fencing.plugin import FencingFailed, FencingPlugin
+from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
 from bus.contracts.build import HostRecord
@@ -91,6 +92,26 @@ def why_held(
     return TOO_OFTEN if in_an_hour else ""
 
 
+async def fenced_by_fencer(bus: Bus, *, timeout_s: float) -> dict[str | None, list[float]]:
+    """By cell: when each host that is fenced by a fencer's decision was, as the schedulers' database has it."""
+    fences = [one async for one in stored_objects(bus, ObjectKind.FENCE, timeout_s=timeout_s)]
+    cells = {one.name: one.body.get("cell") for one in fences}
+    found: dict[str | None, list[float]] = defaultdict(list)
+    async for one in stored_objects(bus, ObjectKind.HOST, timeout_s=timeout_s):
+        if one.changed_by == FENCER and one.body.get("state") == AdminState.FENCED:
+            found[cells.get(one.name)].append(one.changed_at)
+    return found
+
+
+async def held_by_record(
+    bus: Bus, hosts: Sequence[HostRecord], suspects: Sequence[HostRecord], most: int, *, timeout_s: float
+) -> dict[str, str]:
+    """Of these suspects by uuid: the code of why the record leaves each to a person, or ""."""
+    names = Counter(host.name for host in hosts)
+    fenced_at = await fenced_by_fencer(bus, timeout_s=timeout_s)
+    return {one.uuid: why_held(one, names, fenced_at, most) for one in suspects}
+
+
 log = structlog.get_logger(__name__)
 
 LOOK_S = 2.0
@@ -154,25 +175,18 @@ class Fencer:
     async def _by_record(self, found: FencingPlan, now_s: float) -> FencingPlan:
         """The plan without the hosts that the record leaves to a person; their time begins anew."""
         everything = await self._client.hosts(limit=MAX_HOSTS, timeout_s=ANSWER_TIMEOUT_S)
-        names = Counter(host.name for host in everything.hosts)
-        fenced_at = await self._fenced_at()
-        codes = {one.uuid: why_held(one, names, fenced_at, self._settings.max_per_hour) for one in found.due}
+        codes = await held_by_record(
+            self._client.bus,
+            everything.hosts,
+            found.due,
+            self._settings.max_per_hour,
+            timeout_s=ANSWER_TIMEOUT_S,
+        )
         return FencingPlan(
             suspects={**found.suspects, **{uuid: now_s for uuid, code in codes.items() if code}},
             due=tuple(host for host in found.due if not codes[host.uuid]),
             held={**found.held, **{host.name: codes[host.uuid] for host in found.due if codes[host.uuid]}},
         )
-
-    async def _fenced_at(self) -> dict[str | None, list[float]]:
-        """By cell: when each host that is fenced by a fencer's decision was, as the schedulers' database has it."""
-        bus, within = self._client.bus, ANSWER_TIMEOUT_S
-        fences = [one async for one in stored_objects(bus, ObjectKind.FENCE, timeout_s=within)]
-        cells = {one.name: one.body.get("cell") for one in fences}
-        found: dict[str | None, list[float]] = defaultdict(list)
-        async for one in stored_objects(bus, ObjectKind.HOST, timeout_s=within):
-            if one.changed_by == FENCER and one.body.get("state") == AdminState.FENCED:
-                found[cells.get(one.name)].append(one.changed_at)
-        return found
 
     async def _fence_suspect(self, host: HostRecord, silent_s: float) -> None:
         tries, _ = self._tries.get(host.uuid, (0, 0.0))

@@ -137,7 +137,7 @@ class WebApi(Handlers):
         may_change(caller)
         if caller.project is not None and fields.setdefault("project_id", caller.project) != caller.project:
             raise Problem(403, "project.forbidden", f"this token builds for project {caller.project}")
-        build = message_of(fields, BuildRequest, caller)
+        build = message_of({**fields, "by": caller.name}, BuildRequest, caller)
         reply = await self.send(build, BuildAccepted, build.instance_uuid)
         return _accepted(build.instance_uuid, reply.members)
 
@@ -179,7 +179,8 @@ class WebApi(Handlers):
     async def delete_build(self, request: Request) -> object:
         """Delete the machine, or stop its build. Idempotent."""
         build = await self.build(uuid_of(request), caller_of(request), to_change=True)
-        delete = DeleteRequest(instance_uuid=build.instance_uuid, project_id=build.project_id)
+        by = caller_of(request).name
+        delete = DeleteRequest(instance_uuid=build.instance_uuid, project_id=build.project_id, by=by)
         await self.send(delete, BuildAccepted, build.instance_uuid)
         return _accepted(build.instance_uuid)
 

@@ -20,10 +20,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from berth.asyncapi import document as asyncapi_document
 from berth.config.settings import Settings
+from berth.status.reader import StatusReader
 from berth.web.api import API_ROOT, WebApi, json_response
 from berth.web.event_stream import Live
 from berth.web.openapi import document
-from berth.web.operations import Drains, NodesReader, WebActions, WebDrains, WebNodes, WebOperations
+from berth.web.operations import Drains, NodesReader, WebActions, WebDrains, WebNodes, WebOperations, WebStatus
 from berth.web.pages.dead_letters import DeadLetterActions, WebDeadLetters
 from berth.web.pages.fleet import FleetReader, QueueReader
 from berth.web.pages.host_pages import HostPages
@@ -176,16 +177,17 @@ def application(
     access: Access,
     queues: QueueReader,
     stored: StoredTokens | None,
+    fleet: FleetReader,
+    metal: NodesReader,
+    status: StatusReader,
     hosts: frozenset[str] | None,
 ) -> Starlette:
     """The application. hosts: the names that the Host header may have (None: any, as tokens are needed anyway)."""
     api, objects = WebApi(bus, live, env.rng), ObjectApi(bus)
-    fleet, box = FleetReader(bus, env.clock, env.cells), DeadLetterActions(env, settings)
-    actions, metal = WebActions(bus, api, env.rng), NodesReader(settings, objects, env.clock)
-    safety = SafetyReader(env)
+    actions, box, safety = WebActions(bus, api, env.rng), DeadLetterActions(env, settings), SafetyReader(env)
     last, has_session = LastAnswers(env.clock), not access.open
     pages = Pages(
-        api, actions, live, fleet, safety=safety, queues=queues, clock=env.clock, last=last, has_session=has_session
+        api, actions, live, fleet, status=status, queues=queues, clock=env.clock, last=last, has_session=has_session
     )
     of_hosts = HostPages(fleet, drains, last=last, has_session=has_session)
     of_objects = ObjectPages(objects, last=last, has_session=has_session)
@@ -203,6 +205,7 @@ def application(
         api,
         actions,
         WebOperations(bus, fleet),
+        WebStatus(status),
         WebDrains(drains),
         WebObjects(objects),
         WebTokens(objects, env.clock, stored),

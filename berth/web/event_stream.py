@@ -36,9 +36,6 @@ MAX_LATENCIES = 2_000
 # Failures that the page lists.
 MAX_FAILURES = 20
 # Instances that their hosts do not run any more: so many are remembered, for so long, until they are deleted.
-INSTANCE_LOST = "instance.lost"
-MAX_LOST = 10_000
-LOST_FOR_S = 86_400.0
 
 
 class TooManyEventFollowers(Exception):
@@ -114,7 +111,6 @@ class Live:
         self._ended: dict[str, tuple[BuildState, int]] = {}  # with the number of the event: one may be repeated
         self._latencies: deque[float] = deque(maxlen=MAX_LATENCIES)
         self.failures: deque[BuildEvent] = deque(maxlen=MAX_FAILURES)
-        self._lost: dict[str, float] = {}  # {instance: when}
 
     async def open(self) -> None:
         """Listen."""
@@ -174,14 +170,6 @@ class Live:
         """Builds that were accepted and have not ended."""
         return len(self._accepted_at)
 
-    def lost(self) -> list[str]:
-        """The instances that were lost within LOST_FOR_S, as far as this process has heard of it, and are not deleted
-        since.
-        """
-        since = self._clock.time() - LOST_FOR_S
-        self._lost = {uuid: at for uuid, at in self._lost.items() if at > since}
-        return list(self._lost)
-
     def history(self) -> list[Second]:
         """The last HISTORY_S seconds, each second once, also those in which nothing happened."""
         now = int(self._clock.time())
@@ -225,7 +213,6 @@ class Live:
                 second.accepted += 1
             second.lost_claims += event.stage_times.lost_claims if event.stage_times is not None else 0
             second.retries += max(0, event.attempt - 1)
-        self._note_lost(event)
         self._ended[uuid] = event.state, event.sequence
         if len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
@@ -236,11 +223,6 @@ class Live:
         elif event.state in (BuildState.FAILED, BuildState.REFUSED):
             second.failed += 1
             self.failures.appendleft(event)
-
-    def _note_lost(self, event: BuildEvent) -> None:
-        self._lost.pop(event.instance_uuid, None)
-        if event.code == INSTANCE_LOST and len(self._lost) < MAX_LOST:
-            self._lost[event.instance_uuid] = event.at
 
     def _forget_missed(self) -> None:
         while self._accepted_at:

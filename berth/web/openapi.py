@@ -12,6 +12,7 @@ from msgspec import Struct
 from starlette.routing import Route
 
 from berth.asyncapi import add_field_notes
+from berth.client.status import SystemStatus
 from berth.client.types import (
     Accepted,
     ActionResponse,
@@ -144,6 +145,7 @@ def _of_hosts() -> dict[str, _Operation]:
         "list_services": _Operation(tuple[ServiceRecord, ...], query=listed, errors=_READS),
         "delete_service": _Operation(ServiceDeleted, body=RemovalBody, errors=(409, *_WRITES)),
         "list_workers": _Operation(tuple[WorkerRecord, ...], query={"role": Word, "limit": int}, errors=_READS),
+        "show_status": _Operation(SystemStatus, errors=(403,)),
         "list_cells": _Operation(tuple[CellView, ...], errors=_READS),
         "plan_drain": _Operation(DrainPlan, query=plan, errors=(422, *_READS)),
         "start_drain": _Operation(DrainProgress, 202, DrainBody, errors=(409, *_WRITES)),

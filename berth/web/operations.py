@@ -7,7 +7,6 @@ import random
 from collections import Counter
 
 import msgspec
-from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,12 +18,14 @@ from berth.client.types import (
     DrainBody,
     DrainCommandBody,
     DrainKind,
+    NodeRecord,
     NodesView,
     RemovalBody,
     TargetBody,
 )
 from berth.config.settings import Settings
-from berth.config.site import read_runtime
+from berth.config.site import ironic_of
+from berth.status.reader import StatusReader
 from berth.web.api import (
     API_ROOT,
     ASK_TIMEOUT_S,
@@ -175,7 +176,7 @@ class WebActions(Handlers):
             if fields.setdefault(name, value) != value:
                 raise Problem(400, "request.invalid", f"{name} is not that of the instance in the path")
         fields.setdefault("request_id", new_uuid(self._rng))
-        action = message_of(fields, ActionRequest, caller)
+        action = message_of({**fields, "by": caller.name}, ActionRequest, caller)
         await self._api.send(action, ActionAccepted, action.request_id)
         here = f"{API_ROOT}/actions/{action.request_id}"
         body = ActionResponse(action.request_id, uuid, {"self": here, "instance": f"{API_ROOT}/builds/{uuid}"})
@@ -240,6 +241,13 @@ class NodesReader:
             raise Problem(kept.status, kept.code, kept.detail, headers=kept.headers)
         return self._found
 
+    async def nodes_to_count(self) -> tuple[NodeRecord, ...]:
+        """The same nodes. Raises Fault."""
+        try:
+            return (await self.view()).nodes
+        except Problem as problem:
+            raise Fault(problem.detail, code=problem.code) from None
+
     async def _read_or_fault(self) -> NodesView | Problem:
         try:
             return await self._read()
@@ -249,10 +257,7 @@ class NodesReader:
             return problem
 
     async def _read(self) -> NodesView:
-        config = self._settings.compute.ironic
-        runtime = read_runtime(self._settings.state)
-        if runtime is not None and runtime.ironic_url:
-            config = replace(config, url=runtime.ironic_url)
+        config = ironic_of(self._settings) or self._settings.compute.ironic
         _, stored = await self._objects.stored(ObjectKind.FLAVOR)
         classes = flavor_classes(stored)
         api = IronicApi(config, clock=self._clock)
@@ -280,6 +285,21 @@ class WebNodes(Handlers):
     async def show_nodes(self, request: Request) -> object:
         """Ironic's nodes by provision state, with what is wrong with each. Not for role project."""
         return await self._nodes.view()
+
+
+class WebStatus(Handlers):
+    """The handler."""
+
+    def __init__(self, status: StatusReader) -> None:
+        self._status = status
+
+    @route("GET", "/status", role=WebRole.READER)
+    async def show_status(self, request: Request) -> object:
+        """All that waits for a person, the worst first, each with its age and the next command; a part that cannot be
+        read is a row of its own, and the answer is 200. Not for role project.
+        """
+        del request
+        return await self._status.read()
 
 
 # A plan simulates a placement for each instance of its target: seconds for thousands. A person waits no longer.

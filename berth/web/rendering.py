@@ -13,7 +13,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from berth.text import printable
+from berth.text import age, printable
 from berth.web.problems import Problem, problem_of
 from berth.web.sign_in_sessions import WebCaller, WebRole
 from bus.clock import Clock
@@ -152,11 +152,6 @@ def when(at: float | None) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at else ""
 
 
-def _clock_time(at: float | None) -> str:
-    """The time of day to the millisecond."""
-    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] if at else ""
-
-
 def _short(uuid: str) -> str:
     """A UUID as lists show it: its first eight digits are enough to tell two apart there."""
     return uuid[:8]
@@ -179,6 +174,11 @@ def _slug(state: object) -> str:
     return str(state).replace(" ", "-").replace("_", "-").lower()
 
 
+def _moment(at: float | None) -> str:
+    """With milliseconds, for what happens within a second."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] if at else ""
+
+
 def _duration(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
@@ -189,12 +189,13 @@ def _templates() -> Environment:
     )
     environment.filters |= {
         "when": when,
-        "clock_time": _clock_time,
         "short": _short,
         "size": _size,
         "slug": _slug,
         "resource": lambda name: RESOURCES.get(name, name),
+        "moment": _moment,
         "duration": _duration,
+        "age": age,
         "text": lambda text: printable(str(text)),
         "compact": compact,
         "json": lambda value: json.dumps(msgspec.to_builtins(value), indent=2),

@@ -15,12 +15,14 @@ from starlette.applications import Starlette
 
 from berth.config.at_up import UpAddress, leave_address
 from berth.config.settings import Settings
-from berth.config.site import Site, process_name
+from berth.config.site import Site, ironic_of, process_name
+from berth.status.reader import StatusReader
 from berth.web.application import application, nova_application
 from berth.web.event_stream import Live
-from berth.web.operations import Drains
-from berth.web.pages.fleet import QueueReader
+from berth.web.operations import Drains, NodesReader
+from berth.web.pages.fleet import FleetReader, QueueReader
 from berth.web.pages.nova_calls import NovaCalls
+from berth.web.pages.objects import ObjectApi
 from berth.web.sign_in_sessions import LOCAL, Access, check_listen, digest_of
 from berth.web.tokens import StoredTokens
 from bus.bus import API
@@ -108,6 +110,10 @@ class WebServer:
         # In front of Nova alone no scheduler of berth's has tokens on record.
         self._stored = None if access.open or of_nova else StoredTokens(self._bus, env.clock)
         access.stored = None if self._stored is None else self._stored.caller
+        self._fleet = FleetReader(self._bus, env.clock, env.cells)
+        self._metal = NodesReader(settings, ObjectApi(self._bus), env.clock)
+        nodes = self._metal.nodes_to_count if ironic_of(settings) is not None else None
+        self._status = StatusReader(env, settings, self._bus, hosts=self._fleet.hosts_to_count, nodes=nodes)
         check_listen(host, access)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -163,6 +169,9 @@ class WebServer:
             access=self._access,
             queues=self._queues,
             stored=self._stored,
+            fleet=self._fleet,
+            metal=self._metal,
+            status=self._status,
             hosts=hosts,
         )
 
@@ -202,4 +211,5 @@ class WebServer:
         await self._live.close()
         await self._calls.close()
         await self._queues.close()
+        await self._status.close()
         await self._bus.close()

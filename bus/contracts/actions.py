@@ -11,7 +11,19 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.base import Attempt, ClassName, Count, ImageName, Label, Message, Reason, Uuid, Word, matching
+from bus.contracts.base import (
+    AskedBy,
+    Attempt,
+    ClassName,
+    Count,
+    ImageName,
+    Label,
+    Message,
+    Reason,
+    Uuid,
+    Word,
+    matching,
+)
 from bus.contracts.build import EventOfInstance, ImageProperties, RecordOfInstance
 from bus.contracts.cell import AttemptOnHost, InstanceSpec, MachineCommand, Selection
 from bus.contracts.deploy import ImageSource
@@ -92,6 +104,7 @@ class ActionRequest(
     """
 
     user_id: Word = "unknown"
+    by: AskedBy = ""  # who asks, as in a build request
     flavor: Label | None = None  # of a resize
     # image, image_properties, image_source: of a rebuild (properties and source None: those that the instance has, if
     # it has that image, else none)

@@ -97,6 +97,9 @@ ImageName = Annotated[str, Bound(max_length=255)]
 # Free text from outside is cut to this before it is stored or shown.
 MAX_REASON = 2000
 Reason = Annotated[str, Bound(max_length=MAX_REASON)]
+# Who asked, for the record alone: a token's or a user's name ("": the client did not say). Nothing is decided by it,
+# and a repeated request of another is the same request.
+AskedBy = Annotated[str, Bound(max_length=255)]
 
 # {class: amount} requested of one provider, and {provider: {class: amount}} requested of a tree.
 Resources = dict[ClassName, Amount]

@@ -13,7 +13,7 @@ from uuid import UUID, uuid5
 from msgspec import Meta as Bound
 from msgspec import Struct, structs
 
-from bus.contracts.base import Attempt, ImageName, Label, Message, Reason, ShownZone, Uuid, Word, Zone
+from bus.contracts.base import AskedBy, Attempt, ImageName, Label, Message, Reason, ShownZone, Uuid, Word, Zone
 from bus.contracts.deploy import ConfigDrive, ImageSource, Networks
 from bus.contracts.deploy import Volumes as VolumeRequests
 from bus.contracts.operations import EvacuationPolicy, HostAdminState
@@ -101,6 +101,7 @@ class BuildRequest(Message, MachineSpec, frozen=True, kw_only=True, forbid_unkno
     count: Members = 1
     also: Annotated[tuple[FlavorCount, ...], Bound(max_length=16)] = ()
     min_count: Members | None = None  # this many are enough (None: all); then as many start as find a host
+    by: AskedBy = ""  # who asks, for the timeline; the HTTP API and a project's virtual host state it themselves
 
     def __post_init__(self) -> None:
         if self.count == 1 and not self.also and self.min_count is None:
@@ -136,6 +137,7 @@ class DeleteRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     instance_uuid: Uuid
     project_id: Word
+    by: AskedBy = ""  # who asks, for the timeline; the HTTP API and a project's virtual host state it themselves
 
 
 class BuildAccepted(Message, frozen=True, kw_only=True, tag="build.accepted.v1"):
@@ -260,6 +262,11 @@ class BuildRecord(RecordOfInstance, frozen=True, kw_only=True, omit_defaults=Tru
         return (self.condition if self.state is BuildState.ACTIVE else "") or self.state.value
 
     @property
+    def by(self) -> str:
+        """Who requested it, as its timeline has it ("": it does not say, or is not here)."""
+        return next((line.by for line in self.timeline if line.what == "requested"), "")
+
+    @property
     def choice(self) -> TimelineEntry | None:
         """The newest choice of hosts for it: its build's, or that of a request about it."""
         return next((line for line in reversed(self.timeline) if line.scores), None)
@@ -279,6 +286,7 @@ class TimelineEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
     actor: str
     what: str  # `waiting` is the last line, and there only while the build waits for the manager of its host
     detail: str = ""
+    by: str = ""  # with a request, a delete and each later request: who asked
     stage_times: StageTimes | None = None  # with the end of the build, when each of its stages ended
     # with each choice (of the build or a later request): of the chosen host, then of its alternates
     scores: tuple[HostScore, ...] = ()

@@ -60,7 +60,7 @@ class Environment:
         self._stall_watch = StallWatch()
         self._transports = transports
         self._cell_transports = cell_transports
-        self._database_url = database_url
+        self.database_url = database_url
         self._pool_size = pool_size
 
     def bus(self, name: str = API) -> Bus:
@@ -100,11 +100,11 @@ class Environment:
 
     def database(self, role: str, *, pool_size: int | None = None) -> Database:
         """The schema of one role: "placement", "scheduler", "cell_<name>", "ironic_sync". Raises NotConfigured."""
-        if self._database_url is None:
+        if self.database_url is None:
             raise NotConfigured(f"{self.process} has no database URL, and {role} needs one")
         # SQLAlchemy takes a third of a start, and neither a compute service nor most commands have a database.
         from bus.persistence.database import Database  # noqa: PLC0415
 
         return Database(
-            self._database_url, role, pool_size=pool_size or self._pool_size, application_name=f"berth {self.process}"
+            self.database_url, role, pool_size=pool_size or self._pool_size, application_name=f"berth {self.process}"
         )

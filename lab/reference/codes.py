@@ -16,7 +16,7 @@ PACKAGES = (
 )
 TABLE = "codes.toml"
 
-Kind = Literal["reply", "event", "log", "fault", "exit", "dead letter", "trace"]
+Kind = Literal["reply", "event", "log", "fault", "exit", "dead letter", "trace", "status"]
 
 # A page, and perhaps a heading of it, as a remedy names them.
 _PAGE = re.compile(r'docs/([\w/-]+\.md)(?:, "([^"]+)")?')

@@ -165,7 +165,7 @@ class ActionEngine:
         if build is not None and action.state is not ActionState.REFUSED:
             assert chosen is not None
             build = build if command is None else replace(build, instance=in_progress(request, found))
-            entry = actor.entry(f"{request.kind} {action.state}", _detail(action, chosen))
+            entry = actor.entry(f"{request.kind} {action.state}", _detail(action, chosen), by=request.by)
             entry = replace(entry, scores=chosen.scores)
             await unit.update([BuildUpdate(build=build, timeline=(entry,))], actor.at)
             batch.builds[request.instance_uuid] = build

@@ -181,8 +181,9 @@ def decision(request: BuildRequest, spec: RequestSpec, result: DecidedResult, ac
             decided = _unlocatable(request, result, actor)
         case GangIncomplete():
             decided = _failed(request, INCOMPLETE, result.reason, actor)
+    lost_at = (result.claimed_at if isinstance(result, HostClaimed) else 0.0) or actor.at
     lost = (
-        replace(actor.entry("not_claimed", one.what), conflicting_consumers=one.conflicting_consumers)
+        replace(actor.entry("not_claimed", one.what), at=lost_at, conflicting_consumers=one.conflicting_consumers)
         for one in result.lost
     )
     return replace(decided, timeline=(*lost, *decided.timeline))
@@ -192,11 +193,15 @@ def _dispatched(request: BuildRequest, claimed: HostClaimed, actor: Actor) -> Bu
     main = claimed.selections[0]
     alternates = ", ".join(selection.host for selection in claimed.selections[1:]) or "none"
     chosen = f"{main.host} of {claimed.passing_hosts} candidates, weight {claimed.score:.4g}"
+    # What was chosen after a lost claim has no time of its own: it is that of the claim.
+    claimed_at = claimed.claimed_at or actor.at
+    chosen_at = claimed_at if claimed.lost else claimed.decided_at or claimed_at
+    held = f"{main.host} at try {claimed.claims}; alternates: {alternates}"
     return BuildUpdate(
         build=_scheduled(request, claimed.cell, claimed.attempt, main.host_uuid, main.host),
         timeline=(
-            replace(actor.entry("chosen", chosen), scores=claimed.scores),
-            actor.entry("claimed", f"{main.host} at try {claimed.claims}; alternates: {alternates}"),
+            replace(actor.entry("chosen", chosen), at=chosen_at, scores=claimed.scores),
+            replace(actor.entry("claimed", held), at=claimed_at),
             actor.entry("dispatched", f"to cell {claimed.cell}"),
         ),
     )

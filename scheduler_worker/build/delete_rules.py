@@ -94,7 +94,7 @@ def plan_deletes(
             plan.without_cell.append(pending)
         else:
             if uuid not in plan.accepted:
-                replies[uuid] = _delete(plan, build, actor, (consumers or {}).get(pending.key))
+                replies[uuid] = _delete(plan, build, actor, (consumers or {}).get(pending.key), request.by)
             plan.accepted.add(uuid)
             plan.outcomes[pending.batch_index] = Done(reply=replies[uuid])
     return plan
@@ -117,9 +117,10 @@ def _delete_unknown(
 
 
 def _delete(
-    plan: DeletePlan, build: RecordedBuild, actor: Actor, consumer: ConsumerRecord | None
+    plan: DeletePlan, build: RecordedBuild, actor: Actor, consumer: ConsumerRecord | None, by: str
 ) -> BuildAccepted | Refusal:
     """The effect of a delete on one build, and the reply. consumer: what its instance holds, if no cell has the build.
+    by: who asked.
     The cell of the claim deletes it: the record of its dispatch may be lost, as after a restore, and the instance may
     run.
     """
@@ -131,17 +132,17 @@ def _delete(
         pass  # it was requested before
     elif located.cell is not None:
         after = replace(located, state=BuildState.DELETING)
-        lines = (actor.entry("delete_requested", f"passed to cell {located.cell}"),)
+        lines = (actor.entry("delete_requested", f"passed to cell {located.cell}", by=by),)
     elif consumer is None:
         after = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, attempt=claimed)
-        lines = (actor.entry("deleted", f"it was {build.state.value}, and no cell has it"),)
+        lines = (actor.entry("deleted", f"it was {build.state.value}, and no cell has it", by=by),)
     else:
         reply = Refusal(code=UNLOCATABLE, reason=UNLOCATABLE_REASON)
         plan.messages.append(refused_build(build.instance_uuid, build.project_id, reply, actor.at))
         after, what = build, "delete_refused"
         if build.awaits_decision:
             after, what = _failed(replace(build, attempt=claimed), reply), "failed"
-        lines = (actor.entry(what, f"{UNLOCATABLE}: {UNLOCATABLE_REASON}"),)
+        lines = (actor.entry(what, f"{UNLOCATABLE}: {UNLOCATABLE_REASON}", by=by),)
     if lines:
         plan.updates.append(BuildUpdate(build=after, timeline=lines))
     plan.messages.extend(effects(build.state, after, actor.at))
@@ -200,7 +201,8 @@ def answer_unknown(
                 plan.accepted.add(uuid)
                 deleting = replace(_as_held(build, consumer), project_id=project, state=BuildState.DELETING)
                 after = replace(deleting, terminal=False, code="", reason="")
-                line = actor.entry("delete_requested", f"it has no record, and holds something; passed to cell {cell}")
+                detail = f"it has no record, and holds something; passed to cell {cell}"
+                line = actor.entry("delete_requested", detail, by=one.request.by)
                 plan.updates.append(BuildUpdate(build=after, timeline=(line,)))
                 plan.messages.extend(effects(build.state, after, actor.at))
 
@@ -233,5 +235,5 @@ def _tombstone(request: DeleteRequest, actor: Actor) -> NewBuild:
             code=UNKNOWN,
             reason=UNKNOWN_REASON,
         ),
-        timeline=(actor.entry("refused", "a delete came, and no build"),),
+        timeline=(actor.entry("refused", "a delete came, and no build", by=request.by),),
     )

@@ -126,7 +126,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
         request, refusal = self.request, self.refusal
         of_gang = "" if self.gang is None else f", one of {self.gang.size} of gang {self.gang.uuid}"
         requested = replace(
-            actor.entry("requested", f"{request.flavor} for {request.project_id}{of_gang}"),
+            actor.entry("requested", f"{request.flavor} for {request.project_id}{of_gang}", by=request.by),
             at=min(self.requested_at, actor.at),
         )
         return NewBuild(

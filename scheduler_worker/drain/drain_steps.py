@@ -230,6 +230,7 @@ def _request(level: EmptyingLevel, kind: ActionKind, one: InstanceOnHost, ident:
         instance_uuid=one.instance_uuid,
         project_id=one.project_id,
         user_id=level.user,
+        by=level.user,
         kind=kind,
         auto_confirm_s=0.0 if kind is ActionKind.MIGRATE else None,
     )

@@ -56,9 +56,9 @@ class Actor(Struct, frozen=True):
     name: str
     at: float
 
-    def entry(self, what: str, detail: str = "") -> TimelineEntry:
-        """One entry of the timeline, written now by this process."""
-        return TimelineEntry(at=self.at, actor=self.name, what=what, detail=detail)
+    def entry(self, what: str, detail: str = "", *, by: str = "") -> TimelineEntry:
+        """One entry of the timeline, written now by this process. by: who asked for it."""
+        return TimelineEntry(at=self.at, actor=self.name, what=what, detail=detail, by=by)
 
 
 class SinceBuild(Struct, frozen=True, kw_only=True):

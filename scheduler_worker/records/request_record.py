@@ -6,6 +6,7 @@ from hashlib import blake2b
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.contracts.actions import ActionEvent, ActionRequest
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildRequest, TimelineEntry
@@ -16,8 +17,9 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 def digest_of(request: BuildRequest | ActionRequest) -> bytes:
-    """Of its whole content, which distinguishes a repeated request from a clash."""
-    return blake2b(_encode(request), digest_size=DIGEST_BYTES).digest()
+    """Of its whole content but who asked, which distinguishes a repeated request from a clash."""
+    asked = replace(request, by="") if request.by else request
+    return blake2b(_encode(asked), digest_size=DIGEST_BYTES).digest()
 
 
 class RecordedRequest(Struct, frozen=True, kw_only=True):

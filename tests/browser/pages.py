@@ -202,7 +202,8 @@ def now_shows_what_happens(person: Person) -> None:
         "the hosts are counted",
         lambda: f"{person.hosts - NODES:,} of {person.hosts - NODES:,}" in person.text("#hosts-ready"),
     )
-    person.until("nothing is wrong once every worker has reported", lambda: "Nothing is wrong" in person.text("#fine"))
+    nothing = "Nothing waits for a person"
+    person.until("nothing is wrong once every worker has reported", lambda: nothing in person.text("#status"))
     for _ in range(3):
         person.boot()
     person.until("a latency is shown", lambda: "half within" in person.text("#figures"))
@@ -250,7 +251,11 @@ def fleet_is_searched(person: Person) -> None:
 
 def fleet_is_seen_by_zone_and_coloured(person: Person) -> None:
     """An aggregate with a zone, made here, narrows the map and the table; free room and a metric colour it."""
-    hosts = [host for host in person.api("/api/v1/hosts?limit=1000") if host["cell"] == "cell1"]
+    hosts = [
+        host
+        for host in person.api("/api/v1/hosts?limit=1000")
+        if host["cell"] == "cell1" and "VCPU" in host["resources"]
+    ]
     names = [host["name"] for host in hosts if not any(used for used, _ in host["resources"].values())][:3]
     rack = {"uuid": "6f2ae4d2-6a0c-4a5c-8f0e-0c5ad8a7f3b1", "metadata": {"availability_zone": "east"}, "hosts": names}
     person.put("/api/v1/aggregates/rack-1", rack)
@@ -266,7 +271,7 @@ def fleet_is_seen_by_zone_and_coloured(person: Person) -> None:
     expect("the scale ends where the hosts do", person.text("#scale-to") != "100 %")
     person.driver.find_element(By.ID, "whole").click()
     person.until("or goes over all", lambda: person.text("#scale-to") == "100 %")
-    for text, scale in (("VCPU: free", "0"), ("power.watts", "301.5"), ("failed builds", "5 and more")):
+    for text, scale in (("VCPU: free", "256"), ("power.watts", "301.5"), ("failed builds", "5 and more")):
         colour.find_element(By.XPATH, f"option[text()='{text}']").click()
         person.until(f"the scale is that of {text}", lambda scale=scale: scale in person.text(".scale"))
     person.open(f"/fleet/{person.api(f'/api/v1/hosts/{names[0]}')['host']['uuid']}")
@@ -428,7 +433,7 @@ def host_is_drained_by_its_plan(person: Person) -> None:
     person.open(f"/fleet/{host['uuid']}")
     expect("the instance is on its page", instance in person.text("#consumers"))
     person.driver.find_element(By.LINK_TEXT, "Drain this host").click()
-    person.until("the plan is shown", lambda: instance in person.text("#plan"))
+    person.until("the plan is shown", lambda: instance[:8] in person.text("#plan"))
     expect("nothing is begun by it", person.api(f"/api/v1/builds/{instance}")["host"] == name)
     person.driver.find_element(By.NAME, "reason").send_keys("firmware")
     person.driver.find_element(By.CSS_SELECTOR, "form.action button").click()
@@ -474,7 +479,7 @@ def object_is_changed_after_a_look(person: Person) -> None:
     person.driver.find_element(By.LINK_TEXT, "m1.page").click()
     person.until("its form is open", lambda: "Version" in person.text())
     specs = person.driver.find_element(By.NAME, "extra_specs")
-    for text, shown in (("no pair", "KEY = VALUE"), ("resources:VCPU = many", "object.invalid")):
+    for text, shown in (("no pair", "KEY = VALUE"), ("resources:VCPU = many", "flavor.invalid")):
         specs.clear()
         specs.send_keys(text)
         person.driver.find_element(By.CSS_SELECTOR, "button[value=preview]").click()
@@ -491,8 +496,8 @@ def object_is_changed_after_a_look(person: Person) -> None:
 def form_gives_back_what_it_was_given(person: Person) -> None:
     """Each object's form makes the body that is on record of its fields, whatever characters it has."""
     specs = {"a=b": "x = y", "trait:HW_CPU_X86_AVX2": "required", "odd": '"quoted" \u202e\nline', "empty": ""}
-    person.put("/api/v1/flavors/m1.round", {"vcpus": 3, "extra_specs": specs, "projects": ["people", "\u202eodd"]})
-    person.put("/api/v1/rules/default", {"multipliers": {"cpu": 0.5}, "enabled_weighers": ["cpu", "ram"]})
+    person.put("/api/v1/flavors/m1.round", {"vcpus": 3, "extra_specs": specs, "projects": ["people", "shop"]})
+    person.put("/api/v1/rules/default", {"multipliers": {"cpu": 0.5}, "host_subset_size": 2})
     person.put("/api/v1/quotas/round", {"limits": {"INSTANCES": 5}})
     for path in ("flavors?name=m1.round", "rules", "quotas?name=round", "aggregates?name=rack-1"):
         person.open(f"/objects/{path}")
@@ -571,7 +576,7 @@ def pages_work_without_a_scheduler(person: Person) -> None:
         person.open(path)
         expect(f"{path} names the pages", person.driver.find_elements(By.CSS_SELECTOR, "header nav a"))
         if not path.endswith("/drain"):
-            expect(f"{path} says it", "answer" in person.text("#unanswered, #problems"))
+            expect(f"{path} says it", "answer" in person.text("#unanswered, #status"))
     person.open("/fleet")
     expect("the hosts are shown", f"{person.hosts - NODES:,} hosts" in person.text())
     expect("with their age", "as of" in person.text("#unanswered"))

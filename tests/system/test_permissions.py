@@ -654,6 +654,11 @@ async def test_ironics_notifications_reach_the_sync(system: Guarded) -> None:
             await sync.close()
 
 
+def test_an_operator_may_read_every_part_of_the_status(system: Guarded) -> None:
+    rows = json.loads(system.berth("status", "--timeout", "20", "--json").stdout)["rows"]
+    assert [row for row in rows if row["severity"] == "not_known"] == []
+
+
 def test_no_worker_was_refused_anything(system: Guarded) -> None:
     """The last of this module: what the workers did for all the others, they were allowed to."""
     logs = {name: worker.log.read_text() for name, worker in system.processes.workers.items()}

@@ -59,6 +59,24 @@ def test_a_build_is_requested_followed_shown_and_deleted(web: Web) -> None:
         assert client.get(f"/api/v1/builds/{instance}").json()["state"] == "deleted"
 
 
+def test_who_asked_is_on_record_whomever_the_body_names(web: Web) -> None:
+    """Of a build, its actions and its delete: the token's name, and no caller asks in another's."""
+    with web.client("alice") as client:
+        instance = boot(client, project_id="p-alice", by="root")
+        follow(client, instance)
+        stop = client.post(f"/api/v1/builds/{instance}/actions", json={"kind": "stop", "by": "root"})
+        assert ended(client, stop)["state"] == "done"
+    with web.client("op") as client:
+        assert client.delete(f"/api/v1/builds/{instance}").status_code == 202
+        follow(client, instance, "deleted")
+        timeline = client.get(f"/api/v1/builds/{instance}").json()["timeline"]
+        asked = {line["what"]: line["by"] for line in timeline if "by" in line}
+        assert asked == {"requested": "alice", "stop scheduled": "alice", "delete_requested": "op"}
+        assert "(by alice)" in client.get(f"/builds/{instance}").text
+        at = {line["what"]: line["at"] for line in timeline}
+        assert at["requested"] <= at["chosen"] <= at["claimed"] <= at["dispatched"]
+
+
 def test_the_uuid_makes_a_request_idempotent_and_other_content_a_conflict(web: Web) -> None:
     instance = str(uuid.uuid4())
     with web.client() as client:
@@ -258,7 +276,7 @@ def test_the_document_describes_every_route(web: Web) -> None:
             "/actions/{uuid}", "/hosts", "/hosts/{host}", "/hosts/{host}/admin-state", "/hosts/{host}/delete",
             "/hosts/{host}/drain-plan", "/hosts/{host}/drain", "/drain-plan", "/drains", "/drains/{uuid}",
             "/drains/{uuid}/pause", "/drains/{uuid}/resume", "/services",
-            "/services/{service}/delete", "/workers", "/cells",
+            "/services/{service}/delete", "/workers", "/cells", "/status",
             "/cells/{name}", "/metal", "/zones",
             "/quarantine", "/quarantine/decide", "/breakers", "/breakers/{cell}/{service}", "/breakers/reset",
             "/recoveries", "/recoveries/{cell}/accept",
@@ -502,7 +520,7 @@ def test_the_first_page_is_kept_up_to_date(web: Web) -> None:
     with web.client() as client, client.stream("GET", "/now/events") as stream:
         lines = stream.iter_lines()
         states = (json.loads(line[6:]) for line in lines if line.startswith("data: ") and "in_flight" in line)
-        next(now for now in states if (now["hosts"], now["up"], now["problems"]) == (6, 6, []))
+        next(now for now in states if (now["hosts"], now["up"], now["status"]["rows"]) == (6, 6, []))
         with web.client() as other:
             instance = boot(other)
             follow(other, instance)

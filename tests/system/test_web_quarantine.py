@@ -169,10 +169,10 @@ def test_the_first_page_has_what_waits_for_an_operator_before_all_else(web: Web)
 
         def first_page() -> str:  # what it counts is some seconds old
             shown = op.get("/").text
-            return shown if "Destruction is stopped" in shown and "in quarantine" in shown else ""
+            return shown if "destruction is stopped" in shown and "in quarantine" in shown else ""
 
         first = wait_until(first_page)
-        assert first.index("Destruction is stopped in cell cell1") < first.index("in quarantine")
+        assert first.index("Cell cell1: destruction is stopped") < first.index("in quarantine")
         assert "/quarantine?cell=cell1" in first
         page = op.get("/quarantine", params={"cell": "cell1", "service": "paged"}).text
         assert page.count("host_uuid") == 3 and 'data-path="/api/v1/quarantine/decide"' in page

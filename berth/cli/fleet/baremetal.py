@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 import typer
-from msgspec.structs import replace
 
 from berth.bus_client.baremetal import QUARANTINE, flavor_classes, node_record, unserved
 from berth.bus_client.object_edits import stored_objects
@@ -15,7 +14,7 @@ from berth.cli.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, out, p
 from berth.cli.options import CommandGroup
 from berth.client.types import NodeRecord
 from berth.config.settings import Settings
-from berth.config.site import read_runtime
+from berth.config.site import ironic_of
 from berth.text import render_rows
 from bus.clock import SystemClock
 from bus.contracts.objects import ObjectKind
@@ -31,14 +30,14 @@ NodeIdent = Annotated[str, typer.Argument(help="The node's UUID or name.", metav
 @baremetal.command("list")
 async def list_nodes(settings: Settings, as_json: AsJson = False) -> None:
     """List all nodes, with the fault of each."""
-    _show(await _records(settings, await _classes(settings)), as_json)
+    _show(await records(settings, await _classes(settings)), as_json)
 
 
 @baremetal.command()
 async def problems(settings: Settings, as_json: AsJson = False) -> int:
     """List nodes that no build can go to, with reasons, and flavors that no node serves. Exit status 1 if there are."""
     classes = await _classes(settings)
-    found = await _records(settings, classes)
+    found = await records(settings, classes)
     wrong = [node for node in found if node.problems]
     flavors = unserved(classes, found)
     if as_json:
@@ -105,10 +104,7 @@ async def release(settings: Settings, node: NodeIdent, as_json: AsJson = False) 
 @asynccontextmanager
 async def _ironic(settings: Settings) -> AsyncIterator[IronicApi]:
     """Ironic as the compute service's settings have it, or as a running `berth up` has one."""
-    config = settings.compute.ironic
-    runtime = read_runtime(settings.state)
-    if runtime is not None and runtime.ironic_url:
-        config = replace(config, url=runtime.ironic_url)
+    config = ironic_of(settings) or settings.compute.ironic
     api = IronicApi(config, clock=SystemClock())
     api.open()
     try:
@@ -126,7 +122,8 @@ async def _classes(settings: Settings) -> dict[str, tuple[str, ...]]:
         return flavor_classes([one async for one in stored])
 
 
-async def _records(settings: Settings, classes: Mapping[str, tuple[str, ...]]) -> list[NodeRecord]:
+async def records(settings: Settings, classes: Mapping[str, tuple[str, ...]]) -> list[NodeRecord]:
+    """Ironic's nodes by uuid. classes: which flavors request each class. Raises Stop."""
     async with _ironic(settings) as api:
         return sorted((node_record(raw, classes) for raw in await api.raw_nodes()), key=lambda node: node.uuid)
 

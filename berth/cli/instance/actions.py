@@ -27,6 +27,7 @@ from berth.cli.common import (
     Yes,
     ask_first,
     client,
+    decided_by,
     err,
     out,
     pairs_of,
@@ -300,7 +301,8 @@ def _message(
         "project_id": project,
     }
     try:
-        return msgspec.convert({**of_instance, "kind": kind.value, **named}, ActionRequest)
+        by = {"by": decided_by(None)}
+        return msgspec.convert({**of_instance, **by, "kind": kind.value, **named}, ActionRequest)
     except msgspec.ValidationError as error:
         raise Stop(Exit.USAGE, "request.invalid", reason_of(error)) from error
 

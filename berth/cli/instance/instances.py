@@ -30,6 +30,7 @@ from berth.cli.common import (
     by_cell,
     check_cell,
     client,
+    decided_by,
     err,
     open_in_time,
     out,
@@ -150,6 +151,7 @@ def requests_of(options: BootOptions) -> list[BuildRequest]:
         instance_uuid=options.uuid or new_uuid(random.SystemRandom()),
         flavor=options.flavor,
         project_id=options.project,
+        by=decided_by(None),
         name=options.name,
         image=options.image,
         availability_zone=options.availability_zone,
@@ -299,7 +301,7 @@ async def delete(
         await _delete_in_cell(site, cell, records)
         return 0
     async with client(settings) as berth:
-        watches = await berth.delete(records, retry_for_s=timeout_s)
+        watches = await berth.delete(records, by=decided_by(None), retry_for_s=timeout_s)
         ended = not wait or await berth.wait(timeout_s)
         report_requests(watches, as_json=as_json)
     if not ended:
@@ -480,7 +482,7 @@ def show_record(record: BuildRecord, unplaced: ActionRecord | None = None, *, hi
     facts |= {"request": f"{record.under_way} is under way" if record.under_way else None}
     facts |= {"flavor": record.flavor, "project": record.project_id, "cell": record.cell, "host": record.host}
     facts |= {"gang": f"{record.gang}, {record.gang_min_count} or more of it start together" if record.gang else None}
-    facts |= {"code": record.code, "reason": record.reason, "requested": utc(record.created_at)}
+    facts |= {"code": record.code, "reason": record.reason, "requested": utc(record.created_at), "by": record.by}
     for name, value in facts.items():
         if value:
             out.print(Text(f"  {name:8} {printable(value)}"), soft_wrap=True)
@@ -501,9 +503,10 @@ def show_record(record: BuildRecord, unplaced: ActionRecord | None = None, *, hi
 
 
 def _detail(line: TimelineEntry) -> str:
-    """The entry of the timeline, and the consumer of what was lost."""
+    """The entry of the timeline, who asked, and the consumer of what was lost."""
     held_by = ", ".join(one.consumer for one in line.conflicting_consumers)
-    return f"{line.detail}; held by {held_by}" if held_by else line.detail
+    parts = (line.detail, f"by {line.by}" if line.by else "", f"held by {held_by}" if held_by else "")
+    return "; ".join(part for part in parts if part)
 
 
 _COLOURS = {"active": "green", "failed": "red", "refused": "red", "deleted": "dim"}

@@ -40,7 +40,7 @@ from bus.contracts.drains import DrainQuery, DrainTarget
 
 PAGE = 100
 MAX_PAGES = 10_000
-NOT_WELL_SHOWN = 12
+NOT_WELL_SHOWN = 7
 
 
 class HostMap(Struct, frozen=True):
@@ -83,7 +83,8 @@ class HostPages:
         shown = [host for host in matching if not is_bare_metal(host)]
         order = query.get("order", BY_NAME)
         number = number_of(request, "page", 1, most=MAX_PAGES)
-        rows = ordered(shown, order)[(number - 1) * PAGE : number * PAGE]
+        listed = matching if query.get("q") else shown  # who looks for a name finds nodes as well
+        rows = ordered(listed, order)[(number - 1) * PAGE : number * PAGE]
         unwell = [host for host in shown if state_of(host) != UP]
         unwell.sort(key=lambda host: (HOST_STATES.index(state_of(host)), host.name))
         return self._page(
@@ -91,10 +92,10 @@ class HostPages:
             "fleet.html",
             asked=asked,
             rows=[row_of(host) for host in rows],
-            count=len(shown),
+            count=len(listed),
             first=(number - 1) * PAGE + 1,
             earlier=_page_link(request, number - 1) if number > 1 else "",
-            later=_page_link(request, number + 1) if number * PAGE < len(shown) else "",
+            later=_page_link(request, number + 1) if number * PAGE < len(listed) else "",
             states=states_of(shown),
             capacity=capacity_of(shown),
             metal=metal_of(matching),
@@ -105,7 +106,7 @@ class HostPages:
             aggregates=sorted({name for host in hosts for name in host.aggregates}),
             wells=[NOT_WELL, *states_of(hosts)],
             orders=ORDERS,
-            classes=_by_frequency(shown),
+            classes=_scarcest_first(shown),
             metrics=sorted({name for host in shown for name in host.metrics}),
             query=query,
         )
@@ -177,7 +178,8 @@ def _page_link(request: Request, number: int) -> str:
     return request.url.include_query_params(page=number).query
 
 
-def _by_frequency(hosts: Sequence[HostRecord]) -> list[str]:
-    """The classes that hosts have, those of most hosts first."""
+def _scarcest_first(hosts: Sequence[HostRecord]) -> list[str]:
+    """The classes that hosts have: those that most of them have first, and of these the one with the least left."""
     counted = Counter(name for host in hosts for name in host.resources)
-    return sorted(counted, key=lambda name: (-counted[name], name != "VCPU", name))
+    shares = {one.name: one.share for one in capacity_of(hosts)}
+    return sorted(counted, key=lambda name: (2 * counted[name] < len(hosts), -shares[name], name != "VCPU", name))

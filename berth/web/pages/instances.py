@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from berth.client.status import StatusKind, SystemStatus
+from berth.status.reader import StatusReader
 from berth.web.api import (
     SEARCHED_BY,
     WebApi,
@@ -28,7 +29,7 @@ from berth.web.api import (
     stream_response,
     uuid_of,
 )
-from berth.web.event_stream import INSTANCE_LOST, Live, Second
+from berth.web.event_stream import Live, Second
 from berth.web.operations import WebActions
 from berth.web.pages.figures import (
     MetalClass,
@@ -40,9 +41,7 @@ from berth.web.pages.figures import (
     states_of,
 )
 from berth.web.pages.fleet import FleetReader, QueueDepth, QueueReader
-from berth.web.pages.quarantine import SafetyReader
-from berth.web.problems import Problem
-from berth.web.rendering import HOSTS, Asked, LastAnswers, rendered, unanswered_page, when
+from berth.web.rendering import HOSTS, Asked, LastAnswers, rendered, unanswered_page
 from berth.web.sign_in_sessions import WebCaller, WebRole
 from bus.clock import Clock
 from bus.contracts.actions import ActionKind, ActionPage, ActionQuery, ActionRequest
@@ -58,22 +57,12 @@ NOW_EVERY_S = 1.0
 PAGE = 50
 QUEUES_SHOWN = 10
 LOST_SHOWN = 10  # lost claims of a build
-NAMED = 3
-NO_RECORD = "they have this database's tag, and no record explains them"
 # The first page groups so many newest failures of a day, read anew at most so often; each record has its timeline.
 FAILURES_READ = 200
 FAILURES_FOR_S = 86_400.0
 FAILURES_AGE_S = 5.0
 GROUPS_SHOWN = 8
 DELETABLE = frozenset(BuildState).difference({BuildState.REFUSED}, DELETE_REQUESTED)
-
-
-class SystemProblem(Struct, frozen=True):
-    """Something that is wrong, for the top of the first page. more: where to look."""
-
-    what: str
-    detail: str
-    more: str = ""
 
 
 class Now(Struct, frozen=True):
@@ -99,7 +88,7 @@ class Now(Struct, frozen=True):
     dead_letters: int
     queues: tuple[QueueDepth, ...]
     workers: dict[str, tuple[int, int]]
-    problems: tuple[SystemProblem, ...]
+    status: SystemStatus
     answered: bool = True
     seconds: tuple[Second, ...] = ()
     started: int = 0
@@ -137,7 +126,7 @@ class Pages:
         live: Live,
         fleet: FleetReader,
         *,
-        safety: SafetyReader,
+        status: StatusReader,
         queues: QueueReader,
         clock: Clock,
         last: LastAnswers,
@@ -147,7 +136,7 @@ class Pages:
         self._api = api
         self._actions = actions
         self._fleet = fleet
-        self._safety = safety
+        self._status = status
         self._live = live
         self._has_session = has_session
         self._clock = clock
@@ -171,7 +160,7 @@ class Pages:
         """The present activity, with faults first."""
         need(caller_of(request), WebRole.READER)
         now, failed = await asyncio.gather(self._state(), self._failed_builds())
-        asked = Asked()  # `problems` has what did not answer: the page is whole without it
+        asked = Asked()  # the status has what did not answer: the page is whole without it
         return self._page(
             request,
             "now.html",
@@ -202,27 +191,16 @@ class Pages:
         return stream_response(states(), partial(check_again, request))
 
     async def _state(self) -> Now:
-        # Together: what does not answer holds up the page once.
-        hosts, workers, problems = await asyncio.gather(
-            self._hosts_or_fault(), self._workers(), self._problems_of_safety()
-        )
-        problems += self._problems_of_losses()
-        answered = not isinstance(hosts, (Fault, BusError))
-        if isinstance(hosts, (Fault, BusError)):
-            at, known = self._last.find(HOSTS) or (None, ())
-            as_of = "" if at is None else f"; hosts are shown as of {when(at)} UTC"
-            problems.append(SystemProblem("No scheduler answers", f"{hosts.code}: {hosts}{as_of}"))
-            hosts = known
-        cells, of_hosts = problems_of_hosts(hosts)
-        problems += [*of_hosts, *_problems_of_workers(workers)]
+        status = await self._status.read()
+        # Where no scheduler answers, that is known by now: the page does not wait for it once more.
+        away = any(row.kind in (StatusKind.SCHEDULER_AWAY, StatusKind.BUS_AWAY) for row in status.rows)
+        hosts, workers = (None, ()) if away else await asyncio.gather(self._hosts(), self._workers())
+        answered = hosts is not None
+        if hosts is None:
+            _, hosts = self._last.find(HOSTS) or (0.0, ())
         depths = await self._queues.depths(
             sorted({(host.cell, host.service) for host in hosts if host.cell and host.service})
         )
-        if depths.dead_letters:
-            problems.append(SystemProblem(f"{depths.dead_letters:,} dead letters", "given-up messages", "/system"))
-        problems += [SystemProblem(f"Bus {bus}", "its broker does not tell its depths") for bus in depths.silent]
-        if not hosts and not problems:
-            problems.append(SystemProblem("No hosts", "no compute service has announced a host yet"))
         recent = (history := self._live.history())[-10:]
         return Now(
             in_flight=self._live.in_flight,
@@ -237,25 +215,25 @@ class Pages:
             hosts=len(hosts),
             up=sum(host.up for host in hosts),
             disabled=sum(not host.enabled for host in hosts),
-            cells=cells,
+            cells=hosts_by_cell(hosts),
             lost_per_s=sum(second.lost_claims for second in recent) / len(recent),
             retries_per_s=sum(second.retries for second in recent) / len(recent),
             waiting=sum(one.waiting for one in depths.queues),
             dead_letters=depths.dead_letters,
             queues=depths.queues[:QUEUES_SHOWN],
             workers=_by_role(workers),
-            problems=tuple(problems),
+            status=status,
             answered=answered,
             seconds=tuple(history),
         )
 
-    async def _hosts_or_fault(self) -> tuple[HostRecord, ...] | Fault | BusError:
+    async def _hosts(self) -> tuple[HostRecord, ...] | None:
         try:
             hosts = await self._fleet.hosts_to_count()
-            self._last.keep(HOSTS, hosts)
-            return hosts
-        except (Fault, BusError) as fault:
-            return fault
+        except (Fault, BusError):
+            return None
+        self._last.keep(HOSTS, hosts)
+        return hosts
 
     async def _failed_builds(self) -> list[BuildRecord]:
         """Those of the last day, as far as FAILURES_READ of each state go; none while no scheduler answers."""
@@ -265,7 +243,7 @@ class Pages:
                 after = self._clock.time() - FAILURES_FOR_S
                 states = (BuildState.FAILED, BuildState.REFUSED)
                 queries = [BuildQuery(state=state, after=after, limit=FAILURES_READ) for state in states]
-                with contextlib.suppress(Fault, BusError):  # `problems` says that no scheduler answers
+                with contextlib.suppress(Fault, BusError):  # the status says that no scheduler answers
                     pages = await asyncio.gather(*map(self._api.builds, queries))
                     self._failures = [build for page in pages for build in page.builds]
         return self._failures
@@ -273,37 +251,8 @@ class Pages:
     async def _workers(self) -> tuple[WorkerRecord, ...]:
         try:
             return await self._fleet.known_workers()
-        except (Fault, BusError):  # reported already: no scheduler answers
+        except (Fault, BusError):
             return ()
-
-    async def _problems_of_safety(self) -> list[SystemProblem]:
-        """What waits for an operator's decision, before all that mends itself."""
-        try:
-            waiting = await self._safety.counts()
-        except Problem as problem:
-            return [SystemProblem("Breakers and quarantine are not known", f"{problem.code}: {problem.detail}")]
-        found = [
-            SystemProblem(
-                f"Destruction is stopped in cell {cell}",
-                f"the breakers of {len(services):,} compute services are open: {', '.join(services[:NAMED])}",
-                f"/quarantine?cell={cell}",
-            )
-            for cell, services in waiting.breakers.items()
-        ]
-        found += [
-            SystemProblem(f"{count:,} machines of cell {cell} are in quarantine", NO_RECORD, f"/quarantine?cell={cell}")
-            for cell, count in waiting.quarantined.items()
-        ]
-        if waiting.never_started:
-            detail = f"no conductor of {', '.join(waiting.never_started)} has been started on this database"
-            found.append(SystemProblem("Breakers and quarantine are not known", detail))
-        return found
-
-    def _problems_of_losses(self) -> list[SystemProblem]:
-        if not (lost := self._live.lost()):
-            return []
-        where = f"/builds?state={BuildState.FAILED}&code={INSTANCE_LOST}"
-        return [SystemProblem(f"{len(lost):,} instances were lost", "their hosts do not run them any more", where)]
 
     # --- builds
 
@@ -367,42 +316,13 @@ class Pages:
         return rendered(request, template, has_session=self._has_session, **fields)
 
 
-def problems_of_hosts(hosts: Sequence[HostRecord]) -> tuple[dict[str, tuple[int, int]], list[SystemProblem]]:
-    """{cell: (hosts that are up, all)}, and what is wrong. "?": hosts whose cell is not known.
-
-    Right after a scheduler's start no host is announced, and no service need be silent.
-    """
+def hosts_by_cell(hosts: Sequence[HostRecord]) -> dict[str, tuple[int, int]]:
+    """{cell: (hosts that are up, all)}. "?": hosts whose cell is not known."""
     cells: dict[str, tuple[int, int]] = {}
-    down: Counter[str] = Counter()
     for host in hosts:
-        cell = host.cell or "?"
-        up, every = cells.get(cell, (0, 0))
-        cells[cell] = (up + host.up, every + 1)
-        down[cell] += host.reported and not host.up
-    problems = []
-    for cell, count in sorted(down.items()):
-        if count:
-            detail = f"{count:,} of {cells[cell][1]:,} hosts are down: their compute services are silent"
-            problems.append(SystemProblem(f"Cell {cell}", detail, f"/fleet?cell={cell}"))
-    if unbooked := [host for host in hosts if host.not_in_placement]:
-        detail = f"{unbooked[0].name}: {unbooked[0].not_in_placement}"
-        problems.append(SystemProblem(f"{len(unbooked):,} reported hosts are not in placement", detail, "/fleet"))
-    not_reported = sum(not host.reported for host in hosts)
-    if not_reported:
-        detail = f"{not_reported:,} of {len(hosts):,}: by no compute service since the scheduler's start"
-        problems.append(SystemProblem("Hosts not reported", detail, "/fleet"))
-    return cells, problems
-
-
-def _problems_of_workers(workers: Sequence[WorkerRecord]) -> list[SystemProblem]:
-    silent = [one for one in workers if one.silent]
-    waiting = [one for one in workers if one.heartbeat.not_ready and not one.silent]
-    shown = []
-    for what, found in (("silent", silent), ("not ready", waiting)):
-        if found:
-            names = ", ".join(one.heartbeat.worker for one in found[:3]) + (", ..." if len(found) > 3 else "")
-            shown.append(SystemProblem(f"{len(found)} workers are {what}", names, "/system"))
-    return shown
+        up, every = cells.get(host.cell or "?", (0, 0))
+        cells[host.cell or "?"] = (up + host.up, every + 1)
+    return cells
 
 
 def _by_role(workers: Sequence[WorkerRecord]) -> dict[str, tuple[int, int]]:

@@ -131,12 +131,12 @@ class OperatorPages:
     async def metal(self, request: Request) -> Response:
         """Ironic's nodes by provision state, those that are not offered first."""
         need(caller_of(request), WebRole.READER)
-        state, asked = request.query_params.get("state", ""), Asked(self._last)
+        chosen, asked = request.query_params.get("state", ""), Asked(self._last)
         view = await asked.of(self._metal.view(), without=None, question="metal")
-        nodes = [] if view is None else [one for one in view.nodes if state in ("", one.state)]
+        nodes = [] if view is None else [one for one in view.nodes if chosen in ("", one.state)]
         nodes.sort(key=lambda node: not node.problems)
         return self._page(
-            request, "metal.html", asked=asked, view=view, nodes=nodes[:PAGE], count=len(nodes), state=state
+            request, "metal.html", asked=asked, view=view, nodes=nodes[:PAGE], count=len(nodes), chosen=chosen
         )
 
     async def system(self, request: Request) -> Response:

@@ -46,8 +46,6 @@ from cell_conductor.store.keyed_tables import ADOPT, PROTECT, DecidedMachine, Ma
 MAX_SHOWN = 10_000
 # At once: each opens connections to every cell's database and reads all that is on record there.
 MAX_READS = 2
-# Pages that stay open read the records at most so often.
-COUNTED_AGE_S = 10.0
 
 
 class SafetyCounts(Struct, frozen=True):
@@ -65,27 +63,11 @@ class SafetyReader:
 
     def __init__(self, env: Environment) -> None:
         self._env = env
-        self._reading = asyncio.Lock()
         self._reads = asyncio.Semaphore(MAX_READS)
-        self._counts: SafetyCounts | Problem | None = None
-        self._counted_at = float("-inf")
 
     async def counts(self) -> SafetyCounts:
-        """What waits, at most COUNTED_AGE_S old; that it cannot be read is kept as long."""
-        async with self._reading:
-            if self._counts is None or self._env.clock.monotonic() - self._counted_at > COUNTED_AGE_S:
-                try:
-                    async with asyncio.timeout(PAGE_TIMEOUT_S):
-                        self._counts = _counted(await self.read())
-                except Problem as problem:
-                    self._counts = problem
-                except TimeoutError:
-                    words = f"the cells' records cannot be read: no answer within {PAGE_TIMEOUT_S:g} s"
-                    self._counts = Problem(503, DatabaseUnavailable.code, words)
-                self._counted_at = self._env.clock.monotonic()
-        if isinstance(self._counts, Problem):
-            raise Problem(self._counts.status, self._counts.code, self._counts.detail)
-        return self._counts
+        """What waits for an operator, by cell."""
+        return _counted(await self.read())
 
     async def read(self, cell: str | None = None) -> InCells:
         """Everything on record, of all cells or of one."""

@@ -4,6 +4,7 @@
 const byId = (id) => document.getElementById(id);
 const duration = (s) => (s < 1 ? (s * 1000).toFixed(1) + " ms" : s.toFixed(2) + " s");
 const when = (at) => new Date(at * 1000).toISOString().slice(0, 19).replace("T", " ");
+const moment = (at) => new Date(at * 1000).toISOString().slice(0, 23).replace("T", " ");
 
 // What turns writing around or breaks a line is shown by its number, as the server does.
 const printable = (text) => String(text).replace(/[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/gu, (c) => "\\u" + c.codePointAt(0).toString(16).padStart(4, "0"));
@@ -261,7 +262,7 @@ function followBuild(uuid, until = "end") {
     event(event, source) {
       byId("state").textContent = event.state;
       byId("state").className = "state " + event.state;
-      byId("timeline").append(row([when(event.at), event.cell ?? "", event.state, event.reason ?? ""]));
+      byId("timeline").append(row([moment(event.at), event.cell ?? "", event.state, event.reason ?? ""]));
       if (event.terminal && (until === "end" || event.state !== "active")) { source.close(); location.reload(); }
     },
     build(build, source) { if (build.state !== byId("state").textContent) { source.close(); location.reload(); } },

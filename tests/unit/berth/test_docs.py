@@ -535,6 +535,30 @@ def test_every_metric_of_the_dashboard_and_the_rules_is_exported() -> None:
     assert len(requested) > 20
 
 
+# --- each alert names the place that says what to do, and has a test that sees it fire
+
+
+def test_each_alert_has_a_runbook_that_there_is_and_a_test() -> None:
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "berth.rules.yml").read_text())
+    alerts = [rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule]
+    assert len(alerts) > 20
+    missing: list[str] = []
+    for rule in alerts:
+        page, _, anchor = rule["annotations"].get("runbook_url", "").partition("#")
+        headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text() if page else "", re.MULTILINE)
+        if not page.startswith("docs/operate/") or anchor not in {_anchor(heading) for heading in headings}:
+            missing.append(rule["alert"])
+    assert missing == []
+    tests = yaml.safe_load((ROOT / "deploy" / "prometheus" / "berth.rules.test.yml").read_text())["tests"]
+    fired = {one["alertname"] for test in tests for one in test["alert_rule_test"] if one["exp_alerts"]}
+    assert {rule["alert"] for rule in alerts} - fired == set()
+
+
+def _anchor(heading: str) -> str:
+    """As GitHub makes it of a heading."""
+    return re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-")
+
+
 # --- the filter of docs/start/first-filter.md, read out of the page and asked about hosts
 
 

@@ -120,7 +120,7 @@ PAGES: dict[str, dict[str, Any]] = {
         "actions": tuple[ActionRecord, ...],
         "dead_letters": list[DeadLetterCount],
     },
-    "metal.html": {"view": NodesView, "nodes": "NodesView.nodes", "count": int, "state": str},
+    "metal.html": {"view": NodesView, "nodes": "NodesView.nodes", "count": int, "chosen": str},
     "objects.html": {
         "revision": int,
         "flavors": list[StoredObject],
@@ -166,6 +166,7 @@ class Typing:
     def __init__(self, name: str) -> None:
         self.name = name
         self.wrong: list[str] = []
+        self.macros: set[str] = set()
         self.fields = 0
 
     def check(self, source: str, variables: Mapping[str, Any]) -> None:
@@ -186,7 +187,11 @@ class Typing:
                 for below in node.body:
                     self._visit(below, inner)
             case nodes.FromImport():
-                known |= {one if isinstance(one, str) else one[1]: Any for one in node.names}
+                made = {one if isinstance(one, str) else one[1]: Any for one in node.names}
+                hidden = made.keys() & (known.keys() - self.macros)
+                self.wrong += [f"{self.name}:{node.lineno} {one} hides what is passed" for one in sorted(hidden)]
+                known |= made
+                self.macros |= made.keys()
             case nodes.Include() | nodes.Extends():
                 assert isinstance(node.template, nodes.Const)
                 self.check(source_of(node.template.value), known)
@@ -333,6 +338,9 @@ def test_what_a_template_reads_and_is_not_there_is_found() -> None:
     )
     found = Typing("x")
     found.check(source, PAGES["builds.html"])
+    shadowing = Typing("y")
+    shadowing.check('{% from "macros.html" import state %}', {"state": str})
+    assert shadowing.wrong == ["y:1 state hides what is passed"]
     assert [line.split(" ", 1)[1] for line in found.wrong] == [
         "BuildRecord has no flavour",
         "nothing is not passed",

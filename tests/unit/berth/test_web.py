@@ -16,10 +16,10 @@ import pytest
 from msgspec import structs
 from starlette.requests import Request
 
-from berth.audit.quarantine import InCells
 from berth.client.types import DrainBody, ProviderView
 from berth.config import site
 from berth.config.settings import Settings
+from berth.status.rows import status_of
 from berth.web import api
 from berth.web import event_stream as live
 from berth.web.api import WebApi, as_seen, body_of, stream_response
@@ -35,15 +35,12 @@ from berth.web.pages.fleet import (
     CHANGES_SHOWN,
     COUNTED_AGE_S,
     FAILED_AGE_S,
-    PAGE_TIMEOUT_S,
     WORKERS_AGE_S,
     FleetReader,
     QueueReader,
 )
-from berth.web.pages.instances import Pages, lost_claims, problems_of_hosts
+from berth.web.pages.instances import Pages, hosts_by_cell, lost_claims
 from berth.web.pages.objects import WebObjects
-from berth.web.pages.quarantine import COUNTED_AGE_S as SAFETY_AGE_S
-from berth.web.pages.quarantine import SafetyCounts, SafetyReader
 from berth.web.problems import PROBLEM_JSON, Problem
 from berth.web.rendering import LastAnswers
 from berth.web.sign_in_sessions import LOCAL, WebCaller, WebRole
@@ -72,7 +69,6 @@ from bus.faults import RequestTimeout
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
 from bus.transport import Outgoing, PublishRefused
-from tests.kit.virtual_time import on_virtual_time
 from tests.unit.berth.world import HandClock
 
 # --- how often the pages request what about the fleet. A list of hosts costs the scheduler some 3 microseconds a host
@@ -268,47 +264,6 @@ async def test_a_hosts_page_shows_the_newest_changes_however_short_the_feed_is(k
     assert [one.sequence for one in found] == [head - back for back in range(min(kept, CHANGES_SHOWN))]
 
 
-@on_virtual_time
-async def test_a_page_waits_for_the_database_as_long_as_for_schedulers() -> None:
-    """It waited 10 s, whenever the last answer was older than that."""
-
-    class Silent(Environment):
-        @contextlib.asynccontextmanager
-        async def raw(self) -> AsyncIterator[None]:
-            await asyncio.Event().wait()
-            yield
-
-        async def close(self) -> None: ...
-
-        def database(self, *_: Any, **__: Any) -> Any:
-            return self
-
-    safety = SafetyReader(Silent("web", transports=lambda _: MemoryTransport(MemoryBroker()), cells=("c",)))
-    began = asyncio.get_running_loop().time()
-    with pytest.raises(Problem) as refused:
-        await safety.counts()
-    assert (refused.value.status, refused.value.code) == (503, "database.unavailable")
-    assert asyncio.get_running_loop().time() - began <= PAGE_TIMEOUT_S
-
-
-@on_virtual_time
-async def test_what_waits_is_read_once_in_a_while_for_all_pages() -> None:
-    reads: list[float] = []
-    loop = asyncio.get_running_loop()
-
-    class Empty(SafetyReader):
-        async def read(self, cell: str | None = None) -> InCells:
-            reads.append(loop.time())
-            return InCells({}, {})
-
-    safety = Empty(Environment("web", transports=lambda _: MemoryTransport(MemoryBroker())))
-    for _ in range(3):
-        found = await asyncio.gather(safety.counts(), safety.counts())
-        assert found[0] is found[1] and found[0] == SafetyCounts({}, {})
-        await asyncio.sleep(SAFETY_AGE_S / 2 + 0.1)
-    assert len(reads) == 2
-
-
 # --- the part of the event stream that the pages keep is bounded, and a reader that falls behind is notified
 
 
@@ -399,23 +354,6 @@ async def test_one_projects_followers_leave_room_for_others() -> None:
             follow(None)
     with stream.follow(lambda _: True, project="p0"):
         pass
-
-
-def test_a_lost_instance_is_shown_until_it_is_deleted_or_a_day_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SystemClock()
-    bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
-    stream = Live(bus, clock=clock, process="p")
-    uuids = [f"{n}0000000-0000-4000-8000-000000000001" for n in range(1, 5)]
-    codes = (live.INSTANCE_LOST, "no_valid_host", live.INSTANCE_LOST, "")
-    ends = [BuildState.FAILED, BuildState.FAILED, BuildState.FAILED, BuildState.ACTIVE]
-    for uuid, state, code in zip(uuids, ends, codes, strict=True):
-        event = BuildEvent(instance_uuid=uuid, project_id="p", state=state, sequence=1, code=code, at=clock.time())
-        stream.note(event)
-    assert stream.lost() == [uuids[0], uuids[2]]
-    stream.note(BuildEvent(instance_uuid=uuids[0], project_id="p", state=BuildState.DELETED, sequence=2))
-    assert stream.lost() == [uuids[2]]
-    monkeypatch.setattr(live, "LOST_FOR_S", -1.0)
-    assert stream.lost() == []
 
 
 async def test_followers_read_anew_after_a_lost_connection_and_end_with_the_server() -> None:
@@ -602,12 +540,7 @@ def test_hosts_that_are_not_announced_differ_from_those_that_are_down() -> None:
         HostRecord(uuid=THEIRS, name="h4", cell="c1", reported=False),
     ]
     assert [state_of(host) for host in hosts] == ["up", "down", "not reported", "not reported"]
-    cells, problems = problems_of_hosts(hosts)
-    assert cells == {"c1": (1, 3), "?": (0, 1)}
-    assert [(one.what, one.detail) for one in problems] == [
-        ("Cell c1", "1 of 3 hosts are down: their compute services are silent"),
-        ("Hosts not reported", "2 of 4: by no compute service since the scheduler's start"),
-    ]
+    assert hosts_by_cell(hosts) == {"c1": (1, 3), "?": (0, 1)}
 
 
 # --- faults as a person in a browser and as a program see them; and readers of an Ironic that does not answer
@@ -736,7 +669,7 @@ def test_a_decision_that_the_state_does_not_allow_is_a_documented_conflict(opera
 async def test_rates_are_those_of_a_second_over_the_last_ten() -> None:
     seconds = [Second(at, active=1000) for at in range(50)]
     seconds += [Second(50 + at, active=10, failed=20, lost_claims=30, retries=40 * (at % 2)) for at in range(10)]
-    of_live = SimpleNamespace(history=lambda: seconds, in_flight=7, percentiles=dict, lost=list)
+    of_live = SimpleNamespace(history=lambda: seconds, in_flight=7, percentiles=dict)
     nothing = SimpleNamespace(queues=(), dead_letters=0, silent=())
 
     async def answer(what: Any) -> Any:
@@ -747,7 +680,7 @@ async def test_rates_are_those_of_a_second_over_the_last_ten() -> None:
         never,
         cast("Any", of_live),
         cast("Any", SimpleNamespace(hosts_to_count=lambda: answer(()), known_workers=lambda: answer(()))),
-        safety=cast("Any", SimpleNamespace(counts=lambda: answer(SafetyCounts({}, {})))),
+        status=cast("Any", SimpleNamespace(read=lambda: answer(status_of((), 0.0)))),
         queues=cast("Any", SimpleNamespace(depths=lambda _: answer(nothing))),
         clock=SystemClock(),
         last=LastAnswers(SystemClock()),

@@ -17,13 +17,23 @@ from bus.consuming.in_flight import LAST_DELIVERIES
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.actions import ActionKind, ActionPage, ActionRecord, ActionState
 from bus.contracts.base import Refusal
-from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
+from bus.contracts.build import (
+    BuildEvent,
+    BuildPage,
+    BuildQuery,
+    BuildRecord,
+    BuildRequest,
+    BuildState,
+    DeleteRequest,
+    TimelineEntry,
+)
 from bus.contracts.placement import ConflictingConsumer
 from bus.contracts.queues import BY_QUEUE, project_bus
 from bus.topology import plan
 from bus.transport import UNREAD, BusForbidden, Outgoing, PublishRefused
 from gateway import app
 from gateway.config import GatewayConfig
+from gateway.forwarder import of_project
 from tests.kit.door import ANSWER_TO, Door, accepted, request
 from tests.kit.waiting import until
 
@@ -530,3 +540,16 @@ async def test_no_project_begins_anew_while_the_gateway_drains(monkeypatch: pyte
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        BuildRequest(instance_uuid=str(uuid.uuid4()), project_id="other", flavor="f", by="root"),
+        DeleteRequest(instance_uuid=str(uuid.uuid4()), project_id="other", by="root"),
+    ],
+)
+def test_a_project_asks_in_its_own_name_whomever_it_names(message: BuildRequest | DeleteRequest) -> None:
+    passed = of_project(message, "demo")
+    assert isinstance(passed, BuildRequest | DeleteRequest)
+    assert (passed.project_id, passed.by) == ("demo", "project demo")

@@ -56,6 +56,8 @@ CLAIMED = HostClaimed(
     passing_hosts=9,
     score=0.5,
     claims=2,
+    decided_at=5.0,
+    claimed_at=6.0,
     attempt=3,
     limits={"INSTANCES": 2},  # an offloaded instance is one more
 )
@@ -200,6 +202,12 @@ def test_the_timeline_of_a_decision() -> None:
     assert list(lines) == ["not_claimed", "chosen", "claimed", "dispatched"]
     assert lines["not_claimed"] == "h9: no_capacity" and lines["claimed"].endswith("h1, h2")
     assert lines["chosen"].startswith("h0 of 9") and lines["claimed"].startswith("h0 at try 2")
+    times = {one.what: one.at for one in concluded.decision.timeline}
+    assert times["not_claimed"] == times["chosen"] == times["claimed"] == CLAIMED.claimed_at
+    ((_, first),) = conclude([placed(CLAIMED)], AUTHOR)
+    assert isinstance(first, DecidedBuild)
+    own = [CLAIMED.decided_at, CLAIMED.claimed_at, AUTHOR.at]
+    assert [one.at for one in first.decision.timeline] == own and len(set(own)) == 3, "each at its own time"
     stamped = add_stage_times(concluded.decision, StageTimes(requested=1.0)).timeline
     assert [one.stage_times and one.stage_times.requested for one in stamped] == [None, None, None, 1.0]
     ((_, alone),) = conclude([placed(replace(CLAIMED, selections=CLAIMED.selections[:1]))], AUTHOR)

@@ -412,8 +412,8 @@ def test_a_delete_by_its_record_and_by_what_its_instance_holds(
 )
 def test_a_delete_has_its_line_in_the_timeline(build: RecordedBuild, line: str) -> None:
     kept = NOWHERE if build.code == STRANDED else {}
-    (update,) = plan_deletes([deleted(delivery=LAST)], {BUILD: build}, AUTHOR, kept).updates
-    assert [one.what for one in update.timeline] == [line]
+    (update,) = plan_deletes([deleted(delivery=LAST, by="alice")], {BUILD: build}, AUTHOR, kept).updates
+    assert [(one.what, one.by) for one in update.timeline] == [(line, "alice")]
 
 
 # --- of what is not on record, or of a project's own that is not

@@ -107,6 +107,12 @@ def test_one_content_has_one_digest() -> None:
     assert digest_of(REQUEST) == digest_of(replace(REQUEST)) != digest_of(replace(REQUEST, flavor="g"))
 
 
+def test_whoever_repeats_a_request_it_is_the_same() -> None:
+    """By its content alone a repetition is told from a clash; and one of before there was an asker has none."""
+    assert digest_of(replace(REQUEST, by="alice")) == digest_of(replace(REQUEST, by="bob")) == digest_of(REQUEST)
+    assert b'"by"' not in msgspec.json.encode(REQUEST)
+
+
 @pytest.mark.parametrize(("names", "missing"), [([], None), (["all"], None), (["own"], "own"), (["all", "no"], "no")])
 def test_the_flavors_that_a_project_may_not_request(names: list[str], missing: str | None) -> None:
     flavors = {"all": Flavor(vcpus=1, memory_mb=1), "own": Flavor(vcpus=1, memory_mb=1, projects=("p",))}
