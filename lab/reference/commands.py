@@ -35,7 +35,7 @@ def render() -> str:
 
 
 def leaves() -> Iterator[tuple[str, Any]]:
-    """Every command that does something, with how it is called (`berth bus owner`), by name."""
+    """Every command that does something, with how it is called (`berth bus list`), by name."""
     yield from _leaves(typer.main.get_command(app), "berth")
 
 

@@ -59,7 +59,7 @@ def expect(what: str, holds: Any) -> None:
 
 @contextmanager
 def berth_up(berth: str, hosts: int, directory: Path) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """A live berth; yields the address of `berth web`, the link that `berth up` has printed, and its environment."""
+    """A live berth; yields the address of `berth serve web`, the link that `berth up` has printed, and its environment."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
     env |= {
         "BERTH_STATE_DIR": str(directory / "state"),

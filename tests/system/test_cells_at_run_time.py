@@ -53,7 +53,7 @@ from compute_sim.config import SimulatedConfig
 from tests.kit.forks import run_berth
 from tests.kit.waiting import until
 
-# --- A cell is added to a running system, used, and removed, by `berth cells`; in memory and on a real RabbitMQ.
+# --- A cell is added to a running system, used, and removed, by `berth cell`; in memory and on a real RabbitMQ.
 
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres]

@@ -64,7 +64,7 @@ def test_an_instance_is_resized_and_taken_back_migrated_and_kept(berth: Berth, i
     back = shown(berth, instance)
     assert (back["host"], back["flavor"], back["condition"]) == (TARGET, "m1.small", "active")
     migrated = berth("migrate", instance, "--wait")
-    assert (migrated.status, f"`berth confirm {instance}` or `berth revert {instance}`" in migrated.out) == (0, True)
+    assert (migrated.status, f"`berth instance confirm {instance}` or `berth instance revert {instance}`" in migrated.out) == (0, True)
     assert berth("confirm", instance, "--wait").status == 0
     moved = shown(berth, instance)
     assert moved["host"] != TARGET and moved["condition"] == "active" and "under_way" not in moved

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
+from msgspec import Struct
 
 from berth.audit import quarantine as records
 from berth.audit.quarantine import InCells
@@ -28,7 +29,6 @@ from berth.cli.common import (
     print_result,
     print_stop,
 )
-from berth.cli.options import CommandGroup
 from berth.config.settings import Settings
 from berth.text import counted, render_rows, utc
 from bus.faults import Fault
@@ -37,50 +37,62 @@ from cell_conductor.state.breaker import Breaker
 from cell_conductor.state.unknown_machine import UnknownMachineKind
 from cell_conductor.store.keyed_tables import ADOPT, DESTROY, PROTECT, DecidedMachine, UnknownMachineRecord
 
-quarantine = CommandGroup(no_args_is_help=True, help="Machines that stay until an operator decides about them.")
-breaker = CommandGroup(no_args_is_help=True, help="Stopped destruction: too much was lost within a short time.")
-
 CellName = Annotated[str | None, typer.Option("--cell", help="Only this cell.")]
 
 
-@quarantine.command("list")
-async def list_quarantine(settings: Settings, cell: CellName = None, as_json: AsJson = False) -> int:
+async def list_quarantine(
+    settings: Settings,
+    cell: CellName = None,
+    unknown: Annotated[
+        bool, typer.Option("--unknown", help="Also the other machines on hosts that no record has.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
     """List the machines in quarantine, and the decisions about them.
 
     Exit status 3 when a cell has no record here; the others are listed.
     """
-    return await show_unknown(settings, cell, (UnknownMachineKind.QUARANTINED,), as_json)
+    kinds = tuple(UnknownMachineKind) if unknown else (UnknownMachineKind.QUARANTINED,)
+    return await show_unknown(settings, cell, kinds, as_json)
 
 
-@quarantine.command("release")
-async def release(
-    settings: Settings,
-    uuids: Annotated[list[str] | None, typer.Argument(metavar="[UUID]...", help="The instances.")] = None,
-    destroy: Annotated[
-        bool | None, typer.Option("--destroy/--protect", help="Have its host destroy it, or protect it for good.")
-    ] = None,
+class MachineOptions(Struct, frozen=True, kw_only=True):
+    """The options of a decision about machines."""
+
     service: Annotated[
         str | None, typer.Option("--service", help="Those of this compute service; without UUIDs all undecided ones.")
-    ] = None,
-    cell: CellName = None,
-    by: By = None,
-    as_json: AsJson = False,
-    yes: Yes = False,
-) -> None:
-    """Decide about machines in quarantine: --destroy or --protect. Destroying starts with their hosts' next reports.
+    ] = None
+    cell: CellName = None
+    by: By = None
+    as_json: AsJson = False
+
+
+Machines = Annotated[list[str] | None, typer.Argument(metavar="[UUID]...", help="The instances.")]
+
+
+async def destroy(settings: Settings, uuids: Machines = None, yes: Yes = False, *, options: MachineOptions) -> None:
+    """Have machines in quarantine destroyed, from their hosts' next reports on."""
+    await _decide(settings, uuids or (), DESTROY, options, yes=yes)
+
+
+async def protect(settings: Settings, uuids: Machines = None, *, options: MachineOptions) -> None:
+    """Leave machines in quarantine alone for good.
 
     `berth quarantine adopt` records one as its instance's.
     """
-    instances = {parse_uuid(one) for one in uuids or ()}
+    await _decide(settings, uuids or (), PROTECT, options)
+
+
+async def _decide(
+    settings: Settings, uuids: Sequence[str], decision: str, options: MachineOptions, *, yes: bool = True
+) -> None:
+    instances, service = {parse_uuid(one) for one in uuids}, options.service
     if not instances and service is None:
         raise typer.BadParameter("give UUIDs, or --service", param_hint="[UUID]...")
-    if destroy is None:
-        raise typer.BadParameter("give --destroy or --protect", param_hint="--destroy/--protect")
-    decision = DESTROY if destroy else PROTECT
 
-    here, actor = environment(settings), decided_by(by)
-    chosen = _chosen(await records.read(here, cell), instances, service)
-    if destroy and chosen:
+    here, actor = environment(settings), decided_by(options.by)
+    chosen = _chosen(await records.read(here, options.cell), instances, service)
+    if decision == DESTROY and chosen:
         uuids_of = {name: [one.uuid for one in of] for name, of in chosen.items()}
         ask_first(f"Destroy {by_cell(uuids_of, 'machine')}", yes=yes)
     of_cells, faults = await records.decide(here, chosen, decision, actor)
@@ -89,13 +101,12 @@ async def release(
     what = ", ".join(done) if instances else f"service {service}"
     if done or faults:
         found = {"instances": done, "decision": decision, "machines": len(decided)}
-        print_result(found, as_json, f"{what}: {decision}, {counted(len(decided), 'machine')}")
+        print_result(found, options.as_json, f"{what}: {decision}, {counted(len(decided), 'machine')}")
     raise_first(faults)
     if left := ", ".join(sorted(instances.difference(done))) or ("" if done else what):
         raise Stop(Exit.NO, "quarantine.unknown", f"no machine of {left} is in quarantine")
 
 
-@quarantine.command("adopt")
 async def adopt(
     settings: Settings,
     uuid: Annotated[str, typer.Argument(help="The instance.")],
@@ -124,7 +135,6 @@ async def adopt(
     print_result(found, as_json, f"{instance}: {ADOPT}, with the next report of host {place}")
 
 
-@breaker.command("list")
 async def list_breakers(settings: Settings, cell: CellName = None, as_json: AsJson = False) -> int:
     """List the breakers that ever tripped. Exit status 1 when one is open, 3 when a cell has no record here."""
     read = await records.read(environment(settings), cell)
@@ -137,7 +147,6 @@ async def list_breakers(settings: Settings, cell: CellName = None, as_json: AsJs
     return Exit.NO if any(one.is_open for _, one in found) else name_never_started(read)
 
 
-@breaker.command("reset")
 async def reset(
     settings: Settings,
     service: Annotated[str, typer.Argument(help="The compute service.")],

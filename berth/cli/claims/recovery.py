@@ -23,15 +23,11 @@ from berth.cli.common import (
     print_json,
     print_result,
 )
-from berth.cli.options import CommandGroup
 from berth.config.settings import Settings
 from berth.text import counted, render_rows
 from bus.contracts.base import Word, reason_of
 
-recovery = CommandGroup(no_args_is_help=True, help="Cells whose database was restored, and what they would lose.")
 
-
-@recovery.command("show")
 async def show(settings: Settings, cell: CellName = None, as_json: AsJson = False) -> int:
     """Show whether cells recover, and which instances they would lose. Exit status 1 when one waits for `accept`."""
     found = await recoveries.read(environment(settings), cell)
@@ -43,7 +39,6 @@ async def show(settings: Settings, cell: CellName = None, as_json: AsJson = Fals
     return Exit.NO if any(one.is_waiting for one in found) else 0
 
 
-@recovery.command("accept")
 async def accept(
     settings: Settings,
     cell: Annotated[str, typer.Argument(help="The cell.")],
@@ -67,7 +62,6 @@ async def accept(
     print_result({"cell": cell, "losses": losses}, as_json, f"{cell}: recovers, {what} lost")
 
 
-@recovery.command("without")
 async def without(
     settings: Settings,
     cell: Annotated[str, typer.Argument(help="The cell.")],

@@ -1,4 +1,4 @@
-"""`berth baremetal`: Ironic's nodes, what serves and what does not."""
+"""`berth node`: Ironic's nodes, what serves and what does not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import typer
 from msgspec.structs import replace
 
 from berth.cli.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, out, print_json, print_result, print_rows
-from berth.cli.options import CommandGroup
 from berth.client.baremetal import QUARANTINE, NodeRecord, flavor_classes, node_record, unserved
 from berth.client.object_edits import stored_objects
 from berth.config.settings import Settings
@@ -22,18 +21,14 @@ from bus.service.settings import hide_password
 from compute_agent.driver import DriverUnavailable
 from compute_agent.drivers.ironic.api import IronicApi, Refused
 
-baremetal = CommandGroup(no_args_is_help=True, help="Ironic's nodes, and their faults.")
-
 NodeIdent = Annotated[str, typer.Argument(help="The node's UUID or name.", metavar="NODE")]
 
 
-@baremetal.command("list")
 async def list_nodes(settings: Settings, as_json: AsJson = False) -> None:
     """List all nodes, with the fault of each."""
     _show(await _records(settings, await _classes(settings)), as_json)
 
 
-@baremetal.command()
 async def problems(settings: Settings, as_json: AsJson = False) -> int:
     """List nodes that no build can go to, with reasons, and flavors that no node serves. Exit status 1 if there are."""
     classes = await _classes(settings)
@@ -50,7 +45,6 @@ async def problems(settings: Settings, as_json: AsJson = False) -> int:
     return Exit.NO if wrong or flavors else 0
 
 
-@baremetal.command()
 async def show(settings: Settings, node: NodeIdent, as_json: AsJson = False) -> None:
     """Show one node: what berth makes of it, and Ironic's own words."""
     async with _ironic(settings) as api:
@@ -75,7 +69,6 @@ async def show(settings: Settings, node: NodeIdent, as_json: AsJson = False) -> 
     render_rows(out, ("what", "value"), [row for row in rows if row[1]])
 
 
-@baremetal.command()
 async def quarantine(
     settings: Settings,
     node: NodeIdent,
@@ -89,7 +82,6 @@ async def quarantine(
     print_result({"node": node, "maintenance": True}, as_json, f"{node}: in maintenance")
 
 
-@baremetal.command()
 async def release(settings: Settings, node: NodeIdent, as_json: AsJson = False) -> None:
     """Take a node out of the maintenance that `quarantine` set; another's maintenance is left alone."""
     async with _ironic(settings) as api:

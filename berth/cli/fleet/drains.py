@@ -1,4 +1,4 @@
-"""`berth drain` and `berth drains`: hosts are emptied; a plan before the start shows where their instances would go."""
+"""`berth host drain`, `berth drain`: hosts are emptied; a plan first shows where their instances would go."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from berth.cli.common import (
     print_line,
     print_rows,
 )
-from berth.cli.options import CommandGroup
 from berth.client import BuildClient
 from berth.client import drains as client_drains
 from berth.config.settings import Settings
@@ -47,8 +46,6 @@ from bus.contracts.drains import (
     DrainState,
     DrainTarget,
 )
-
-drains = CommandGroup()
 
 Id = Annotated[str, typer.Argument(help="The drain's id.", metavar="DRAIN")]
 Deadline = Annotated[
@@ -89,25 +86,61 @@ class DrainOptions(Struct, frozen=True, kw_only=True):
     as_json: AsJson = False
 
 
-async def drain(
+InCell = Annotated[str | None, typer.Option("--cell", help="The cell in which the name is looked up.")]
+
+
+async def drain_host(
     settings: Settings,
-    name: Annotated[
-        str, typer.Argument(help="Name or UUID of a host, a compute service, a cell or an aggregate.", metavar="TARGET")
-    ],
-    target: Annotated[
-        DrainTarget | None, typer.Option("--target", help="The kind of the target, if its name is ambiguous.")
-    ] = None,
-    cell: Annotated[str | None, typer.Option("--cell", help="The cell in which a name is looked up.")] = None,
+    name: Annotated[str, typer.Argument(help="Name or UUID of a host.", metavar="HOST")],
+    cell: InCell = None,
     *,
     options: DrainOptions,
 ) -> int:
-    """Move every instance off a host, service, cell or aggregate.
+    """Move every instance off a host.
 
     Schedulers carry it out: it goes on when this command ends. The hosts are disabled first, together.
 
     Ctrl-C stops the drain: it starts nothing more. Exit status 1 when no remaining instance can move, whether the drain
     goes on or has ended; 4 when it has ended, or the time is over, before the others have been moved.
     """
+    return await drain(settings, name, DrainTarget.HOST, cell, options=options)
+
+
+async def drain_service(
+    settings: Settings,
+    name: Annotated[str, typer.Argument(help="Name of a compute service.", metavar="SERVICE")],
+    cell: InCell = None,
+    *,
+    options: DrainOptions,
+) -> int:
+    """Move every instance off the hosts of a compute service, as `berth host drain` does off one."""
+    return await drain(settings, name, DrainTarget.SERVICE, cell, options=options)
+
+
+async def drain_aggregate(
+    settings: Settings,
+    name: Annotated[str, typer.Argument(help="Name of a host aggregate.", metavar="AGGREGATE")],
+    *,
+    options: DrainOptions,
+) -> int:
+    """Move every instance off the hosts of an aggregate, as `berth host drain` does off one."""
+    return await drain(settings, name, DrainTarget.AGGREGATE, options=options)
+
+
+async def drain_cell(
+    settings: Settings,
+    name: Annotated[str, typer.Argument(help="Name of a cell.", metavar="CELL")],
+    *,
+    options: DrainOptions,
+) -> int:
+    """Move every instance off the hosts of a cell, as `berth host drain` does off one."""
+    return await drain(settings, name, DrainTarget.CELL, options=options)
+
+
+async def drain(
+    settings: Settings, name: str, target: DrainTarget, cell: str | None = None, *, options: DrainOptions
+) -> int:
+    """Drain a target of this kind, or plan it; returns the exit status."""
     check_reason(options.reason)
     kind = ActionKind.MIGRATE if options.cold else ActionKind.LIVE_MIGRATE
     if options.plan:
@@ -140,19 +173,17 @@ async def drain(
     return _ended(seen, options.as_json)
 
 
-@drains.default
 async def list_drains(
     settings: Settings,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="So many, the newest first.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """List drains, the newest first, or command one."""
+    """List drains, the newest first."""
     async with client(settings) as berth:
         found = await client_drains.drains(berth.bus, DrainsQuery(limit=limit))
     print_rows(found, as_json, ["drain", "of", "state", "instances", "hosts", "begun (UTC)", "by"], _row)
 
 
-@drains.command()
 async def show(settings: Settings, drain_id: Id, as_json: AsJson = False) -> int:
     """Show the progress of a drain, and what it has not moved. Exit status 1 when something cannot move."""
     ident = parse_uuid(drain_id)
@@ -172,20 +203,17 @@ class ToDrain(Struct, frozen=True, kw_only=True):
     as_json: AsJson = False
 
 
-@drains.command()
 async def pause(settings: Settings, drain_id: Id, *, options: ToDrain) -> int:
     """Start no further move until it is resumed; moves in progress end by themselves."""
     return await _command(settings, drain_id, DrainAction.PAUSE, options)
 
 
-@drains.command()
 async def resume(settings: Settings, drain_id: Id, deadline: Deadline = None, *, options: ToDrain) -> int:
     """Go on, also with one that has ended."""
     return await _command(settings, drain_id, DrainAction.RESUME, options, deadline_s=deadline)
 
 
-@drains.command()
-async def stop(settings: Settings, drain_id: Id, *, options: ToDrain) -> int:
+async def cancel(settings: Settings, drain_id: Id, *, options: ToDrain) -> int:
     """End it: begin nothing more. Its hosts stay disabled, and moved instances stay where they are."""
     return await _command(settings, drain_id, DrainAction.STOP, options)
 
@@ -246,10 +274,10 @@ def _left(seen: DrainProgress) -> Stop | None:
     if seen.state is not DrainState.ENDED:
         if client_drains.is_stuck(seen):
             reason = f"{counted(len(seen.failed), 'instance')} cannot move now; the drain goes on: "
-            return Stop(Exit.NO, "drain.left", f"{reason}see berth drains show {seen.id}")
-        return Stop(Exit.TIME, "drain.under_way", f"it continues; see berth drains show {seen.id}")
+            return Stop(Exit.NO, "drain.left", f"{reason}see berth drain show {seen.id}")
+        return Stop(Exit.TIME, "drain.under_way", f"it continues; see berth drain show {seen.id}")
     if left := len(seen.not_started) + len(seen.under_way):
-        reason = f"{counted(left, 'instance')} not moved; see berth drains resume {seen.id}"
+        reason = f"{counted(left, 'instance')} not moved; see berth drain resume {seen.id}"
         return Stop(Exit.TIME, seen.code, reason)
     return None
 

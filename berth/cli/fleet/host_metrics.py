@@ -1,4 +1,4 @@
-"""`berth host-metrics`: the numbers that are known of a host, or a further one."""
+"""`berth host metrics`: the numbers that are known of a host, or a further one."""
 
 from __future__ import annotations
 

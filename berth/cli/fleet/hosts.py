@@ -1,4 +1,4 @@
-"""`berth hosts`, `services`, `workers`: what schedulers know of them, and decisions about them."""
+"""`berth host list`, `services`, `workers`: what schedulers know of them, and decisions about them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import typer
 from msgspec import Struct
 from rich.text import Text
 
-from berth.cli.claims.quarantine import show_unknown
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
     AsJson,
@@ -35,7 +34,6 @@ from berth.cli.common import (
     print_line,
     print_rows,
 )
-from berth.cli.options import CommandGroup
 from berth.client import BuildClient
 from berth.config.settings import Settings
 from berth.fencing.fencer import MAX_HOSTS, Fencer
@@ -56,10 +54,6 @@ from bus.contracts.operations import (
 from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
 from bus.faults import Fault, RequestRefused, Transient
 from bus.transport import BusError
-from cell_conductor.state.unknown_machine import UnknownMachineKind
-
-hosts = CommandGroup()
-services = CommandGroup()
 
 MAX_NAMED = 1000  # hosts or services of one command
 MAX_SILENT = 2
@@ -97,7 +91,6 @@ class FenceOptions(FinalOptions, frozen=True, kw_only=True):
     ] = None
 
 
-@hosts.default
 async def list_hosts(
     settings: Settings,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="At most this many hosts, the first by name.")] = 100,
@@ -105,18 +98,13 @@ async def list_hosts(
     up: Annotated[
         bool | None, typer.Option("--up/--down", help="Only hosts whose compute service is up, or is not.")
     ] = None,
-    unknown: Annotated[
-        bool, typer.Option("--unknown", help="Instead, the machines on hosts that no record has.")
-    ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """List hosts as a scheduler sees them, or decide about them.
+    """List hosts as a scheduler sees them.
 
     Their state, the usage of each resource, and the operator's decision. A host that is `not reported` has been
     reported by no compute service since the scheduler that answers started.
     """
-    if unknown:
-        return await show_unknown(settings, cell, tuple(UnknownMachineKind), as_json)
     async with client(settings) as berth:
         await check_cell(berth, settings, cell)
         page = await berth.hosts(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
@@ -129,19 +117,16 @@ async def list_hosts(
     return 0
 
 
-@hosts.command()
 async def disable(settings: Settings, names: Hosts, reason: Reason, *, decision: HostOptions) -> int:
     """Place nothing new on these hosts; their instances stay. In effect on every scheduler at once."""
     return await _decide(settings, names, AdminState.DISABLED, reason, decision)
 
 
-@hosts.command()
 async def maintenance(settings: Settings, names: Hosts, reason: Reason, *, decision: HostOptions) -> int:
     """Disable these hosts for forced requests, too, which pass the filters."""
     return await _decide(settings, names, AdminState.MAINTENANCE, reason, decision)
 
 
-@hosts.command()
 async def fence(
     settings: Settings,
     names: Hosts,
@@ -158,7 +143,7 @@ async def fence(
     A decision made once, by a person. While a fenced host still runs, an evacuated instance runs twice: switch it off
     first, or let --switch-off do so; a host that is not proved to be off is not fenced then. A host whose compute
     service is up is refused without --force. Nothing is put onto a fenced host until it is enabled again. Leave it off
-    until its cell has acknowledged the fence as well: `berth hosts` shows that.
+    until its cell has acknowledged the fence as well: `berth host list` shows that.
     """
     ask = "Switch off and fence" if switch_off else "Fence"
     return await _decide(
@@ -166,7 +151,6 @@ async def fence(
     )
 
 
-@hosts.command()
 async def enable(
     settings: Settings,
     names: Hosts,
@@ -179,14 +163,13 @@ async def enable(
 ) -> int:
     """Use these hosts again.
 
-    A fenced host is used once it has destroyed its stale machines; until then it stays fenced, and `berth hosts` shows
+    A fenced host is used once it has destroyed its stale machines; until then it stays fenced, and `berth host list` shows
     how many machines are left. With --force and a reason it does not wait for that.
     """
     ask = "End the fence, without their cells' report, of" if force else ""
     return await _decide(settings, names, AdminState.ENABLED, reason, decision, force=force, ask=ask)
 
 
-@hosts.command("delete")
 async def delete_hosts(settings: Settings, names: Hosts, reason: Reason, *, decision: FinalOptions) -> int:
     """Delete these decommissioned hosts: their providers leave placement, their decisions the record.
 
@@ -203,7 +186,6 @@ async def delete_hosts(settings: Settings, names: Hosts, reason: Reason, *, deci
     return finish("host", *await _delete_each(settings, names, decision, delete), show_deleted, decision.as_json)
 
 
-@services.default
 async def list_services(
     settings: Settings,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="So many, by cell and name.")] = 1000,
@@ -211,7 +193,7 @@ async def list_services(
     up: Annotated[bool | None, typer.Option("--up/--down", help="Only those that are up, or not.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """List compute services, or delete some. Exit status 1 when a listed service is not up."""
+    """List compute services. Exit status 1 when a listed service is not up."""
     async with client(settings) as berth:
         await check_cell(berth, settings, cell)
         page = await berth.services(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
@@ -220,7 +202,6 @@ async def list_services(
     return Exit.NO if any(not one.up for one in page.services) else 0
 
 
-@services.command("delete")
 async def delete_services(
     settings: Settings,
     names: Annotated[list[str], typer.Argument(help="Names of compute services.", metavar="SERVICE...")],
@@ -411,7 +392,9 @@ def show_decision(one: HostAdminState) -> None:
     """Print what was decided about a host, and how long a fenced one has to stay off."""
     print_line(f"{one.host}: {_decided_state(one)}, by {one.by}")
     if one.state is AdminState.FENCED and one.pending is None and not one.is_fence_acknowledged:
-        out.print("  leave it off until `berth hosts` shows that its cell has acknowledged the fence", soft_wrap=True)
+        out.print(
+            "  leave it off until `berth host list` shows that its cell has acknowledged the fence", soft_wrap=True
+        )
 
 
 def _decided_state(one: HostAdminState) -> str:

@@ -231,7 +231,7 @@ def _print_summary(summary: dict[str, Any], as_json: bool) -> None:
         out.print(block(summary), soft_wrap=True, markup=False)
 
 
-NEXT = ("berth boot --flavor m1.small --count 50 --wait", "berth list", "berth hosts", "berth check")
+NEXT = ("berth boot --flavor m1.small --count 50 --wait", "berth list", "berth host list", "berth check")
 END = "Ctrl-C drains and ends it."
 
 

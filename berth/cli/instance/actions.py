@@ -1,4 +1,4 @@
-"""`berth migrate`, `resize`, `confirm`, `start`, ...: requests about an instance that has been built."""
+"""`berth instance migrate`, `resize`, `confirm`, `start`, ...: requests about an instance that has been built."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def evacuate(
 ) -> int:
     """Build an instance of a dead host again elsewhere.
 
-    An operator has fenced the host before (`berth hosts fence`). Refused when the host has reported since that the
+    An operator has fenced the host before (`berth host fence`). Refused when the host has reported since that the
     instance runs there in spite of the fence. A shelved instance is offloaded instead.
     """
     return await _request(settings, uuid, ActionKind.EVACUATE, request, **asdict(to), fenced=True, force=force)
@@ -321,7 +321,8 @@ def _show(request: ActionRequest, end: ActionEvent | ActionRecord | None, as_jso
     if isinstance(end, ActionEvent) and end.condition is Condition.RESIZED:
         uuid = request.instance_uuid
         out.print(
-            f"  it keeps its old allocation until you `berth confirm {uuid}` or `berth revert {uuid}`", soft_wrap=True
+            f"  it keeps its old allocation until you `berth instance confirm {uuid}` or `berth instance revert {uuid}`",
+            soft_wrap=True,
         )
     if end is not None and end.funnel:
         render_funnel(end.funnel, out)

@@ -66,7 +66,7 @@ ImageSha256 = Annotated[str | None, typer.Option("--image-sha256", help="Its SHA
 class BootOptions(Struct, frozen=True, kw_only=True):
     """The build requested, its placement, and the event to wait for."""
 
-    flavor: Annotated[str, typer.Option(help="The flavor to build; `berth flavors list` lists them.")]
+    flavor: Annotated[str, typer.Option(help="The flavor to build; `berth flavor list` lists them.")]
     count: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="How many.")] = 1
     gang: Annotated[
         bool, typer.Option("--gang", help="One request for all of them: they start together or not at all.")

@@ -1,4 +1,4 @@
-"""`berth import-nova`, `berth export-nova`: a Nova cloud's definitions as objects, and objects as Nova's."""
+"""`berth nova import`, `berth nova export`: a Nova cloud's definitions as objects, and objects as Nova's."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _print_report(found: Imported | Exported) -> None:
 async def export_nova(
     settings: Settings,
     file: Annotated[
-        Path | None, typer.Argument(help="TOML as `berth objects` prints it; default: the objects in force.")
+        Path | None, typer.Argument(help="TOML as `berth object export` prints it; default: the objects in force.")
     ] = None,
     as_json: AsJson = False,
 ) -> int:

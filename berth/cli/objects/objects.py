@@ -1,10 +1,10 @@
-"""`berth flavors`, `rules`, `apply`, `objects`, `audit-log`: operators' objects."""
+"""`berth flavor`, `rules`, `apply`, `objects`, `audit-log`: operators' objects."""
 
 from __future__ import annotations
 
 import tomllib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +30,6 @@ from berth.cli.common import (
     print_line,
     print_rows,
 )
-from berth.cli.options import CommandGroup
 from berth.cli.site.as_toml import as_toml
 from berth.client.object_edits import ObjectEdit, change_object, find_object, stored_objects
 from berth.config.settings import Settings
@@ -53,7 +52,7 @@ from bus.contracts.objects import (
 
 MAX_FILE_BYTES = 8 * 2**20
 
-# The sections of a file for `berth apply`, as `berth objects` prints them.
+# The sections of a file for `berth apply`, as `berth object export` prints them.
 SECTIONS = {
     "flavors": ObjectKind.FLAVOR,
     "aggregates": ObjectKind.AGGREGATE,
@@ -95,32 +94,46 @@ class ForcedOptions(ChangeOptions, frozen=True, kw_only=True):
     ] = False
 
 
-def object_commands(kind: ObjectKind, what: str, *, lists: bool = True, shows: bool = True) -> CommandGroup:
-    """The commands that every kind has: list, show, delete. lists, shows: False for a kind with its own."""
-    one, several = NOUNS[kind]
-    app = CommandGroup(no_args_is_help=True, help=f"{what} An operator changes them while everything runs.")
+def list_of(kind: ObjectKind) -> Callable[..., Any]:
+    """The command that lists all of a kind."""
 
     async def list_(settings: Settings, as_json: AsJson = False) -> None:
         async with client(settings) as berth:
             found = [stored async for stored in stored_objects(berth.bus, kind, timeout_s=QUERY_TIMEOUT_S)]
         print_rows(found, as_json, ["name", "body", "version", "changed"], _row)
 
+    list_.__doc__ = f"List all {NOUNS[kind][1]}."
+    return list_
+
+
+def show_of(kind: ObjectKind) -> Callable[..., Any]:
+    """The command that shows one of a kind."""
+
     async def show(settings: Settings, name: Name, as_json: AsJson = False) -> None:
         async with client(settings) as berth:
             found = await read_object(berth.bus, kind, name)
         _print_file([found], found, as_json)
 
-    if lists:
-        app.command("list", help=f"List all {several}.")(list_)
-    if shows:
-        app.command("show", help=f"Show one {one} as TOML, as `berth apply` reads it.")(show)
+    show.__doc__ = f"Show one {NOUNS[kind][0]} as TOML, as `berth apply` reads it."
+    return show
 
-    @app.command("delete", help=f"Delete {several}: all that are named, or none of them.")
+
+def delete_of(kind: ObjectKind) -> Callable[..., Any]:
+    """The command that deletes some of a kind."""
+
     async def delete(settings: Settings, names: Names, *, decision: ForcedOptions) -> None:
         changes = [ObjectChange(kind=kind, name=name) for name in dict.fromkeys(names)]
         await change_objects(settings, changes, decision)
 
-    return app
+    delete.__doc__ = f"Delete {NOUNS[kind][1]}: all that are named, or none of them."
+    return delete
+
+
+list_flavors, show_flavor, delete_flavors = (of(ObjectKind.FLAVOR) for of in (list_of, show_of, delete_of))
+list_aggregates, show_aggregate, delete_aggregates = (of(ObjectKind.AGGREGATE) for of in (list_of, show_of, delete_of))
+list_rules, show_rules, delete_rules = (of(ObjectKind.SCHEDULING) for of in (list_of, show_of, delete_of))
+list_groups, delete_groups = list_of(ObjectKind.GROUP), delete_of(ObjectKind.GROUP)
+delete_quotas, delete_cells = delete_of(ObjectKind.QUOTA), delete_of(ObjectKind.CELL)
 
 
 def _row(one: StoredObject) -> list[str]:
@@ -135,16 +148,9 @@ def _print_file(objects: Sequence[StoredObject], as_plain: object, as_json: bool
         out.print(Text(as_toml(tree)), end="", soft_wrap=True)
 
 
-flavors = object_commands(ObjectKind.FLAVOR, "Flavors, which clients may request.")
-aggregates = object_commands(ObjectKind.AGGREGATE, "Host aggregates and availability zones.")
-groups = object_commands(ObjectKind.GROUP, "Server groups, which requests name.", shows=False)
-rules = object_commands(ObjectKind.SCHEDULING, "Scheduling rules: filters, weighers and their multipliers.")
-quotas = object_commands(ObjectKind.QUOTA, "Quotas of projects.", lists=False, shows=False)
-
-
 async def apply(
     settings: Settings,
-    file: Annotated[Path, typer.Argument(help="TOML as `berth objects` prints it.")],
+    file: Annotated[Path, typer.Argument(help="TOML as `berth object export` prints it.")],
     prune: Annotated[
         bool,
         typer.Option(

@@ -26,7 +26,6 @@ from berth.cli.common import (
     print_json,
     print_rows,
 )
-from berth.cli.options import CommandGroup
 from berth.config.schemas import (
     CELL_PREFIX,
     IRONIC_SYNC,
@@ -49,8 +48,6 @@ from bus.persistence.address import CONNECTION_LOST
 from bus.persistence.database_faults import raise_fault
 from bus.persistence.revision import Revisions
 
-db = CommandGroup(no_args_is_help=True, help="The schemas of the database: revisions, check, upgrade.")
-
 # The message for a user about a schema that this version cannot use as it is.
 MESSAGES = {
     SchemaState.BEHIND: "is at revision {revision} and this berth needs {head}: berth db upgrade",
@@ -61,13 +58,11 @@ MESSAGES = {
 }
 
 
-@db.command()
 async def current(settings: Settings, as_json: AsJson = False) -> None:
     """Show each schema: its revision, the oldest that runs there, the newest of this version, and how they stand."""
     _print_schemas(await _read(database_of(settings)), as_json)
 
 
-@db.command()
 async def check(settings: Settings, as_json: AsJson = False) -> int:
     """Print the reason for each schema that this version cannot use. Exit status 1 when there is one."""
     found = await _read(database_of(settings))
@@ -81,7 +76,6 @@ async def check(settings: Settings, as_json: AsJson = False) -> int:
     return Exit.NO if wrong else 0
 
 
-@db.command()
 async def upgrade(
     settings: Settings,
     schema: Annotated[list[str] | None, typer.Option("--schema", help="Only this one; may be given again.")] = None,
@@ -132,14 +126,11 @@ def _print_schemas(found: list[SchemaRevision], as_json: bool) -> None:
     print_rows(found, as_json, columns, lambda each: [each.schema, each.revision, each.oldest, each.head, each.state])
 
 
-bus = CommandGroup(no_args_is_help=True, help="The address and owner of each bus; disown one.")
-
 OWNER_NAMES = (SHARED_DATABASE, *OWNERS)
 
 BusName = Annotated[str | None, typer.Option("--bus", help="`api`, or a cell's name; default: all.")]
 
 
-@bus.command()
 async def owner(settings: Settings, bus_name: BusName = None, as_json: AsJson = False) -> None:
     """Show which database each bus belongs to: by role, the identity of the database whose workers entered it.
 
@@ -154,7 +145,6 @@ async def owner(settings: Settings, bus_name: BusName = None, as_json: AsJson = 
     render_rows(out, ["bus", "role", "database"], rows)
 
 
-@bus.command()
 async def url(
     settings: Settings,
     bus_name: Annotated[str, typer.Option("--bus", help="`api`, or a cell's name.")] = API,
@@ -176,7 +166,6 @@ async def url(
         typer.echo(found)
 
 
-@bus.command()
 async def disown(
     settings: Settings,
     bus_name: Annotated[str, typer.Argument(help="`api`, or a cell's name.", metavar="BUS")],
@@ -270,8 +259,8 @@ async def restore(
     _print_manifest(manifest, as_json)
     if not dry_run and not as_json:
         out.print(
-            "Start the workers, then list the differences from the machines: berth check, berth hosts --unknown, "
-            "berth quarantine list, berth placement audit",
+            "Start the workers, then list the differences from the machines: berth check, "
+            "berth quarantine list --unknown, berth placement audit",
             soft_wrap=True,
         )
 

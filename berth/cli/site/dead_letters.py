@@ -1,4 +1,4 @@
-"""`berth dead-letters`: the messages that were dead-lettered, and the reasons; show, replay or purge them."""
+"""`berth dead-letter`: the messages that were dead-lettered, and the reasons; show, replay or purge them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import typer
 from rich.text import Text
 
 from berth.cli.common import AsJson, Exit, Stop, Yes, ask_first, err, open_in_time, out, print_json, print_result
-from berth.cli.options import CommandGroup
 from berth.config.settings import Settings
 from berth.config.site import Site, bus_transports
 from berth.dead_letters import send_back
@@ -30,7 +29,6 @@ BLOCKED = {
 
 T = TypeVar("T")
 
-dead_letters = CommandGroup(no_args_is_help=True, help="Dead letters: list, show, replay, purge.")
 
 Queue = Annotated[
     str,
@@ -40,7 +38,6 @@ BusName = Annotated[str, typer.Option("--bus", help="`api`, or a cell's name.")]
 Limit = Annotated[int, typer.Option(min=1, max=MAX_SHOWN, help="The most to list, oldest first.")]
 
 
-@dead_letters.command("list")
 async def list_dead_letters(
     settings: Settings,
     queue: Annotated[str | None, typer.Argument(help="One queue; without it, all are counted.")] = None,
@@ -64,7 +61,6 @@ async def list_dead_letters(
     render_rows(out, ["id", "code", "died at (UTC)", "type", "routing key", "reason"], rows)
 
 
-@dead_letters.command()
 async def show(
     settings: Settings,
     queue: Queue,
@@ -85,7 +81,6 @@ async def show(
         out.print(f"{name:12} {printable(str(value))}", soft_wrap=True, markup=False)
 
 
-@dead_letters.command()
 async def replay(
     settings: Settings,
     queue: Queue,
@@ -132,7 +127,6 @@ def _named(ids: Sequence[str]) -> str:
     return ", ".join(ids[:MAX_NAMED]) + (", ..." if len(ids) > MAX_NAMED else "")
 
 
-@dead_letters.command()
 async def purge(
     settings: Settings,
     queue: Queue,

@@ -148,6 +148,6 @@ def asyncapi(
 ) -> None:
     """Print the bus as an AsyncAPI 3 document.
 
-    Each message, its key, its fields and its answer. `berth web` serves it at /api/v1/asyncapi.json.
+    Each message, its key, its fields and its answer. `berth serve web` serves it at /api/v1/asyncapi.json.
     """
     print_json(document(public=public))

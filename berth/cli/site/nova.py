@@ -31,7 +31,6 @@ from berth.cli.common import (
     print_stop,
     settings_of,
 )
-from berth.cli.options import CommandGroup
 from berth.cli.site.as_toml import as_toml
 from berth.cli.site.run import health_address
 from berth.cli.site.serving import Tokens
@@ -54,10 +53,7 @@ from placement_worker.service import PlacementService
 from placement_worker.store.memory_rows import MemoryPlacementRows
 from placement_worker.store.memory_table import MemoryPlacementTable
 
-nova = CommandGroup(no_args_is_help=True, help="In front of an OpenStack Nova.")
 
-
-@nova.command()
 def serve(
     context: typer.Context,
     api: Annotated[str, typer.Option(help="Serve Placement's REST API at HOST:PORT.")] = DEFAULT_API,
@@ -79,7 +75,7 @@ def serve(
     claimed here meanwhile. The page "In front of Nova" has each step, and the rollback to the stock nova-scheduler.
 
     With --page it shows how each call was decided, and what the shadow would have done. Without --tokens that is on
-    loopback alone. With a whole berth: `berth run nova-scheduler`, and `berth web`, which has the same page.
+    loopback alone. With a whole berth: `berth run nova-scheduler`, and `berth serve web`, which has the same page.
     """
     try:
         # Between the two parts is the bus of this process, whatever other workers use.
@@ -94,7 +90,6 @@ def serve(
         _end(fault)
 
 
-@nova.command()
 def trial(
     context: typer.Context,
     page: Annotated[str, typer.Option(help="Show at HOST:PORT what berth would have done.")] = "",
@@ -148,7 +143,6 @@ def _end(fault: Exception) -> NoReturn:
     raise SystemExit(stop.status) from None
 
 
-@nova.command("settings")
 async def translated_settings(
     file: Annotated[Path, typer.Argument(help="A nova.conf.", metavar="FILE")],
     as_json: AsJson = False,

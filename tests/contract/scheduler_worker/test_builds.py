@@ -448,7 +448,7 @@ def moved(request_id: str = B, uuid: str = A, **more: Any) -> RecordedAction:
 
 
 async def test_a_cell_that_an_instance_moves_to_has_it(store: SchedulerStore) -> None:
-    """`berth cells remove` counted the instances that are there, and removed the cell that a move was going to."""
+    """`berth cell remove` counted the instances that are there, and removed the cell that a move was going to."""
     async with store.unit() as unit:
         await unit.insert([new(A), new(C)], 1.0)
     leaving = moved(transfer=LEAVING)

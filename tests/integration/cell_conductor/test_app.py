@@ -353,7 +353,7 @@ async def test_an_operators_word_frees_it_with_the_machine_and_not_before(world:
         await world.offers(16)
 
 
-# --- `berth hosts --unknown`, `berth quarantine` and `berth breaker` on a cell's schema, as an operator runs them.
+# --- `berth quarantine list --unknown`, `berth quarantine` and `berth breaker` on a cell's schema, as an operator runs them.
 
 
 CELL_NAME = "cell1"
@@ -383,7 +383,7 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
     await safety.record("s", [ours, foreign], 1.0)
     await safety.trip(Breaker(service="s", tripped_at=1.0, lost=6))
 
-    status, listed = await berth(postgres_url, "hosts", "--unknown", "--cell", CELL_NAME, "--json")
+    status, listed = await berth(postgres_url, "quarantine", "list", "--unknown", "--cell", CELL_NAME, "--json")
     assert status == 0 and [one["record"]["machine"]["kind"] for one in listed] == ["quarantined", "foreign"]
     status, listed = await berth(postgres_url, "quarantine", "list", "--cell", CELL_NAME, "--json")
     assert status == 0 and [one["record"]["machine"]["uuid"] for one in listed] == [A]

@@ -476,7 +476,7 @@ def test_settings_without_a_user_are_refused(login: dict[str, str]) -> None:
         rest_client(config, SystemClock())
 
 
-# --- `berth baremetal` against the stand-in: which nodes serve nothing and why, and holding one back
+# --- `berth node` against the stand-in: which nodes serve nothing and why, and holding one back
 
 
 FOREIGN = "90000000-0000-4000-8000-000000000000"

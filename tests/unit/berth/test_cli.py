@@ -115,9 +115,9 @@ def test_a_load_that_the_broker_did_not_take_whole_is_no_success(
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ("berth ce", "cells"),
-        ("berth cells ", "delete"),
-        ("berth cells set c1 dis", "disabled"),
+        ("berth ce", "cell"),
+        ("berth cell ", "delete"),
+        ("berth cell create c1 --dis", "--disabled"),
         ("berth list --ho", "--host"),
     ],
 )

@@ -100,7 +100,7 @@ def test_rows_are_sorted_and_short() -> None:
 def test_a_remedy_is_there() -> None:
     """The commands, settings and pages that rows name."""
     headings = re.findall(r"^## `berth ([^`]+)`", (REFERENCE / "commands.md").read_text(), re.MULTILINE)
-    commands = {*headings, *(name.partition(" ")[0] for name in headings)}  # `berth hosts` is a command, and a group
+    commands = {*headings, *(name.partition(" ")[0] for name in headings)}  # `berth host list` is a command, and a group
     settings = _settings()
     sections = {one.partition(".")[0] for one in settings}
     known = settings | rows().keys()

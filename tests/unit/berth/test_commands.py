@@ -402,9 +402,9 @@ def test_a_drain_that_was_stopped_is_resumed() -> None:
         hosts=1, planned=3,
         counts={"waiting": 1}, not_started=(INSTANCE,),
     )  # fmt: skip
-    with pytest.raises(Stop, match=f"1 instance not moved; see berth drains resume {DRAIN}"):
+    with pytest.raises(Stop, match=f"1 instance not moved; see berth drain resume {DRAIN}"):
         _ended(seen, as_json=False)
-    with pytest.raises(Stop, match=f"3 instances not moved; see berth drains resume {DRAIN}"):
+    with pytest.raises(Stop, match=f"3 instances not moved; see berth drain resume {DRAIN}"):
         _ended(replace(seen, under_way=(INSTANCE, DRAIN)), as_json=False)
 
 
@@ -480,7 +480,7 @@ async def test_a_drain_that_its_schedulers_have_forgotten_is_followed_no_more() 
     assert refused.value.code == "drain.unknown"
 
 
-# --- `berth quotas|rules|cells set`: what an operator names is done, or refused with a word
+# --- `berth quota|rules|cells set`: what an operator names is done, or refused with a word
 
 
 class Bus:
@@ -525,7 +525,7 @@ def test_the_last_limit_of_a_quota_is_not_removed_in_silence(bus: Bus) -> None:
     bus.put(ObjectKind.QUOTA, "demo", {"limits": {"VCPU": 4}})
     status, output = berth("quotas", "set", "demo", "--remove", "VCPU")
     assert (status, bus.changes) == (2, [])
-    assert "(quota.last_limit)" in output and "berth quotas delete demo" in output
+    assert "(quota.last_limit)" in output and "berth quota delete demo" in output
     assert berth("quotas", "set", "demo", "MEMORY_MB=1", "--remove", "VCPU")[0] == 0
     assert bus.changes[0].changes[0].body == {"limits": {"MEMORY_MB": 1}}
 

@@ -29,7 +29,7 @@ TEMPLATES = Path(hosts_commands.__file__).parents[2] / "web" / "templates"
 async def test_what_was_fenced_before_a_timeout_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`berth hosts fence h1 h2 h3`: h1 is fenced, no scheduler answers about h2. Nothing names h1 as fenced."""
+    """`berth host fence h1 h2 h3`: h1 is fenced, no scheduler answers about h2. Nothing names h1 as fenced."""
     asked: list[str] = []
 
     class Client:
@@ -139,7 +139,7 @@ def test_the_login_page_takes_a_token_of_keystone() -> None:
 
 
 def test_baremetal_goes_by_the_flavors_on_record() -> None:
-    """`berth baremetal problems` reads flavors of the settings file; those of `berth flavors set` do not count."""
+    """`berth node check` reads flavors of the settings file; those of `berth flavor set` do not count."""
     text = (Path(hosts_commands.__file__).parent / "baremetal.py").read_text()
     assert "settings.scheduler.flavors" not in text
 

@@ -62,7 +62,7 @@ def test_an_odd_digit_is_no_port() -> None:
     ],
 )
 def test_what_the_database_refuses_is_a_sentence(error: Exception, status: int, code: str) -> None:
-    """`berth db current` by a user without rights was a traceback."""
+    """`berth db list` by a user without rights was a traceback."""
     stop = explain(error)
     assert stop is not None and (stop.status, stop.code) == (status, code)
     assert explain(asyncpg.DivisionByZeroError("x")) is None

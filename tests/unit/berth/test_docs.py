@@ -180,7 +180,7 @@ UUID = "10000000-0000-4000-8000-000000000001"
 HOST = "cell1-c1-00003"
 BY = "ann@admin1"
 AUDIT, DRAINS, HOSTS_PAGE = "docs/operate/audit.md", "docs/operate/drains.md", "docs/operate/hosts.md"
-# The address that `berth web` prints: `tests/browser/pages.py` reads it.
+# The address that `berth serve web` prints: `tests/browser/pages.py` reads it.
 READ_ELSEWHERE = {"docs/use/web.md"}
 OMITTED = "..."
 AT = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ ")
@@ -236,7 +236,7 @@ def test_a_fence_and_a_host_that_no_service_announces_are_explained(capsys: pyte
     lines = printed(capsys)
     assert lines[:2] == [
         f"{HOST}: fenced, not acknowledged by its cell yet, by {BY}",
-        "  leave it off until `berth hosts` shows that its cell has acknowledged the fence",
+        "  leave it off until `berth host list` shows that its cell has acknowledged the fence",
     ]
     assert lines[-2:] == [
         f"{HOST}                 not reported                 VCPU 2/16",
@@ -473,7 +473,7 @@ def test_json_is_a_message(text: str) -> None:
 
 
 def curls() -> Iterator[tuple[str, str]]:
-    """Requests of the documents to the HTTP API of `berth web`, a line each."""
+    """Requests of the documents to the HTTP API of `berth serve web`, a line each."""
     for where, text in SCRIPTS:
         for line in text.replace("\\\n", " ").splitlines():
             if line.startswith("curl ") and API_ROOT in line:

@@ -316,7 +316,7 @@ def test_two_services_of_one_machine_share_no_journal(tmp_path: Path) -> None:
         one.records.close()
 
 
-# --- the process of `berth web`
+# --- the process of `berth serve web`
 
 
 class Server:
