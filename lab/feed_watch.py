@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from berth.client import BuildClient
+from berth.bus_client import BuildClient
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.consumer import Consumer

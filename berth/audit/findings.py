@@ -64,6 +64,7 @@ _PROPOSED: Mapping[FindingKind, str] = {
     Kind.OUTSIDE_ZONE: "put its host back into the zone's aggregate, or move it there: berth instance migrate",
 }
 # `berth placement audit` judges no instance with an unconfirmed move.
+_DECIDE = "decide: berth quarantine destroy|protect|adopt {}"
 _UNCONFIRMED = f"berth instance confirm, and then: {_BY_AUDIT}"
 DELETED = "deleted"
 # Of a request: a cell has its instance, and lets it go only with an announcement.
@@ -314,6 +315,6 @@ def _machines(
                 if kept is not None:
                     why, repair = (
                         f"{why}; in quarantine: {kept.reason}",
-                        f"decide: berth quarantine destroy|protect|adopt {uuid}",
+                        _DECIDE.format(uuid),
                     )
                 yield _finding(Kind.MACHINE_WITHOUT_INSTANCE, uuid, why, repair)

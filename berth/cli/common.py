@@ -22,7 +22,7 @@ import uvloop
 from rich.console import Console
 from rich.text import Text
 
-from berth.client import BuildClient
+from berth.bus_client import BuildClient
 from berth.config.ports import ServerFailed
 from berth.config.settings import Settings, check_urls, read_settings
 from berth.config.site import Site, process_name

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import structlog
 from msgspec import Struct
 
-from berth.client import BuildClient
-from berth.client.object_edits import stored_objects
+from berth.bus_client import BuildClient
+from berth.bus_client.object_edits import stored_objects
 from berth.config.settings import FencingSettings
 from berth.fencing.plugin import FencingFailed, FencingPlugin
 from bus.clock import Clock

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from berth.client import BuildClient
+from berth.bus_client import BuildClient
 from berth.config.settings import BusSettings, CellSettings, ComputeSettings, DatabaseSettings, Settings
 from berth.config.site import Site
 from berth.up.embedded.postgres import Postgres

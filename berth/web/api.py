@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from berth.client.host_pages import json_of, read_hosts
+from berth.bus_client.host_pages import json_of, read_hosts
 from berth.web.event_stream import Live, TooManyEventFollowers
 from berth.web.problems import Problem
 from berth.web.sign_in_sessions import WebCaller, WebRole, check_rights

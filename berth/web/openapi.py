@@ -12,7 +12,7 @@ from msgspec import Struct
 from starlette.routing import Route
 
 from berth.asyncapi import add_field_notes
-from berth.client.object_edits import QuotaUse
+from berth.bus_client.object_edits import QuotaUse
 from berth.web.problems import PROBLEM_JSON, ProblemBody
 from bus.contracts.actions import ActionRecord, ActionRequest
 from bus.contracts.base import Label, Reason, Uuid, Version, Word

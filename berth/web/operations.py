@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from berth.client import drains as client_drains
-from berth.client.baremetal import NodeRecord, flavor_classes, node_record, unserved
+from berth.bus_client import drains as client_drains
+from berth.bus_client.baremetal import NodeRecord, flavor_classes, node_record, unserved
 from berth.config.settings import Settings
 from berth.config.site import read_runtime
 from berth.web.api import (

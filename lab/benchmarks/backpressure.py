@@ -30,7 +30,7 @@ from rich.console import Console
 
 from berth.audit.facts import gather, rest
 from berth.audit.invariants import check_invariants
-from berth.client import BuildClient
+from berth.bus_client import BuildClient
 from berth.config.site import Site
 from berth.up.servers import RealServers, SystemPlan, hosts_known, real_servers, running_processes
 from berth.up.worker_processes import WorkerProcesses

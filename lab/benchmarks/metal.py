@@ -26,7 +26,7 @@ import httpx
 import msgspec
 from msgspec import Struct
 
-from berth.client import BuildClient
+from berth.bus_client import BuildClient
 from berth.config.ports import free_port
 from berth.config.settings import ComputeSettings
 from berth.config.site import Site

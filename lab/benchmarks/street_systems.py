@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from berth.audit.facts import gather, rest
 from berth.audit.invariants import check_invariants
-from berth.client import BuildClient
+from berth.bus_client import BuildClient
 from berth.config.settings import ComputeSettings
 from berth.config.site import Site, process_name
 from berth.up.servers import SystemPlan, hosts_known

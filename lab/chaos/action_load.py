@@ -9,8 +9,8 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
-from berth.client import BuildClient
-from berth.client.actions import ActionClient
+from berth.bus_client import BuildClient
+from berth.bus_client.actions import ActionClient
 from bus.clock import Clock, new_uuid
 from bus.contracts.actions import ActionEvent, ActionKind, ActionRequest, Condition
 from lab.chaos.churn import LOOK_AGAIN_S, PROJECT, STUCK_S

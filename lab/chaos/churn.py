@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from berth.client import BuildClient, RequestWatch, instances_of
+from berth.bus_client import BuildClient, RequestWatch, instances_of
 from bus.clock import Clock
 from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState
 from lab.chaos.plan import GANG, GANG_MIN, ChaosPlan

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from berth.client import BuildClient
-from berth.client import drains as client_drains
+from berth.bus_client import BuildClient
+from berth.bus_client import drains as client_drains
 from bus.clock import Clock, new_uuid
 from bus.contracts.drains import DrainStart, DrainTarget
 from bus.contracts.operations import AdminState, SetAdminState

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from berth.audit.facts import gather, rest
 from berth.audit.invariants import InvariantResult, check_invariants
-from berth.client import BuildClient
+from berth.bus_client import BuildClient
 from berth.config.ports import ServerFailed
 from berth.config.settings import BusSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
 from berth.config.site import Site, process_name

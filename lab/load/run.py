@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from berth.client import SILENCE_S, BuildClient, RequestWatch
+from berth.bus_client import SILENCE_S, BuildClient, RequestWatch
 from bus.clock import Clock
 from bus.contracts.build import BuildEvent, BuildRequest, DeleteRequest
 from bus.contracts.stages import durations

@@ -9,8 +9,8 @@ from functools import partial
 
 from msgspec import Struct
 
-from berth.client import BuildClient
-from berth.client.host_pages import HOSTS_PER_PAGE
+from berth.bus_client import BuildClient
+from berth.bus_client.host_pages import HOSTS_PER_PAGE
 from bus.clock import Clock
 from bus.contracts.build import HostRecord
 from bus.contracts.queues import DEAD_LETTERS, QUEUES, QueueKind, Where

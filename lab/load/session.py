@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 from rich.console import Console
 
-from berth.client import BuildClient
+from berth.bus_client import BuildClient
 from berth.config.site import Site
 from bus.bus import API
 from bus.clock import Clock

@@ -19,7 +19,7 @@ from berth.audit.facts import gather, rest
 from berth.audit.invariants import Facts, check_invariants
 from berth.backup.copying import save
 from berth.backup.restoring import restore
-from berth.client import BuildClient
+from berth.bus_client import BuildClient
 from berth.config.settings import ComputeSettings
 from berth.config.site import Site
 from berth.up.servers import SystemPlan, variables

@@ -20,8 +20,8 @@ from berth.audit.facts import gather, rest
 from berth.audit.invariants import Facts
 from berth.backup.copying import save
 from berth.backup.restoring import restore
-from berth.client import drains
-from berth.client.actions import ActionClient
+from berth.bus_client import drains
+from berth.bus_client.actions import ActionClient
 from berth.up.servers import variables
 from bus.clock import new_uuid
 from bus.contracts.actions import ActionKind, ActionRequest, ActionState

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 import pytest
 
-from berth.client import BuildClient
+from berth.bus_client import BuildClient
 from berth.config.settings import ComputeSettings, FencingSettings
 from berth.fencing.fencer import Fencer
 from berth.fencing.plugin import load

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from berth.client.actions import ActionClient
+from berth.bus_client.actions import ActionClient
 from berth.config.site import process_name
 from bus.clock import new_uuid
 from bus.contracts.actions import ActionKind, ActionRequest, ActionState

@@ -80,7 +80,7 @@ LAYERS: Mapping[str, str] = {
     """,
     "compute_sim": "config faults | host_plan | fleet | driver crash_plan faulty_results | plugin ironic_stand_in",
     "berth": """
-        client config nova_objects asyncapi version
+        bus_client config nova_objects asyncapi version
         | audit backup fencing dead_letters permissions database_rights project_vhost up | text | web | cli | __main__
     """,
 }

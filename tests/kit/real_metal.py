@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from berth.audit.facts import gather, rest
 from berth.audit.invariants import check_invariants
-from berth.client import BuildClient, RequestWatch
+from berth.bus_client import BuildClient, RequestWatch
 from berth.config.settings import BusSettings, CellSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
 from berth.config.site import process_name
 from berth.up.in_one_process import LocalSystem, site

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 import compute_agent.app
 from berth.audit.facts import gather, rest
 from berth.audit.invariants import Facts, check_invariants
-from berth.client import RequestWatch
+from berth.bus_client import RequestWatch
 from berth.config.settings import CellSettings, ComputeSettings, Settings, UpSettings, read_settings
 from berth.config.site import process_name
 from berth.up.in_one_process import LocalSystem, site

@@ -17,9 +17,9 @@ from berth.audit.findings import REPAIRABLE, AuditFinding, Confirmed
 from berth.audit.invariants import check_invariants
 from berth.audit.passes import watch
 from berth.audit.repair import chosen, release_ended
+from berth.bus_client import BuildClient
+from berth.bus_client.actions import ActionClient
 from berth.cli.claims.placement_audit import audited
-from berth.client import BuildClient
-from berth.client.actions import ActionClient
 from berth.config.settings import (
     AuditSettings,
     BusSettings,

@@ -16,9 +16,9 @@ import cell_conductor.app
 import compute_agent.app
 from berth.audit.facts import gather, rest
 from berth.audit.invariants import check_invariants
+from berth.bus_client import BuildClient
 from berth.cli.claims.placement_audit import audited
 from berth.cli.common import check_cell
-from berth.client import BuildClient
 from berth.config.settings import (
     MEMORY,
     BusSettings,

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import asyncpg
 import pytest
 
-from berth.client import drains as client_drains
-from berth.client.actions import ActionClient
+from berth.bus_client import drains as client_drains
+from berth.bus_client.actions import ActionClient
 from berth.config.settings import ComputeSettings
 from berth.up.servers import SystemPlan
 from bus.clock import new_uuid

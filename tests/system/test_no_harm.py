@@ -13,7 +13,7 @@ from msgspec.structs import replace
 import compute_agent.app
 from berth.audit.facts import gather, rest
 from berth.audit.invariants import InvariantResult, check_invariants
-from berth.client import BuildClient
+from berth.bus_client import BuildClient
 from berth.config.settings import BusSettings, CellSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
 from berth.config.site import Site, process_name
 from berth.up.in_one_process import LocalSystem, announcer, site

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from msgspec import Struct
 
-from berth.client import BuildClient
+from berth.bus_client import BuildClient
 from berth.config.settings import (
     BusSettings,
     CellSettings,

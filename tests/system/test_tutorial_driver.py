@@ -18,8 +18,8 @@ import pytest_asyncio
 from msgspec import Struct
 
 import compute_agent.app
-from berth.client import BuildClient
-from berth.client.actions import ActionClient
+from berth.bus_client import BuildClient
+from berth.bus_client.actions import ActionClient
 from berth.config.settings import CellSettings, ComputeSettings, DatabaseSettings, Settings, UpSettings
 from berth.up.in_one_process import LocalSystem, site
 from bus.clock import new_uuid

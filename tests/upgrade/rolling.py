@@ -30,7 +30,7 @@ from msgspec import Struct
 from berth.audit.facts import gather, rest
 from berth.audit.invariants import check_invariants
 from berth.backup.copying import connect
-from berth.client import BuildClient
+from berth.bus_client import BuildClient
 from berth.config.schemas import SchemaRevision, SchemaState, find_schemas
 from berth.config.settings import ComputeSettings
 from berth.config.site import Site, process_name

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from msgspec.structs import replace
 
+from berth.bus_client.baremetal import QUARANTINE, NodeRecord, flavor_classes, node_record, unserved
+from berth.bus_client.object_edits import stored_objects
 from berth.cli.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, out, print_json, print_result, print_rows
-from berth.client.baremetal import QUARANTINE, NodeRecord, flavor_classes, node_record, unserved
-from berth.client.object_edits import stored_objects
 from berth.config.settings import Settings
 from berth.config.site import read_runtime
 from berth.text import render_rows

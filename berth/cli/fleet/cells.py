@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from berth.bus_client.object_edits import ObjectEdit
 from berth.cli.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, out, print_json, print_rows
 from berth.cli.objects.objects import ChangeOptions, LogReason, Name, change_objects
-from berth.client.object_edits import ObjectEdit
 from berth.config.settings import Settings
 from berth.text import render_rows, utc
 from bus.contracts.objects import CellRecord, CellsPage, CellsQuery, CellState, ObjectKind, StoredObject
@@ -116,9 +116,7 @@ def _to(name: str, state: CellState, reason: str) -> Callable[[Body], Body]:
 
     def made(before: Body) -> Body:
         if before.get("state") == CellState.REMOVED and state is not CellState.REMOVED:
-            raise Stop(
-                Exit.NO, "cell.removed", f"cell {name!r} is removed; `berth cell create` takes it into use again"
-            )
+            raise Stop(Exit.NO, "cell.removed", f"cell {name!r} is removed; `berth cell create` puts it back")
         kept = {"bus": before["bus"]} if "bus" in before else {}
         return {"state": state.value, **({"reason": reason} if reason else {}), **kept}
 

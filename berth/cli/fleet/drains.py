@@ -11,6 +11,8 @@ import typer
 from msgspec import Struct
 from rich.text import Text
 
+from berth.bus_client import BuildClient
+from berth.bus_client import drains as client_drains
 from berth.cli.common import (
     AsJson,
     By,
@@ -27,8 +29,6 @@ from berth.cli.common import (
     print_line,
     print_rows,
 )
-from berth.client import BuildClient
-from berth.client import drains as client_drains
 from berth.config.settings import Settings
 from berth.text import counted, printable, render_rows, utc
 from bus.clock import new_uuid

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from berth.bus_client import BuildClient
 from berth.cli.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, out, print_json
-from berth.client import BuildClient
 from berth.config.settings import Settings
 from berth.text import printable, render_rows
 from bus.contracts.host_metrics import (

@@ -12,6 +12,7 @@ import typer
 from msgspec import Struct
 from rich.text import Text
 
+from berth.bus_client import BuildClient
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
     AsJson,
@@ -34,7 +35,6 @@ from berth.cli.common import (
     print_line,
     print_rows,
 )
-from berth.client import BuildClient
 from berth.config.settings import Settings
 from berth.fencing.fencer import MAX_HOSTS, Fencer
 from berth.fencing.plugin import FencingFailed, load
@@ -163,8 +163,8 @@ async def enable(
 ) -> int:
     """Use these hosts again.
 
-    A fenced host is used once it has destroyed its stale machines; until then it stays fenced, and `berth host list` shows
-    how many machines are left. With --force and a reason it does not wait for that.
+    A fenced host is used once it has destroyed its stale machines; until then it stays fenced, and `berth host list`
+    shows how many machines are left. With --force and a reason it does not wait for that.
     """
     ask = "End the fence, without their cells' report, of" if force else ""
     return await _decide(settings, names, AdminState.ENABLED, reason, decision, force=force, ask=ask)
@@ -392,9 +392,7 @@ def show_decision(one: HostAdminState) -> None:
     """Print what was decided about a host, and how long a fenced one has to stay off."""
     print_line(f"{one.host}: {_decided_state(one)}, by {one.by}")
     if one.state is AdminState.FENCED and one.pending is None and not one.is_fence_acknowledged:
-        out.print(
-            "  leave it off until `berth host list` shows that its cell has acknowledged the fence", soft_wrap=True
-        )
+        out.print("  leave it off until `berth fence list` shows that its cell has acknowledged it", soft_wrap=True)
 
 
 def _decided_state(one: HostAdminState) -> str:

@@ -14,6 +14,8 @@ from msgspec import Struct
 from msgspec.structs import asdict
 from rich.text import Text
 
+from berth.bus_client import BuildClient
+from berth.bus_client.actions import ActionClient
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
     AsJson,
@@ -33,8 +35,6 @@ from berth.cli.common import (
     print_rows,
 )
 from berth.cli.instance.instances import ImageSha256, ImageSourceUrl, image_source_of
-from berth.client import BuildClient
-from berth.client.actions import ActionClient
 from berth.config.settings import Settings
 from berth.text import printable, render_funnel, utc
 from bus.clock import new_uuid

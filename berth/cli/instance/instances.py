@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
+from berth.bus_client import BuildClient, RequestWatch
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
     AsJson,
@@ -37,7 +38,6 @@ from berth.cli.common import (
     print_line,
     print_rows,
 )
-from berth.client import BuildClient, RequestWatch
 from berth.config.settings import Settings
 from berth.config.site import Site, process_name, with_added_cells
 from berth.text import printable, render_funnel, render_rows, render_scores, render_stages, utc

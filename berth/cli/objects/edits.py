@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 from rich.text import Text
 
+from berth.bus_client.object_edits import Body, ObjectEdit, QuotaUse, merged, project_usage, quota_uses, stored_objects
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
     AsJson,
@@ -34,7 +35,6 @@ from berth.cli.objects.objects import (
     read_object,
 )
 from berth.cli.site.as_toml import NO_COMMENTS, Path, as_toml
-from berth.client.object_edits import Body, ObjectEdit, QuotaUse, merged, project_usage, quota_uses, stored_objects
 from berth.config.settings import Settings
 from berth.text import printable, render_rows
 from bus.bus import Bus

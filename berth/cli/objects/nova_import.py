@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from berth.bus_client.object_edits import stored_objects
 from berth.cli.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, err, out, print_json
 from berth.cli.objects.objects import SECTIONS, file_of, read_file
 from berth.cli.site.as_toml import as_toml
-from berth.client.object_edits import stored_objects
 from berth.config.settings import Settings
 from berth.nova_objects.cloud import read_cloud
 from berth.nova_objects.to_nova import Exported, exported

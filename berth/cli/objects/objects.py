@@ -13,6 +13,7 @@ import typer
 from msgspec import Struct
 from rich.text import Text
 
+from berth.bus_client.object_edits import ObjectEdit, change_object, find_object, stored_objects
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
     AsJson,
@@ -31,7 +32,6 @@ from berth.cli.common import (
     print_rows,
 )
 from berth.cli.site.as_toml import as_toml
-from berth.client.object_edits import ObjectEdit, change_object, find_object, stored_objects
 from berth.config.settings import Settings
 from berth.text import utc
 from bus.bus import Bus

@@ -1,4 +1,4 @@
-"""`berth serve web`, the pages and `/api/v1`, and `berth serve fencer`, which fences silent hosts: programs that run on."""
+"""`berth serve`: `web`, the pages and `/api/v1`, and `fencer`, which fences silent hosts; they run on."""
 
 from __future__ import annotations
 

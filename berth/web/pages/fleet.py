@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import structlog
 from msgspec import Struct
 
-from berth.client.host_pages import read_hosts
+from berth.bus_client.host_pages import read_hosts
 from berth.config.site import bus_transports
 from berth.web.api import ASK_TIMEOUT_S, MAX_HOSTS
 from berth.web.problems import Problem

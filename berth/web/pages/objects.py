@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.routing import Route
 
-from berth.client.object_edits import ObjectEdit, QuotaUse, Send, change_object, merged, project_usage, quota_uses
+from berth.bus_client.object_edits import ObjectEdit, QuotaUse, Send, change_object, merged, project_usage, quota_uses
 from berth.web.api import (
     ASK_TIMEOUT_S,
     MAX_PAGE,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from berth.client import RequestWatch
+from berth.bus_client import RequestWatch
 from bus.contracts.build import BuildEvent, FunnelStep
 from lab.load.report.figures import summary
 

@@ -17,7 +17,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry, Counter
 from starlette.responses import Response
 
-from berth.client import BuildClient
+from berth.bus_client import BuildClient
 from berth.config.settings import FencingSettings
 from berth.fencing.fencer import Fencer
 from berth.fencing.plugin import FencingFailed, FencingPlugin, IronicPower, load

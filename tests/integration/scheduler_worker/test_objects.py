@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from berth.client.object_edits import MAX_TRIES, ObjectEdit, change_object, find_object, merged
+from berth.bus_client.object_edits import MAX_TRIES, ObjectEdit, change_object, find_object, merged
 from bus.bus import API
 from bus.consuming.dead_letters import list_dead, replay
 from bus.consuming.outcome import Outcome, Received

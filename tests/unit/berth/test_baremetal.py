@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from berth.client.baremetal import node_record, unserved
+from berth.bus_client.baremetal import node_record, unserved
 
 CLASSES = {"CUSTOM_GOLD": ("bm.gold", "bm.gold.raid"), "CUSTOM_NONE": ("bm.none",), "VCPU": ("small",)}
 NODE = {

@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner
 
+from berth.bus_client import RequestWatch
 from berth.cli.common import Exit, Stop, explain, print_json
 from berth.cli.instance.instances import BootOptions, requests_of, show_requests
 from berth.cli.main import app
 from berth.cli.options import CommandGroup
-from berth.client import RequestWatch
 from berth.text import printable, render_rows, render_scores, render_stages
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep, HostScore
 from bus.contracts.deploy import NetworkRequest

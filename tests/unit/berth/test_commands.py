@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 from berth.audit.findings import Confirmed
 from berth.audit.passes import AuditPass
 from berth.audit.quarantine import InCells, TrippedBreaker
+from berth.bus_client import BuildClient
+from berth.bus_client.drains import STUCK_S, follow
 from berth.cli import common
 from berth.cli.claims import checks as audits
 from berth.cli.claims import quarantine as safety
@@ -29,8 +31,6 @@ from berth.cli.main import app
 from berth.cli.objects import objects
 from berth.cli.objects.objects import MAX_FILE_BYTES, read_file
 from berth.cli.site import dead_letters
-from berth.client import BuildClient
-from berth.client.drains import STUCK_S, follow
 from berth.config.settings import FencingSettings, Settings
 from berth.config.site import Site
 from berth.dead_letters import is_expired, send_back

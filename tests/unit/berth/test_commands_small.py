@@ -17,6 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from berth.audit.quarantine import InCells
+from berth.bus_client.object_edits import ObjectEdit
 from berth.cli.claims import checks as audits
 from berth.cli.claims import quarantine as safety
 from berth.cli.common import Exit, Stop, explain, host_and_port
@@ -25,7 +26,6 @@ from berth.cli.instance import actions as moves
 from berth.cli.main import app
 from berth.cli.objects import edits, objects
 from berth.cli.site import databases, nova, run
-from berth.client.object_edits import ObjectEdit
 from berth.config.settings import Settings, TelemetrySettings
 from berth.config.site import Site
 from berth.up.embedded.process import ServerMissing

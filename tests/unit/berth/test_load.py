@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from berth.client import RequestWatch
+from berth.bus_client import RequestWatch
 from berth.config.settings import read_settings
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep
 from bus.contracts.stages import STAGES, StageTimes

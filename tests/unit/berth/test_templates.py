@@ -18,7 +18,7 @@ from typing import Annotated, Any, Union
 import pytest
 from jinja2 import nodes
 
-from berth.client.object_edits import QuotaUse
+from berth.bus_client.object_edits import QuotaUse
 from berth.web.operations import NodesView
 from berth.web.pages.dead_letters import DeadLetterCount, DeadLetterView
 from berth.web.pages.fleet import CellView, HostChange, HostDetail

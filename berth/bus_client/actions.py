@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
-from berth.client.request_spans import RequestSpans, TracedRequest
+from berth.bus_client.request_spans import RequestSpans, TracedRequest
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.consumer import Consumer

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from berth.client.host_pages import read_hosts
-from berth.client.request_spans import RequestSpans, TracedRequest
+from berth.bus_client.host_pages import read_hosts
+from berth.bus_client.request_spans import RequestSpans, TracedRequest
 from bus.bus import Bus
 from bus.clock import Clock, event_or_time
 from bus.consuming.consumer import Consumer

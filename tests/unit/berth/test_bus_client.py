@@ -15,17 +15,17 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from berth import client as client_module
+from berth import bus_client as client_module
 from berth.audit import facts as gather
 from berth.audit.facts import REPORT_TIMEOUT_S, SILENCE_S, Reports
 from berth.audit.invariants import InstanceFact
+from berth.bus_client import BuildClient, host_pages
+from berth.bus_client import actions as client_moves
+from berth.bus_client.actions import ActionClient
+from berth.bus_client.host_pages import json_of, read_hosts
+from berth.bus_client.object_edits import project_usage
 from berth.cli.instance import instances
 from berth.cli.instance.instances import publish_and_follow
-from berth.client import BuildClient, host_pages
-from berth.client import actions as client_moves
-from berth.client.actions import ActionClient
-from berth.client.host_pages import json_of, read_hosts
-from berth.client.object_edits import project_usage
 from berth.config.settings import CellSettings, Settings
 from berth.config.site import Site
 from berth.web.api import WebApi
