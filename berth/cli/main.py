@@ -20,21 +20,20 @@ from berth.cli.options import as_command
 
 
 class Noun(Struct, frozen=True):
-    """A first word: its subject, and by the second word each command's function, `module:function` in `berth.cli`."""
+    """A first word: its subject, and by the second word each command's function, `module:function`."""
 
     help: str
     verbs: Mapping[str, str]
 
 
-INSTANCES, ACTIONS, EDITS, OBJECTS = "instance.instances", "instance.actions", "objects.edits", "objects.objects"
-HOSTS, CELLS, DRAINS, METAL = "fleet.hosts", "fleet.cells", "fleet.drains", "fleet.baremetal"
-QUARANTINE, RECOVERY, PLACEMENT, REPAIRS = (
-    "claims.quarantine",
-    "claims.recovery",
-    "claims.placement",
-    "claims.placement_audit",
-)
-DATABASES, DEAD, NOVA, SERVING = "site.databases", "site.dead_letters", "site.nova", "site.serving"
+INSTANCES, ACTIONS = "berth.cli.instance.instances", "berth.cli.instance.actions"
+EDITS, OBJECTS = "berth.cli.objects.edits", "berth.cli.objects.objects"
+HOSTS, CELLS = "berth.cli.fleet.hosts", "berth.cli.fleet.cells"
+DRAINS, METAL = "berth.cli.fleet.drains", "berth.cli.fleet.baremetal"
+QUARANTINE, RECOVERY = "berth.cli.claims.quarantine", "berth.cli.claims.recovery"
+PLACEMENT, REPAIRS = "berth.cli.claims.placement", "berth.cli.claims.placement_audit"
+DATABASES, DEAD = "berth.cli.site.databases", "berth.cli.site.dead_letters"
+NOVA, SERVING = "berth.cli.site.nova", "berth.cli.site.serving"
 
 # By heading of the help: the first words. A command of one word names its function; a noun has commands below it.
 TREE: Mapping[str, Mapping[str, str | Noun]] = {
@@ -46,7 +45,7 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
     },
     "Instances": {
         "instance": Noun(
-            "Machines that were requested: build, show, change, move and delete them.",
+            "Machines: request, show, change, move and delete them.",
             {
                 "create": f"{INSTANCES}:boot",
                 "list": f"{INSTANCES}:list_builds",
@@ -136,7 +135,7 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
             "Hosts, and decisions about them.",
             {
                 "list": f"{HOSTS}:list_hosts",
-                "metrics": "fleet.host_metrics:host_metrics",
+                "metrics": "berth.cli.fleet.host_metrics:host_metrics",
                 "enable": f"{HOSTS}:enable",
                 "disable": f"{HOSTS}:disable",
                 "maintenance": f"{HOSTS}:maintenance",
@@ -192,6 +191,7 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
         "recovery": Noun(
             "Cells whose database was restored, and what they would lose.",
             {
+                "list": f"{RECOVERY}:list_recoveries",
                 "show": f"{RECOVERY}:show",
                 "accept": f"{RECOVERY}:accept",
                 "without": f"{RECOVERY}:without",
@@ -220,19 +220,19 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
             },
         ),
         "event": Noun("The log of changes and decisions.", {"list": f"{OBJECTS}:audit_log"}),
-        "check": "claims.checks:check",
-        "audit": "claims.checks:audit",
-        "explain": "site.nova_explain:explain",
+        "check": "berth.cli.claims.checks:check",
+        "audit": "berth.cli.claims.checks:audit",
+        "explain": "berth.cli.site.nova_explain:explain",
     },
     "Site": {
-        "up": "fleet.status:up",
-        "run": "site.run:run_role",
+        "up": "berth.cli.fleet.status:up",
+        "run": "berth.cli.site.run:run_role",
         "serve": Noun(
             "Programs that run on beside the workers.", {"web": f"{SERVING}:web", "fencer": f"{SERVING}:fencer"}
         ),
-        "config": "fleet.status:config",
+        "config": "berth.cli.fleet.status:config",
         "apply": f"{OBJECTS}:apply",
-        "permissions": "site.documents:permissions",
+        "permissions": "berth.cli.site.documents:permissions",
         "backup": f"{DATABASES}:backup",
         "restore": f"{DATABASES}:restore",
         "db": Noun(
@@ -245,7 +245,7 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
                 "list": f"{DATABASES}:owner",
                 "url": f"{DATABASES}:url",
                 "disown": f"{DATABASES}:disown",
-                "asyncapi": "site.documents:asyncapi",
+                "asyncapi": "berth.cli.site.documents:asyncapi",
             },
         ),
     },
@@ -267,8 +267,8 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
                 "serve": f"{NOVA}:serve",
                 "trial": f"{NOVA}:trial",
                 "settings": f"{NOVA}:translated_settings",
-                "import": "objects.nova_import:import_nova",
-                "export": "objects.nova_import:export_nova",
+                "import": "berth.cli.objects.nova_import:import_nova",
+                "export": "berth.cli.objects.nova_import:export_nova",
             },
         ),
     },
@@ -326,7 +326,7 @@ def _made(word: str, entry: str | Noun) -> Any:
         alone.add_typer(typer.Typer(cls=cls, help=entry.help, no_args_is_help=True, **PLAIN), name=word)
     else:
         module, _, function = entry.partition(":")
-        alone.command(word)(as_command(getattr(importlib.import_module(f"berth.cli.{module}"), function)))
+        alone.command(word)(as_command(getattr(importlib.import_module(module), function)))
     return typer.main.get_group(alone).commands[word]
 
 

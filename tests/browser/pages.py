@@ -59,7 +59,7 @@ def expect(what: str, holds: Any) -> None:
 
 @contextmanager
 def berth_up(berth: str, hosts: int, directory: Path) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """A live berth; yields the address of `berth serve web`, the link that `berth up` has printed, and its environment."""
+    """A live berth; yields the address of `berth serve web`, the link that `berth up` printed, and its environment."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
     env |= {
         "BERTH_STATE_DIR": str(directory / "state"),
@@ -74,7 +74,7 @@ def berth_up(berth: str, hosts: int, directory: Path) -> Iterator[tuple[str, str
         try:
             link = line_starting_with(up, "  pages ").split()[-1]
             line_starting_with(up, "Ctrl-C")
-            command = [berth, "web", "--listen", "127.0.0.1:0"]
+            command = [berth, "serve", "web", "--listen", "127.0.0.1:0"]
             web = subprocess.Popen(command, env=env, cwd=directory, stdout=subprocess.PIPE, stderr=log, text=True)
             yield line_starting_with(web, "berth is at ").split()[-1], link, env
         finally:
@@ -140,7 +140,7 @@ class Person:
 
     def publish_metric(self, host: str, reading: str) -> None:
         """Publish a number about a host with the command, as an operator's script would."""
-        command = [self.berth, "host-metrics", host, "--set", reading]
+        command = [self.berth, "host", "metrics", host, "--set", reading]
         subprocess.run(command, env=self.env, check=True, timeout=WAIT_S, stdout=subprocess.DEVNULL)
 
     def api(self, path: str) -> Any:

@@ -125,7 +125,7 @@ def test_everything_as_processes(directory: Path, env: dict[str, str]) -> None:
                 f"{state['placement_api']}/resource_providers", headers={"x-auth-token": token}, timeout=PATIENCE_S
             )
             assert served.status_code == 200 and served.json()["resource_providers"]
-            assert len(json.loads(berth(env, "hosts", "--json").stdout)) == 2 * 10 + 6, log.read_text()
+            assert len(json.loads(berth(env, "host", "list", "--json").stdout)) == 2 * 10 + 6, log.read_text()
             # More metal than there is: some fail with a reason; nothing is lost.
             record = load(
                 env, directory, "--boots", "200", "--rate", "100", "--churn", "0.3", "--mix", "small=8,large=2,metal=1"

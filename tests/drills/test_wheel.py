@@ -77,7 +77,7 @@ def test_a_wheel_in_an_empty_virtualenv_runs_a_whole_berth(installed: Installed)
         cwd=installed.home, env=installed.env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     try:
-        wait_until(lambda: status_of(installed, "hosts", "--json") == 0, UP_TIMEOUT_S)
+        wait_until(lambda: status_of(installed, "host", "list", "--json") == 0, UP_TIMEOUT_S)
         built = json.loads(installed.berth("boot", "--flavor", "m1.small", "--count", "5", "--wait", "--json"))
         assert [one["state"] for one in built] == ["active"] * 5
         installed.berth("check")

@@ -294,7 +294,7 @@ def test_the_command_as_an_operator_runs_it(cloud: Cloud, tmp_path: Path) -> Non
     environment = {**os.environ, "OS_TOKEN": f"admin:{PROJECT}"}
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "berth", "import-nova", cloud.url, *options]
+        command = [sys.executable, "-m", "berth", "nova", "import", cloud.url, *options]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
     done = run("--output", str(file), "--with-hosts")

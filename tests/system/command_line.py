@@ -149,7 +149,7 @@ def parked(berth: Berth, instance: str) -> list[dict[str, Any]]:
     """The dead letters that name an instance, once there are any: nothing announces that one is parked."""
     deadline = time.monotonic() + TIMEOUT_S
     while True:
-        letters = berth("dead-letters", "list", "scheduler.requests", "--json").data
+        letters = berth("dead-letter", "list", "scheduler.requests", "--json").data
         if mine := [one for one in letters if instance in one["body"]]:
             return mine
         assert time.monotonic() < deadline, letters

@@ -71,7 +71,10 @@ Machines = Annotated[list[str] | None, typer.Argument(metavar="[UUID]...", help=
 
 
 async def destroy(settings: Settings, uuids: Machines = None, yes: Yes = False, *, options: MachineOptions) -> None:
-    """Have machines in quarantine destroyed, from their hosts' next reports on."""
+    """Destroy machines in quarantine.
+
+    Their hosts do so from their next reports on.
+    """
     await _decide(settings, uuids or (), DESTROY, options, yes=yes)
 
 

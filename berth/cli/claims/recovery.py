@@ -27,16 +27,29 @@ from berth.config.settings import Settings
 from berth.text import counted, render_rows
 from bus.contracts.base import Word, reason_of
 
+COLUMNS = ["cell", "state", "incarnation", "losses", "builds", "instances", "absent"]
 
-async def show(settings: Settings, cell: CellName = None, as_json: AsJson = False) -> int:
-    """Show whether cells recover, and which instances they would lose. Exit status 1 when one waits for `accept`."""
+
+async def list_recoveries(settings: Settings, cell: CellName = None, as_json: AsJson = False) -> int:
+    """List whether cells recover, and which instances they would lose. Exit status 1 when one waits for `accept`."""
     found = await recoveries.read(environment(settings), cell)
     if as_json:
         print_json(found)
     else:
-        columns = ["cell", "state", "incarnation", "losses", "builds", "instances", "absent"]
-        render_rows(out, columns, [_row(one) for one in found])
+        render_rows(out, COLUMNS, [_row(one) for one in found])
     return Exit.NO if any(one.is_waiting for one in found) else 0
+
+
+async def show(
+    settings: Settings, cell: Annotated[str, typer.Argument(help="The cell.")], as_json: AsJson = False
+) -> int:
+    """Show the recovery of one cell. Exit status 1 when it waits for `accept`."""
+    (found,) = await recoveries.read(environment(settings), cell)
+    if as_json:
+        print_json(found)
+    else:
+        render_rows(out, ["what", "is"], [*zip(COLUMNS, _row(found), strict=True)])
+    return Exit.NO if found.is_waiting else 0
 
 
 async def accept(

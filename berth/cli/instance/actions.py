@@ -321,7 +321,7 @@ def _show(request: ActionRequest, end: ActionEvent | ActionRecord | None, as_jso
     if isinstance(end, ActionEvent) and end.condition is Condition.RESIZED:
         uuid = request.instance_uuid
         out.print(
-            f"  it keeps its old allocation until you `berth instance confirm {uuid}` or `berth instance revert {uuid}`",
+            f"  its old allocation stays until `berth instance confirm {uuid}` or `berth instance revert {uuid}`",
             soft_wrap=True,
         )
     if end is not None and end.funnel:

@@ -513,7 +513,7 @@ def berth(commands_ironic: IronicStandIn, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(baremetal, "client", client)
 
     async def command(*arguments: str) -> Any:
-        return await asyncio.to_thread(CliRunner().invoke, app, ["baremetal", *arguments])
+        return await asyncio.to_thread(CliRunner().invoke, app, ["node", *arguments])
 
     return command
 

@@ -480,7 +480,7 @@ async def test_a_drain_that_its_schedulers_have_forgotten_is_followed_no_more() 
     assert refused.value.code == "drain.unknown"
 
 
-# --- `berth quota|rules|cells set`: what an operator names is done, or refused with a word
+# --- `berth quota|cell|rule`: what an operator names is done, or refused with a word
 
 
 class Bus:
@@ -523,39 +523,51 @@ def berth(*arguments: str) -> tuple[int, str]:
 
 def test_the_last_limit_of_a_quota_is_not_removed_in_silence(bus: Bus) -> None:
     bus.put(ObjectKind.QUOTA, "demo", {"limits": {"VCPU": 4}})
-    status, output = berth("quotas", "set", "demo", "--remove", "VCPU")
+    status, output = berth("quota", "unset", "demo", "VCPU")
     assert (status, bus.changes) == (2, [])
     assert "(quota.last_limit)" in output and "berth quota delete demo" in output
-    assert berth("quotas", "set", "demo", "MEMORY_MB=1", "--remove", "VCPU")[0] == 0
+    bus.put(ObjectKind.QUOTA, "demo", {"limits": {"VCPU": 4, "MEMORY_MB": 1}})
+    assert berth("quota", "unset", "demo", "VCPU")[0] == 0
     assert bus.changes[0].changes[0].body == {"limits": {"MEMORY_MB": 1}}
 
 
 @pytest.mark.parametrize("state", ["disable", "enable"])
 def test_a_repeated_decision_about_a_cell_does_not_put_a_removed_one_back(bus: Bus, state: str) -> None:
     bus.put(ObjectKind.CELL, "cell2", {"state": CellState.REMOVED.value, "bus": {"prefix": "new."}})
-    status, output = berth("cells", state, "cell2", "--reason", "works")
+    status, output = berth("cell", state, "cell2", "--reason", "works")
     assert (status, "(cell.removed)" in output, bus.changes) == (1, True, [])
-    assert berth("cells", "set", "cell2", f"{state}d")[0] == 1
-    assert berth("cells", "remove", "cell2", "--reason", "again")[0] == 0
-    assert berth("cells", "add", "cell2")[0] == 0
+    assert berth("cell", "remove", "cell2", "--reason", "again")[0] == 0
+    assert berth("cell", "create", "cell2")[0] == 0
     assert bus.changes[-1].changes[0].body == {"state": "enabled", "reason": "", "bus": {"prefix": "new."}}
 
 
+def test_a_multiplier_and_all_multipliers_are_not_unset_at_once(bus: Bus) -> None:
+    bus.put(ObjectKind.SCHEDULING, "default", {"multipliers": {"ram": 2.0}})
+    assert berth("rule", "unset", "multipliers", "--multiplier", "ram")[0] == 2
+    assert bus.changes == []
+    assert berth("rule", "unset", "multipliers")[0] == 0
+    assert bus.changes[0].changes[0].body == {}
+
+
 @pytest.mark.parametrize(
-    ("option", "value", "field"),
+    ("words", "kind"),
     [
-        ("--filter", "ram", "filters"),
-        ("--weigher", "ram", "weighers"),
-        ("--host-subset-size", "3", "host-subset-size"),
-        ("--multiplier", "ram=1", "multipliers"),
-        ("--remove-multiplier", "ram", "multipliers"),
+        ("flavor create x --vcpus 1 --memory-mb 1", ObjectKind.FLAVOR),
+        ("aggregate create x", ObjectKind.AGGREGATE),
+        ("group create p/x --policy affinity", ObjectKind.GROUP),
     ],
 )
-def test_a_rule_that_is_set_and_unset_at_once_is_refused(bus: Bus, option: str, value: str, field: str) -> None:
-    bus.put(ObjectKind.SCHEDULING, "default", {"multipliers": {"ram": 2.0}})
-    status, output = berth("rules", "set", option, value, "--unset", field)
-    assert (status, bus.changes) == (2, [])
-    assert "set and removed" in output
+def test_what_is_there_is_not_made_again_and_what_is_not_there_is_not_changed(
+    bus: Bus, words: str, kind: ObjectKind
+) -> None:
+    noun, verb, name, *options = words.split()
+    status, output = berth(noun, "set", name, *options)
+    assert (status, "(object.unknown)" in output, bus.changes) == (1, True, [])
+    assert berth(*words.split())[0] == 0 and len(bus.changes) == 1
+    bus.put(kind, name, {"policy": "affinity"})
+    status, output = berth(noun, verb, name, *options)
+    assert (status, "(object.exists)" in output, len(bus.changes)) == (1, True, 1)
+    assert berth(noun, "set", name, *options)[0] == 0
 
 
 # --- files for `berth apply` that cannot be used: a sentence with the file, and no traceback
@@ -593,9 +605,9 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(
     "arguments",
     [
         ["breaker", "list"],
-        ["recovery", "show"],
+        ["recovery", "list"],
         ["quarantine", "list"],
-        ["quarantine", "release", "10000000-0000-4000-8000-000000000001", "--protect"],
+        ["quarantine", "protect", "10000000-0000-4000-8000-000000000001"],
     ],
 )
 def test_a_command_ends_with_a_sentence(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,7 @@ def test_a_fence_and_a_host_that_no_service_announces_are_explained(capsys: pyte
     lines = printed(capsys)
     assert lines[:2] == [
         f"{HOST}: fenced, not acknowledged by its cell yet, by {BY}",
-        "  leave it off until `berth host list` shows that its cell has acknowledged the fence",
+        "  leave it off until `berth fence list` shows that its cell has acknowledged it",
     ]
     assert lines[-2:] == [
         f"{HOST}                 not reported                 VCPU 2/16",
@@ -321,8 +321,6 @@ def test_a_command_of_the_readme_is_understood(line: str) -> None:
     context = command.make_context("berth", list(words))
     while hasattr(command, "resolve_command"):
         left = [*context._protected_args, *context.args]
-        if not left and command.invoke_without_command:
-            break
         name, command, words = command.resolve_command(context, left)
         assert command is not None and name is not None
         context = command.make_context(name, list(words), parent=context)

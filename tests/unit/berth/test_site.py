@@ -344,7 +344,7 @@ def test_the_garbage_collector_does_not_traverse_what_was_loaded(monkeypatch: py
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     before = gc.get_threshold()
     try:
-        result = CliRunner().invoke(app, ["web", "--listen", "127.0.0.1:0"])
+        result = CliRunner().invoke(app, ["serve", "web", "--listen", "127.0.0.1:0"])
     finally:
         gc.set_threshold(*before)
         for number, handler in handlers.items():
