@@ -29,6 +29,7 @@ class Noun(Struct, frozen=True):
 INSTANCES, ACTIONS = "berth.cli.instance.instances", "berth.cli.instance.actions"
 EDITS, OBJECTS = "berth.cli.objects.edits", "berth.cli.objects.objects"
 HOSTS, CELLS = "berth.cli.fleet.hosts", "berth.cli.fleet.cells"
+SERVICES, FENCES = "berth.cli.fleet.services", "berth.cli.fleet.fences"
 DRAINS, METAL = "berth.cli.fleet.drains", "berth.cli.fleet.baremetal"
 QUARANTINE, RECOVERY = "berth.cli.claims.quarantine", "berth.cli.claims.recovery"
 PLACEMENT, REPAIRS = "berth.cli.claims.placement", "berth.cli.claims.placement_audit"
@@ -67,7 +68,10 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
                 "unshelve": f"{ACTIONS}:unshelve",
             },
         ),
-        "action": Noun("Requests about instances that were built.", {"list": f"{ACTIONS}:actions"}),
+        "action": Noun(
+            "Requests about instances that were built.",
+            {"list": f"{ACTIONS}:actions", "show": f"{ACTIONS}:show_action"},
+        ),
         "group": Noun(
             "Server groups, which requests name.",
             {
@@ -135,6 +139,7 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
             "Hosts, and decisions about them.",
             {
                 "list": f"{HOSTS}:list_hosts",
+                "show": f"{HOSTS}:show_host",
                 "metrics": "berth.cli.fleet.host_metrics:host_metrics",
                 "enable": f"{HOSTS}:enable",
                 "disable": f"{HOSTS}:disable",
@@ -147,12 +152,15 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
         "service": Noun(
             "Compute services.",
             {
-                "list": f"{HOSTS}:list_services",
+                "list": f"{SERVICES}:list_services",
+                "show": f"{SERVICES}:show_service",
                 "drain": f"{DRAINS}:drain_service",
                 "delete": f"{HOSTS}:delete_services",
             },
         ),
-        "worker": Noun("Workers, by their heartbeats.", {"list": f"{HOSTS}:workers"}),
+        "worker": Noun(
+            "Workers, by their heartbeats.", {"list": f"{SERVICES}:list_workers", "show": f"{SERVICES}:show_worker"}
+        ),
         "cell": Noun(
             "Cells: which are in use, and which take builds.",
             {
@@ -201,6 +209,7 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
             "Machines that stay until an operator decides about them.",
             {
                 "list": f"{QUARANTINE}:list_quarantine",
+                "show": f"{QUARANTINE}:show_machine",
                 "destroy": f"{QUARANTINE}:destroy",
                 "protect": f"{QUARANTINE}:protect",
                 "adopt": f"{QUARANTINE}:adopt",
@@ -208,7 +217,11 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
         ),
         "breaker": Noun(
             "Stopped destruction: too much was lost within a short time.",
-            {"list": f"{QUARANTINE}:list_breakers", "reset": f"{QUARANTINE}:reset"},
+            {
+                "list": f"{QUARANTINE}:list_breakers",
+                "show": f"{QUARANTINE}:show_breaker",
+                "reset": f"{QUARANTINE}:reset",
+            },
         ),
         "dead-letter": Noun(
             "Messages that were dead-lettered, and the reasons.",
@@ -219,7 +232,9 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
                 "delete": f"{DEAD}:purge",
             },
         ),
-        "event": Noun("The log of changes and decisions.", {"list": f"{OBJECTS}:audit_log"}),
+        "event": Noun(
+            "The log of changes and decisions.", {"list": f"{OBJECTS}:list_events", "show": f"{OBJECTS}:show_event"}
+        ),
         "check": "berth.cli.claims.checks:check",
         "audit": "berth.cli.claims.checks:audit",
         "explain": "berth.cli.site.nova_explain:explain",
@@ -237,12 +252,18 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
         "restore": f"{DATABASES}:restore",
         "db": Noun(
             "The schemas of the database.",
-            {"list": f"{DATABASES}:current", "check": f"{DATABASES}:check", "upgrade": f"{DATABASES}:upgrade"},
+            {
+                "list": f"{DATABASES}:list_schemas",
+                "show": f"{DATABASES}:show_schema",
+                "check": f"{DATABASES}:check",
+                "upgrade": f"{DATABASES}:upgrade",
+            },
         ),
         "bus": Noun(
             "The address and owner of each bus.",
             {
-                "list": f"{DATABASES}:owner",
+                "list": f"{DATABASES}:list_buses",
+                "show": f"{DATABASES}:show_bus",
                 "url": f"{DATABASES}:url",
                 "disown": f"{DATABASES}:disown",
                 "asyncapi": "berth.cli.site.documents:asyncapi",

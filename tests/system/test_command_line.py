@@ -58,7 +58,7 @@ def test_fifty_machines_with_one_command(berth: Berth) -> None:
 def test_a_build_has_its_whole_timeline(berth: Berth) -> None:
     """Request, candidates, choice, claim, each attempt, end; the same for people and for programs."""
     (build,) = boot(berth, "--host", "cell2-c1-00001", "--name", "one", "--project", "timeline")
-    shown = berth("show", build["instance_uuid"], "--history", "--json").data
+    shown = berth("show", build["instance_uuid"], "--history", "-o", "json").data
     assert (shown["state"], shown["host"], shown["name"]) == ("active", "cell2-c1-00001", "one")
     whole = ["requested", "chosen", "claimed", "dispatched", "building", "active"]
     timeline = timeline_of(berth, build["instance_uuid"], whole)
@@ -75,14 +75,14 @@ def test_metrics_of_a_host(berth: Berth) -> None:
     """
     given = ["--set", "power.watts=210.5", "--set", "rack.inlet_celsius=-3", "--source", "rack7"]
     assert berth("host", "metrics", "cell1-c1-00001", *given).status == 0
-    (host,) = berth("host", "metrics", "cell1-c1-00001", "--json").data
+    (host,) = berth("host", "metrics", "cell1-c1-00001", "-o", "json").data
     assert {one["name"]: (one["value"], one["source"], one["fresh"]) for one in host["metrics"]} == {
         "power.watts": (210.5, "rack7", True),
         "rack.inlet_celsius": (-3.0, "rack7", True),
     }
     shown = berth("host", "metrics", "cell1-c1-00001").out
     assert "rack.inlet_celsius" in shown and "rack7" in shown
-    assert berth("host", "metrics", "cell1-c1-00002", "--json").data[0]["metrics"] == []
+    assert berth("host", "metrics", "cell1-c1-00002", "-o", "json").data[0]["metrics"] == []
     assert berth("host", "metrics", "nowhere").status == NO
     for wrong in ("watts", "watts=hot", "Watts=1", "watts=nan", "watts=1e300"):
         assert berth("host", "metrics", "cell1-c1-00001", "--set", wrong).status == USAGE
@@ -93,9 +93,9 @@ def test_volumes_of_a_file_are_requested_and_shown_nowhere(berth: Berth) -> None
     file = berth.directory / "volumes.json"
     file.write_text('[{"volume_id": "root", "properties": {"auth_password": "s3cret"}}]')
     ask = ("boot", "--flavor", "bm.gold", "--volumes", str(file))
-    done = berth(*ask, "--wait", "--json")
+    done = berth(*ask, "--wait", "-o", "json")
     assert (done.status, done.data[0]["code"]) == (NO, "volume.none"), done
-    assert "s3cret" not in berth("show", done.data[0]["instance_uuid"], "--history", "--json").out
+    assert "s3cret" not in berth("show", done.data[0]["instance_uuid"], "--history", "-o", "json").out
     for wrong in (
         '{"volume_id": "s3cret"}',
         '[{"volume": "s3cret"}]',
@@ -108,11 +108,11 @@ def test_volumes_of_a_file_are_requested_and_shown_nowhere(berth: Berth) -> None
 
 
 def test_a_build_that_no_host_takes_is_explained(berth: Berth) -> None:
-    done = berth("boot", "--flavor", "bm.gold", "--count", "3", "--wait", "--json")
+    done = berth("boot", "--flavor", "bm.gold", "--count", "3", "--wait", "-o", "json")
     assert done.status == NO
     failed = next(one for one in done.data if one["state"] == "failed")
     assert failed["code"] == "no_valid_host" and "CUSTOM_BAREMETAL_GOLD" in failed["reason"]
-    record = berth("show", failed["instance_uuid"], "--json").data
+    record = berth("show", failed["instance_uuid"], "-o", "json").data
     assert record["funnel"][0]["step"] == "providers" and record["funnel"][-1]["remaining"] == 0
     result = berth("boot", "--flavor", "bm.gold", "--count", "2", "--wait").out
     assert result.count("  CUSTOM_BAREMETAL_GOLD ") == 1, "the same explanation is given once"
@@ -122,7 +122,7 @@ def test_hosts_with_what_is_used_of_them(berth: Berth) -> None:
     assert "more than these 1 host: --limit" in berth("host", "list", "--limit", "1").err, (
         "a list ended and did not say so"
     )
-    hosts = {host["name"]: host for host in berth("host", "list", "--json").data}
+    hosts = {host["name"]: host for host in berth("host", "list", "-o", "json").data}
     assert hosts["cell1-c1-00001"]["up"] and hosts["cell1-c1-00001"]["cell"] == "cell1"
     used, capacity = hosts["cell1-c1-00001"]["resources"]["VCPU"]
     assert 0 <= used <= capacity
@@ -135,23 +135,23 @@ def test_a_disabled_host_takes_nothing_until_it_is_enabled(berth: Berth) -> None
     try:
         result = berth("host", "disable", name, "--reason", "fan\n2", "--by", "ann")
         assert (result.status, result.out) == (0, f"{name}: disabled, by ann\n")
-        (host,) = (one for one in berth("host", "list", "--json").data if one["name"] == name)
+        (host,) = (one for one in berth("host", "list", "-o", "json").data if one["name"] == name)
         assert (host["enabled"], host["admin"]["by"], host["admin"]["reason"]) == (False, "ann", "fan\n2")
         (row,) = (line for line in berth("host", "list").out.splitlines() if line.startswith(name))
         assert "disabled" in row and row.endswith("ann: fan\\n2")
-        failed = berth("boot", "--flavor", "m1.tiny", "--host", name, "--wait", "--json")
+        failed = berth("boot", "--flavor", "m1.tiny", "--host", name, "--wait", "-o", "json")
         assert (failed.status, failed.data[0]["code"]) == (NO, "no_valid_host")
     finally:
         assert berth("host", "enable", name).status == 0
     boot(berth, "--host", name)
-    unknown = berth("host", "maintenance", "nowhere", "--reason", "x", "--json")
+    unknown = berth("host", "maintenance", "nowhere", "--reason", "x", "-o", "json")
     assert (unknown.status, unknown.data["refused"][0]["code"]) == (NO, "host.unknown")
     assert berth("host", "disable", name).status == USAGE  # without a reason
 
 
 def test_a_host_that_its_service_reports_is_not_forgotten(berth: Berth) -> None:
     name, unknown = "cell2-c1-00001", "f0000000-0000-4000-8000-00000000000f"
-    refused = berth("host", "delete", name, "nowhere", "--reason", "scrapped", "--json", "--yes")
+    refused = berth("host", "delete", name, "nowhere", "--reason", "scrapped", "-o", "json", "--yes")
     assert refused.status == NO and refused.data["hosts"] == []
     assert [one["code"] for one in refused.data["refused"]] == ["host.service_up", "host.unknown"]
     assert "host.service_up" in berth("host", "delete", name, "--reason", "scrapped", "--yes").err
@@ -162,9 +162,9 @@ def test_a_host_that_its_service_reports_is_not_forgotten(berth: Berth) -> None:
 
 
 def test_compute_services_are_listed(berth: Berth) -> None:
-    services = berth("service", "list", "--json")
+    services = berth("service", "list", "-o", "json")
     assert services.status == 0 and {one["cell"] for one in services.data} == {"cell1", "cell2"}
-    assert sum(one["hosts"] for one in services.data) == len(berth("host", "list", "--json").data)
+    assert sum(one["hosts"] for one in services.data) == len(berth("host", "list", "-o", "json").data)
     assert berth("service", "list", "--down").out.splitlines()[1:] == []
 
 
@@ -172,7 +172,7 @@ def test_every_worker_is_listed_with_what_it_is_doing(berth: Berth) -> None:
     roles = {"placement", "scheduler", "conductor", "compute", "ironic-sync"}
 
     def all_listed() -> Any:
-        result = berth("worker", "list", "--json")
+        result = berth("worker", "list", "-o", "json")
         of_roles = {one["heartbeat"]["role"] for one in result.data["workers"]}
         return result if result.status == 0 and of_roles >= roles else None
 
@@ -194,23 +194,23 @@ def test_the_same_request_twice_is_one_build_and_another_under_its_uuid_is_not_t
     ask = ("--uuid", instance, "--project", "twice")
     first, second = boot(berth, *ask), boot(berth, *ask, "--timeout", "20")
     assert first[0]["host"] and second[0]["state"] == "active"
-    clash = berth("boot", "--flavor", "m1.tiny", *ask, "--wait", "--json")
+    clash = berth("boot", "--flavor", "m1.tiny", *ask, "--wait", "-o", "json")
     assert (clash.status, clash.data[0]["code"]) == (NO, "request.duplicate")
-    assert berth("show", instance, "--json").data["flavor"] == "m1.small"
-    assert len(berth("list", "--project", "twice", "--json").data) == 1
+    assert berth("show", instance, "-o", "json").data["flavor"] == "m1.small"
+    assert len(berth("list", "--project", "twice", "-o", "json").data) == 1
 
 
 def test_dead_letters_are_listed_shown_replayed_and_purged(berth: Berth) -> None:
     """A request that is no JSON names no project that could be answered, so it is parked."""
     instance = str(uuid.uuid4())
     asyncio.run(publish(berth, f"not JSON: {instance}\n\u202e".encode()))
-    letters = ("scheduler.requests", "--json")
+    letters = ("scheduler.requests", "-o", "json")
     mine = parked(berth, instance)
     assert [one["code"] for one in mine] == ["message.malformed"]
-    shown = berth("dead-letter", "show", "scheduler.requests", mine[0]["id"], "--json").data
+    shown = berth("dead-letter", "show", "scheduler.requests", mine[0]["id"], "-o", "json").data
     assert (shown["queue"], shown["body"]) == ("scheduler.requests", f"not JSON: {instance}\n\u202e")
     assert instance in berth("dead-letter", "show", "scheduler.requests", mine[0]["id"]).out
-    counts = berth("dead-letter", "list", "--json").data
+    counts = berth("dead-letter", "list", "-o", "json").data
     assert next(one for one in counts if one["queue"] == "scheduler.requests")["dead"] >= 1
     assert berth("dead-letter", "replay", *letters, mine[0]["id"]).data["replayed"] == [mine[0]["id"]]
     assert len(parked(berth, instance)) == 1, "it is no better now"
@@ -246,7 +246,7 @@ def test_an_interrupted_load_ends_with_its_summary(berth: Berth) -> None:
 
 
 def test_invariants_hold_after_the_loads(berth: Berth) -> None:
-    check = berth("check", "--json")
+    check = berth("check", "-o", "json")
     assert check.status == 0, check.out
     assert check.data["at_rest"] and len(check.data["invariants"]) >= 7
     assert berth("check").out.count("holds") == len(check.data["invariants"])
@@ -265,7 +265,7 @@ def test_check_reports_an_open_breaker_and_of_machines_in_quarantine(berth: Bert
         await database.close()
 
     asyncio.run(put_on_record())
-    check = berth("check", "--json")
+    check = berth("check", "-o", "json")
     assert check.status == 1
     broken = {one["name"]: one["examples"] for one in check.data["invariants"] if not one["holds"]}
     assert set(broken) == {"breakers_closed", "quarantine_decided"}
@@ -288,20 +288,20 @@ def test_settings_are_shown_without_their_secrets(berth: Berth) -> None:
         "BERTH_IRONIC_SYNC__PASSWORD": "hunter2",
         "BERTH_COMPUTE__IRONIC__TOKEN": "hunter2",
     }
-    as_json = berth("config", "--json", settings=secrets)
+    as_json = berth("config", "-o", "json", settings=secrets)
     as_text = berth("config", settings=secrets)
     assert "hunter2" not in as_json.out + as_text.out
     assert as_json.data["database"]["url"] == "postgresql://me:***@db/berth"
     # The output is a settings file.
     (berth.directory / "again.toml").write_text(berth("config").out)
-    assert berth("--config", "again.toml", "config", "--json").data == berth("config", "--json").data
+    assert berth("--config", "again.toml", "config", "-o", "json").data == berth("config", "-o", "json").data
 
 
 WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (USAGE, "not a UUID", ("show", "nonsense"), {}),
     (USAGE, "not a UUID", ("delete", "nonsense"), {}),
     (USAGE, "leave --wait and --json away", ("delete", UNKNOWN, "--cell", "cell1", "--wait"), {}),
-    (USAGE, "leave --wait and --json away", ("delete", UNKNOWN, "--cell", "cell1", "--json"), {}),
+    (USAGE, "leave --wait and --json away", ("delete", UNKNOWN, "--cell", "cell1", "-o", "json"), {}),
     (USAGE, "not a UUID", ("boot", "--flavor", "m1.small", "--uuid", "1"), {}),
     (USAGE, "not a UUID", ("boot", "--flavor", "m1.small", "--network", "private"), {}),
     (USAGE, "--availability-zone", ("boot", "--flavor", "m1.small", "--availability-zone", "z "), {}),
@@ -312,7 +312,7 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (USAGE, "leave --count away", ("boot", "--flavor", "x", "--count", "2", "--volumes", "nowhere.json"), {}),
     (USAGE, "accepted", ("list", "--state", "floating"), {}),
     (USAGE, "No such command", ("frobnicate",), {}),
-    (NO, "flavor.unknown", ("boot", "--flavor", "nope", "--wait", "--json"), {}),
+    (NO, "flavor.unknown", ("boot", "--flavor", "nope", "--wait", "-o", "json"), {}),
     (NO, "there is no build", ("show", UNKNOWN), {}),
     (NO, "there is no build", ("delete", UNKNOWN), {}),
     (NO, "no dead letter", ("dead-letter", "show", "scheduler.requests", "x"), {}),
@@ -363,7 +363,7 @@ def test_a_mistake_is_reported_in_a_sentence(
 
 
 def test_a_running_system_is_backed_up_and_is_no_target_for_a_restore(berth: Berth) -> None:
-    made = berth("backup", "saved", "--json")
+    made = berth("backup", "saved", "-o", "json")
     assert made.status == 0, made.err
     schemas = {schema["schema"]: schema for schema in made.data["schemas"]}
     assert list(schemas) == ["cell_cell1", "cell_cell2", "ironic_sync", "scheduler", "placement"]
@@ -380,7 +380,7 @@ def test_a_running_system_is_backed_up_and_is_no_target_for_a_restore(berth: Ber
 
 
 def test_the_schemas_are_shown_and_judged(berth: Berth) -> None:
-    shown = berth("db", "list", "--json")
+    shown = berth("db", "list", "-o", "json")
     assert {one["schema"]: one["state"] for one in shown.data} == dict.fromkeys(
         ("cell_cell1", "cell_cell2", "ironic_sync", "scheduler", "placement"), "current"
     )
@@ -525,10 +525,10 @@ def test_a_zone_is_asked_for_by_the_name_that_it_was_given(berth: Berth) -> None
     for zone in ("az.one", "DC1 Rack 2", "zürich"):
         made = berth("aggregate", "set", "named", "--zone", zone, "--host", host, "--force")
         assert made.status == 0, made.err
-        ask = ("boot", "--flavor", "m1.tiny", "--availability-zone", zone, "--network", UNKNOWN, "--wait", "--json")
+        ask = ("boot", "--flavor", "m1.tiny", "--availability-zone", zone, "--network", UNKNOWN, "--wait", "-o", "json")
         done = wait_until(lambda ask=ask: found if (found := berth(*ask)).status == 0 else None)  # it has its member
         assert done.data[0]["host"] == host
-        assert berth("aggregate", "show", "named", "--json").data["body"]["metadata"] == {"availability_zone": zone}
+        assert berth("aggregate", "show", "named", "-o", "json").data["body"]["metadata"] == {"availability_zone": zone}
     refused = berth("aggregate", "set", "named", "--zone", "z ", "--force")
     assert refused.status == NO and "1 to 255 characters" in refused.err
     assert berth("aggregate", "delete", "named", "--force").status == 0
@@ -537,7 +537,7 @@ def test_a_zone_is_asked_for_by_the_name_that_it_was_given(berth: Berth) -> None
 def test_a_group_on_record_and_the_hosts_of_an_aggregate(berth: Berth) -> None:
     assert berth("group", "create", "grouped/web", "--policy", "anti-affinity").status == 0
     apart = boot(berth, "--project", "grouped", "--count", "2", "--group", "web")
-    shown = berth("group", "show", "grouped/web", "--json").data
+    shown = berth("group", "show", "grouped/web", "-o", "json").data
     assert shown["members"] == {one["instance_uuid"]: [one["host"]] for one in apart}
     assert "anti-affinity, max_per_host 1" in berth("group", "show", "grouped/web").out
     assert "has 2 members" in berth("group", "delete", "grouped/web").err
@@ -549,10 +549,10 @@ def test_a_group_on_record_and_the_hosts_of_an_aggregate(berth: Berth) -> None:
         in berth("aggregate", "create", "w", "--zone", "w", "--host", *hosts[:1]).err
     )
     assert berth("aggregate", "create", "w", "--metadata", "a=b", "--host", hosts[0]).status == 0
-    uuid = berth("aggregate", "show", "w", "--json").data["body"]["uuid"]
+    uuid = berth("aggregate", "show", "w", "-o", "json").data["body"]["uuid"]
     assert berth("aggregate", "add-host", "w", hosts[1]).status == 0
     assert berth("aggregate", "remove-host", "w", hosts[0]).status == 0
-    body = berth("aggregate", "show", "w", "--json").data["body"]
+    body = berth("aggregate", "show", "w", "-o", "json").data["body"]
     assert body == {"uuid": uuid, "name": "w", "metadata": {"a": "b"}, "hosts": [hosts[1]]}
     assert "does not name" in berth("aggregate", "remove-host", "w", hosts[0]).err
     assert "there is no host no-such" in berth("aggregate", "add-host", "w", "no-such").err
@@ -561,7 +561,7 @@ def test_a_group_on_record_and_the_hosts_of_an_aggregate(berth: Berth) -> None:
 
 
 def body_of(berth: Berth, kind: str, name: str) -> dict[str, Any]:
-    shown = berth(kind, "show", name, "--json")
+    shown = berth(kind, "show", name, "-o", "json")
     assert shown.status == 0, shown.err
     found: dict[str, Any] = shown.data["limits"] if kind == "quota" else shown.data["body"]
     return found
@@ -621,7 +621,7 @@ def test_set_of_a_group_keeps_its_other_fields(berth: Berth) -> None:
     options = [text for key, value in made.items() for text in (f"--{key.replace('_', '-')}", str(value))]
     assert berth("group", "create", "kept/group", *options).status == 0
     assert berth("group", "set", "kept/group", "--max-per-host", "3").status == 0
-    assert berth("group", "show", "kept/group", "--json").data["group"]["body"] == {**made, "max_per_host": 3}
+    assert berth("group", "show", "kept/group", "-o", "json").data["group"]["body"] == {**made, "max_per_host": 3}
     assert berth("group", "delete", "kept/group").status == 0
 
 
@@ -639,7 +639,7 @@ def test_set_of_rules_keeps_the_other_rules(berth: Berth) -> None:
 
 
 def test_set_of_an_aggregate_keeps_its_other_fields(berth: Berth) -> None:
-    hosts = sorted(one["name"] for one in berth("host", "list", "--json").data)[:2]
+    hosts = sorted(one["name"] for one in berth("host", "list", "-o", "json").data)[:2]
     made = berth("aggregate", "create", "kept", "--metadata", "a=1", "--metadata", "b=2", "--host", hosts[0])
     assert made.status == 0, made.err
     uuid = body_of(berth, "aggregate", "kept")["uuid"]
@@ -658,12 +658,12 @@ def test_set_of_an_aggregate_keeps_its_other_fields(berth: Berth) -> None:
 
 def test_objects_are_changed_while_everything_runs(berth: Berth) -> None:
     """Flavors, quotas, aggregates and rules: listed, changed, refused, logged, and kept in a file."""
-    assert "m1.small" in {one["name"] for one in berth("flavor", "list", "--json").data}
+    assert "m1.small" in {one["name"] for one in berth("flavor", "list", "-o", "json").data}
     made = berth(
         "flavor", "create", "cli.tiny", "--vcpus", "1", "--memory-mb", "64", "--by", "eve\nforged", "--reason", "t"
     )
     assert (made.status, made.out.startswith("+ flavor cli.tiny: ")) == (0, True), made.err
-    done = berth("boot", "--flavor", "cli.tiny", "--wait", "--json")
+    done = berth("boot", "--flavor", "cli.tiny", "--wait", "-o", "json")
     assert done.status == 0, done.err
     in_use = berth("flavor", "delete", "cli.tiny")
     assert (in_use.status, "object.in_use" in in_use.err) == (NO, True)
@@ -672,12 +672,12 @@ def test_objects_are_changed_while_everything_runs(berth: Berth) -> None:
     )
     assert berth("flavor", "show", "cli.tiny").status == 0, "nothing was changed"
 
-    limited = berth("quota", "set", "cli-project", "INSTANCES=1", "VCPU=4", "--json")
+    limited = berth("quota", "set", "cli-project", "INSTANCES=1", "VCPU=4", "-o", "json")
     assert limited.data["changed"][0]["after"] == {"limits": {"INSTANCES": 1, "VCPU": 4}}
-    both = berth("boot", "--flavor", "cli.tiny", "--count", "2", "--project", "cli-project", "--wait", "--json")
+    both = berth("boot", "--flavor", "cli.tiny", "--count", "2", "--project", "cli-project", "--wait", "-o", "json")
     assert (both.status, sorted(one["code"] for one in both.data)) == (NO, ["", "quota.exceeded"])
 
-    (use,) = [one for one in berth("quota", "list", "--json").data if one["project"] == "cli-project"]
+    (use,) = [one for one in berth("quota", "list", "-o", "json").data if one["project"] == "cli-project"]
     assert (use["quota"], use["limits"]) == ("cli-project", {"INSTANCES": 1, "VCPU": 4})
     assert (use["used"]["INSTANCES"], use["used"]["VCPU"]) == (1, 1)
     assert "INSTANCES 1 of 1, VCPU 1 of 4" in berth("quota", "list").out
@@ -685,7 +685,7 @@ def test_objects_are_changed_while_everything_runs(berth: Berth) -> None:
     assert berth("quota", "show", "cli-project").out == text
     assert berth("quota", "show", "nobody").status == NO
 
-    entries = berth("event", "list", "--name", "cli.tiny", "--json").data
+    entries = berth("event", "list", "--name", "cli.tiny", "-o", "json").data
     assert [(one["actor"], one["reason"]) for one in entries] == [("eve\nforged", "t")]
     table = berth("event", "list", "--name", "cli.tiny").out
     assert len(table.splitlines()) <= 4 and "eve\\nforged" in table, "a newline forges no row"
@@ -694,9 +694,9 @@ def test_objects_are_changed_while_everything_runs(berth: Berth) -> None:
 def test_builds_are_listed_by_host_code_and_time(berth: Berth) -> None:
     [one] = boot(berth, "--project", "listed")
     uuid = one["instance_uuid"]
-    build = berth("show", uuid, "--json").data
+    build = berth("show", uuid, "-o", "json").data
     host, elsewhere = build["host"], {"cell1": "cell2", "cell2": "cell1"}[build["cell"]]
-    mine = ("list", "--project", "listed", "--json")
+    mine = ("list", "--project", "listed", "-o", "json")
     assert [build["instance_uuid"] for build in berth(*mine, "--host", host).data] == [uuid]
     assert [build["instance_uuid"] for build in berth(*mine, "--after", "2001-01-01").data] == [uuid]
     for other in (("--host", "no"), ("--code", "no"), ("--cell", elsewhere), ("--before", "2001-01-01")):
@@ -705,7 +705,7 @@ def test_builds_are_listed_by_host_code_and_time(berth: Berth) -> None:
 
 
 def test_a_cell_is_disabled_and_enabled(berth: Berth) -> None:
-    listed = {one["name"]: one for one in berth("cell", "list", "--json").data}
+    listed = {one["name"]: one for one in berth("cell", "list", "-o", "json").data}
     assert {name: (one["state"], one["version"]) for name, one in listed.items()} == {
         "cell1": ("enabled", 0),
         "cell2": ("enabled", 0),

@@ -97,9 +97,9 @@ def waits(system: Roles, name: str, code: str) -> bool:
 
 
 def boot(system: Roles) -> None:
-    done = system.berth("boot", "--flavor", "m1.small", "--wait", "--project", MINE, "--json")
+    done = system.berth("boot", "--flavor", "m1.small", "--wait", "--project", MINE, "-o", "json")
     assert done.returncode == 0, done.stderr
-    assert [one["state"] for one in json.loads(done.stdout)] == ["active"]
+    assert [one["state"] for one in json.loads(done.stdout)["items"]] == ["active"]
 
 
 def test_a_restore_by_another_user_is_waited_for_until_the_printed_rights_are_back(
@@ -142,13 +142,13 @@ def accepts_losses(system: Roles) -> None:
     word = ("recovery", "accept", "cell1", "--losses", "3", "--reason", "drill", "--yes")
     for user in ("berth-web", "berth-operator"):
         asyncio.run(_stop_recovery(system.database))
-        assert system.berth("recovery", "list", user=user).returncode == 1
+        assert system.berth("recovery", "show", "cell1", user=user).returncode == 1
         refused = system.berth(*word, user=BACKUP)
         assert refused.returncode and "database.forbidden" in refused.stderr, refused.stderr
         done = system.berth(*word, user=user)
         assert done.returncode == 0, (user, done.stderr)
-        shown = system.berth("recovery", "list", "--json", user=user)
-        assert [one["state"] for one in json.loads(shown.stdout)] == ["accepted"], shown.stdout
+        shown = system.berth("recovery", "list", "-o", "json", user=user)
+        assert [one["state"] for one in json.loads(shown.stdout)["items"]] == ["accepted"], shown.stdout
 
 
 async def _stop_recovery(url: str) -> None:

@@ -280,9 +280,9 @@ async def test_a_project_requests_nothing_that_is_an_operators_right(system: Gua
         body = {"instance_uuid": placed, "project_id": MINE, "flavor": "m1.small", "host": "x", "forced": True}
         await mine.publish(body, key_of("build.request", MINE))
         assert (await mine.terminal(placed))["code"] == "role.forbidden"
-        moved = await asyncio.to_thread(system.berth, "instance", "migrate", one, "--live", "--json")
+        moved = await asyncio.to_thread(system.berth, "instance", "migrate", one, "--live", "-o", "json")
         assert moved.returncode == 0, moved.stderr  # the operator's command of the same
-        reverted = await asyncio.to_thread(system.berth, "instance", "revert", one, "--force", "--json")
+        reverted = await asyncio.to_thread(system.berth, "instance", "revert", one, "--force", "-o", "json")
         assert "role.forbidden" not in reverted.stdout + reverted.stderr  # there is no move to revert
         assert (await mine.delete(one))["state"] == "deleted"
 
@@ -562,7 +562,7 @@ def test_an_operator_does_all_of_an_operators_work(system: Guarded) -> None:
     asyncio.run(_park_a_forged_letter(system))
     for arguments in (
         ("boot", "--flavor", "m1.small", "--count", "2", "--wait", "--project", MINE),
-        ("list", "--json"),
+        ("list", "-o", "json"),
         ("host", "list"),
         ("dead-letter", "list", "scheduler.requests"),
         ("dead-letter", "replay", "scheduler.requests", "--all"),
@@ -578,7 +578,7 @@ def test_every_command_about_instances_and_objects_is_allowed_to_all_who_carry_i
     """The commands, and what workers send because of them: a drain's look into placement, a revert's under a quota."""
 
     def berth(*arguments: str) -> Any:
-        done = system.berth(*arguments, "--json")
+        done = system.berth(*arguments, "-o", "json")
         assert done.returncode == 0, (arguments, done.stdout, done.stderr)
         return json.loads(done.stdout)
 

@@ -9,7 +9,16 @@ from typing import Annotated
 import typer
 
 import placement_worker.app
-from berth.cli.common import Stop, explain, make_directory, print_json, print_stop, settings_of
+from berth.cli.common import (
+    Stop,
+    explain,
+    make_directory,
+    print_stop,
+    settings_of,
+)
+from berth.cli.output import (
+    print_document,
+)
 from berth.config.ports import ServerFailed
 from berth.config.rest_address import DEFAULT_PORT, LOOPBACK, with_rest_at
 from berth.config.settings import EMBEDDED, Settings
@@ -62,7 +71,7 @@ def serve(
 
 def openapi() -> None:
     """Print the OpenAPI document of the served routes."""
-    print_json(document())
+    print_document(document())
 
 
 def _run(settings: Settings, url: str, store: PlacementService | None = None) -> int:

@@ -8,31 +8,51 @@ from typing import Annotated, Any
 import typer
 
 from berth.bus_client.object_edits import ObjectEdit
-from berth.cli.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, out, print_json, print_rows
+from berth.cli.common import (
+    QUERY_TIMEOUT_S,
+    Exit,
+    Stop,
+    client,
+)
 from berth.cli.objects.objects import ChangeOptions, LogReason, Name, change_objects
+from berth.cli.output import (
+    As,
+    Cell,
+    Form,
+    Listing,
+    ListOutput,
+    Table,
+    Time,
+    print_data,
+    print_list,
+    print_one,
+)
 from berth.config.settings import Settings
-from berth.text import render_rows, utc
 from bus.contracts.objects import CellRecord, CellsPage, CellsQuery, CellState, ObjectKind, StoredObject
 
 LastOne = Annotated[bool, typer.Option("--force", help="Also the last cell that takes builds.")]
 Body = dict[str, Any]
-COLUMNS = ["name", "state", "in use", "scheduler's link", "bus", "by", "at (UTC)", "reason"]
 
 
-async def list_cells(settings: Settings, as_json: AsJson = False) -> None:
+async def list_cells(settings: Settings, *, listing: ListOutput) -> None:
     """List all cells: those of the schedulers' settings, and those that operators have added."""
-    print_rows(await _known(settings), as_json, COLUMNS, _row)
+    async with client(settings) as berth:
+
+        async def read() -> Listing[CellRecord]:
+            return Listing((await berth.bus.request(CellsQuery(), CellsPage, timeout_s=QUERY_TIMEOUT_S)).cells)
+
+        await print_list(read, CELLS, listing)
 
 
-async def show_cell(settings: Settings, name: Name, as_json: AsJson = False) -> None:
+async def show_cell(settings: Settings, name: Name, form: As = Form.TABLE) -> None:
     """Show one cell."""
     found = next((one for one in await _known(settings) if one.name == name), None)
     if found is None:
         raise Stop(Exit.NO, "cell.unknown", f"there is no cell {name!r}")
-    if as_json:
-        print_json(found)
+    if form.is_data:
+        print_data(found, form)
     else:
-        render_rows(out, ["what", "is"], [*zip(COLUMNS, _row(found), strict=True)])
+        print_one(CELLS, found)
 
 
 async def create_cell(
@@ -139,7 +159,7 @@ async def _known(settings: Settings) -> tuple[CellRecord, ...]:
         return (await berth.bus.request(CellsQuery(), CellsPage, timeout_s=QUERY_TIMEOUT_S)).cells
 
 
-def _row(one: CellRecord) -> list[str]:
+def _row(one: CellRecord) -> list[Cell]:
     link = f"{one.link.value}: {one.problem}" if one.problem else one.link.value
     return [
         one.name,
@@ -148,9 +168,12 @@ def _row(one: CellRecord) -> list[str]:
         link,
         _place(one),
         one.by,
-        utc(one.at),
+        Time(one.at),
         one.reason,
     ]
+
+
+CELLS = Table("name state in-use link bus by at reason", _row)
 
 
 def _place(one: CellRecord) -> str:

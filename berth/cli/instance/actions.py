@@ -18,7 +18,6 @@ from berth.bus_client import BuildClient
 from berth.bus_client.actions import ActionClient
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
-    AsJson,
     Exit,
     Instance,
     Stop,
@@ -27,16 +26,30 @@ from berth.cli.common import (
     Yes,
     ask_first,
     client,
-    err,
-    out,
+    further,
+    is_uuid,
+    one_of,
     pairs_of,
     parse_uuid,
-    print_json,
-    print_rows,
 )
 from berth.cli.instance.instances import ImageSha256, ImageSourceUrl, image_source_of
+from berth.cli.output import (
+    As,
+    Cell,
+    Form,
+    Id,
+    Listing,
+    ListOutput,
+    Table,
+    Time,
+    err,
+    out,
+    print_data,
+    print_list,
+    print_one,
+)
 from berth.config.settings import Settings
-from berth.text import printable, render_funnel, utc
+from berth.text import printable, render_funnel
 from bus.clock import new_uuid
 from bus.contracts.actions import (
     ActionEvent,
@@ -62,7 +75,7 @@ class RequestOptions(Struct, frozen=True, kw_only=True):
     ] = None
     wait: Wait = False
     timeout: Timeout = 600.0
-    as_json: AsJson = False
+    form: As = Form.TABLE
 
 
 TO_HOST = (
@@ -233,31 +246,61 @@ stop = _simple(ActionKind.STOP, "Stop an instance; it keeps its allocation.")
 unrescue = _simple(ActionKind.UNRESCUE, "Boot a rescued instance from its own disks again.")
 
 
-async def actions(
-    settings: Settings,
+class ActionListOptions(ListOutput, frozen=True, kw_only=True):
+    """The options of `berth action list`."""
+
     instance: Annotated[
         str | None, typer.Option(parser=parse_uuid, metavar="UUID", help="Only about this instance.")
-    ] = None,
-    project: Annotated[str | None, typer.Option(help="Only of this project.")] = None,
+    ] = None
+    project: Annotated[str | None, typer.Option(help="Only of this project.")] = None
     under_way: Annotated[
         bool | None, typer.Option("--under-way/--ended", help="Only those that have not ended, or have.")
-    ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="The most to list, newest first.")] = 50,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="The most to list, newest first.")] = 50
+
+
+async def actions(settings: Settings, *, options: ActionListOptions) -> None:
     """List actions, newest first."""
-    async with client(settings) as berth:
-        query = ActionQuery(instance_uuid=instance, project_id=project, under_way=under_way, limit=limit)
-        page = await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)
-    print_rows(
-        page.actions, as_json, ["request", "instance", "what", "state", "cell", "host", "since (UTC)", "reason"], _row
+    query = ActionQuery(
+        instance_uuid=options.instance,
+        project_id=options.project,
+        under_way=options.under_way,
+        limit=options.limit,
     )
+    async with client(settings) as berth:
+
+        async def read() -> Listing[ActionRecord]:
+            page = await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)
+            return Listing(page.actions, further(page.actions, options.limit))
+
+        await print_list(read, ACTIONS, options)
 
 
-def _row(one: ActionRecord) -> list[str | Text]:
+async def show_action(
+    settings: Settings,
+    request_id: Annotated[str, typer.Argument(help="The action's id, or its first letters.", metavar="ACTION")],
+    form: As = Form.TABLE,
+) -> None:
+    """Show one action: its state, and the reason."""
+    async with client(settings) as berth:
+        query = ActionQuery(request_id=parse_uuid(request_id)) if is_uuid(request_id) else ActionQuery(limit=1000)
+        page = await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)
+    wanted = one_of("action", "action.unknown", request_id, {one.request_id: one.kind.value for one in page.actions})
+    found = next(one for one in page.actions if one.request_id == wanted)
+    if form.is_data:
+        print_data(found, form)
+        return
+    print_one(ACTIONS, found)
+    render_funnel(found.funnel, out)
+
+
+def _row(one: ActionRecord) -> list[Cell]:
     reason = f"{one.code}: {one.reason}" if one.code else ""
-    where: list[str | Text] = [_colour(one.state), one.cell or "", one.host or ""]
-    return [one.request_id, one.instance_uuid, one.kind.value, *where, utc(one.updated_at), reason]
+    of: list[Cell] = [Id(one.request_id), Id(one.instance_uuid), one.kind.value, _colour(one.state), one.host or ""]
+    return [*of, Time(one.updated_at), reason, one.cell or "", one.project_id, Time(one.created_at)]
+
+
+ACTIONS = Table("action instance what state host since reason | cell project requested", _row)
 
 
 @contextlib.asynccontextmanager
@@ -280,12 +323,12 @@ async def _request(settings: Settings, uuid: str, kind: ActionKind, options: Req
         request = _message(uuid, page.builds[0].project_id, kind, fields, options.request_id)
         await following.ask(request)
         if not options.wait:
-            _show(request, None, options.as_json)
+            _show(request, None, options.form)
             return 0
         if not await following.wait(options.timeout):
             raise Stop(Exit.TIME, "timeout", f"{kind} {request.request_id} had not ended in time")
         end = following.ended[request.request_id]
-    _show(request, end, options.as_json)
+    _show(request, end, options.form)
     return 0 if end.state is ActionState.DONE else Exit.NO
 
 
@@ -305,12 +348,12 @@ def _message(
         raise Stop(Exit.USAGE, "request.invalid", reason_of(error)) from error
 
 
-def _show(request: ActionRequest, end: ActionEvent | ActionRecord | None, as_json: bool) -> None:
-    if as_json:
+def _show(request: ActionRequest, end: ActionEvent | ActionRecord | None, form: Form) -> None:
+    if form.is_data:
         of = {"request_id": request.request_id, "instance_uuid": request.instance_uuid, "kind": request.kind.value}
         came = {name: getattr(end, name, None) for name in ("host", "cell")}
         reason = {name: getattr(end, name, "") for name in ("code", "reason")}
-        print_json({**of, "state": "accepted" if end is None else end.state.value, **came, **reason})
+        print_data({**of, "state": "accepted" if end is None else end.state.value, **came, **reason}, form)
         return
     state = "accepted" if end is None else end.state.value
     where = f" on {end.host} in {end.cell}" if end is not None and end.host else ""

@@ -20,9 +20,9 @@ from rich.text import Text
 from berth.bus_client import BuildClient, RequestWatch
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
-    AsJson,
     Exit,
     Instance,
+    Page,
     Stop,
     Timeout,
     Yes,
@@ -30,13 +30,22 @@ from berth.cli.common import (
     by_cell,
     check_cell,
     client,
-    err,
     open_in_time,
-    out,
     parse_uuid,
-    print_json,
+)
+from berth.cli.output import (
+    As,
+    Cell,
+    Form,
+    Id,
+    Listing,
+    ListOutput,
+    Table,
+    Time,
+    out,
+    print_data,
     print_line,
-    print_rows,
+    print_list,
 )
 from berth.config.settings import Settings
 from berth.config.site import Site, process_name, with_added_cells
@@ -44,7 +53,7 @@ from berth.text import printable, render_funnel, render_rows, render_scores, ren
 from bus.clock import new_uuid
 from bus.contracts.actions import ActionPage, ActionQuery, ActionRecord
 from bus.contracts.base import reason_of
-from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
+from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
 from bus.contracts.cell import CellDelete
 from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, NetworkRequest, VolumeRequest
 from bus.contracts.deploy import Volumes as VolumeRequests
@@ -126,7 +135,7 @@ class BootOptions(Struct, frozen=True, kw_only=True):
     ] = None
     wait: Annotated[bool, typer.Option("--wait", help="Wait for each build's end.")] = False
     timeout: Timeout = 300.0
-    as_json: AsJson = False
+    form: As = Form.TABLE
 
 
 async def boot(settings: Settings, *, options: BootOptions) -> int:
@@ -134,9 +143,9 @@ async def boot(settings: Settings, *, options: BootOptions) -> int:
     requests = requests_of(options)
     _check(requests[-1])
     async with client(settings) as berth:
-        watches = await publish_and_follow(berth, requests, timeout_s=options.timeout, as_json=options.as_json)
+        watches = await publish_and_follow(berth, requests, timeout_s=options.timeout, form=options.form)
         ended = not options.wait or await berth.wait(options.timeout)
-        report_requests(watches, as_json=options.as_json)
+        report_requests(watches, form=options.form)
     if not ended:
         raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in watches)} builds had not ended in time")
     return Exit.NO if options.wait and any(t.state != "active" for t in watches) else 0
@@ -279,13 +288,13 @@ async def delete(
         ),
     ] = None,
     timeout_s: Timeout = 120.0,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
     yes: Yes = False,
 ) -> int:
     """Delete machines, or stop their builds wherever they stand."""
     requested = list(dict.fromkeys(uuids))
-    if cell is not None and (wait or as_json):
-        raise typer.BadParameter("the cell does not answer: leave --wait and --json away", param_hint="--cell")
+    if cell is not None and (wait or form):
+        raise typer.BadParameter("the cell does not answer: leave --wait and -o away", param_hint="--cell")
 
     site = Site(settings)
     if cell is not None and cell not in settings.cells:
@@ -301,7 +310,7 @@ async def delete(
     async with client(settings) as berth:
         watches = await berth.delete(records, retry_for_s=timeout_s)
         ended = not wait or await berth.wait(timeout_s)
-        report_requests(watches, as_json=as_json)
+        report_requests(watches, form=form)
     if not ended:
         raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in watches)} were not destroyed in time")
     return Exit.NO if wait and any(t.state != "deleted" for t in watches) else 0
@@ -340,7 +349,7 @@ async def show(
     settings: Settings,
     uuid: Instance,
     history: Annotated[bool, typer.Option("--history", help="The whole timeline, a line each.")] = False,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Show one build: its state, and the reason."""
 
@@ -349,13 +358,13 @@ async def show(
         # Any project may name the uuid in a request of its own.
         query = ActionQuery(instance_uuid=uuid, project_id=record.project_id, limit=1)
         newest = await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)
-    if as_json:
-        print_json(record)
+    if form.is_data:
+        print_data(record, form)
     else:
         show_record(record, newest.unplaced, history=history)
 
 
-class ListOptions(Struct, frozen=True, kw_only=True):
+class InstanceListOptions(ListOutput, frozen=True, kw_only=True):
     """The options of `berth list`."""
 
     project: Annotated[str | None, typer.Option(help="Only of this project.")] = None
@@ -371,35 +380,53 @@ class ListOptions(Struct, frozen=True, kw_only=True):
     after: Annotated[datetime | None, typer.Option(help="Only requested then or later, UTC.")] = None
     before: Annotated[datetime | None, typer.Option(help="Only requested earlier, UTC.")] = None
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The most to list, newest first.")] = 50
-    as_json: AsJson = False
+    page: Page = None
 
-    def fields(self) -> dict[str, object]:
-        """The states of a BuildQuery."""
+    def query(self) -> BuildQuery:
+        """Raises BadParameter."""
         same = {name: getattr(self, name) for name in ("state", "host", "cell", "flavor", "code", "gang", "limit")}
-        moments = {
+        moments: dict[str, object] = {
             name: None if at is None else at.replace(tzinfo=UTC).timestamp()
             for name, at in (("after", self.after), ("before", self.before))
         }
-        return {"project_id": self.project, **same, **moments}
+        if self.page is not None:
+            before, _, last = self.page.partition("/")
+            try:
+                moments |= {"before": float(before), "before_instance": last or None}
+            except ValueError:
+                raise typer.BadParameter("take it from the list before", param_hint="--page") from None
+        return _query({"project_id": self.project, **same, **moments})
 
 
-async def list_builds(settings: Settings, *, options: ListOptions) -> None:
-    """List builds, newest first."""
-    query = _query(options.fields())
+async def list_builds(settings: Settings, *, options: InstanceListOptions) -> None:
+    """List instances, newest first."""
+    query = options.query()
 
     async with client(settings) as berth:
-        page = await berth.query(query, timeout_s=QUERY_TIMEOUT_S)
-        if not page.builds:  # else there was the cell, if there is none of this name any more
-            await check_cell(berth, settings, query.cell)
+
+        async def read() -> Listing[BuildRecord]:
+            page = await berth.query(query, timeout_s=QUERY_TIMEOUT_S)
+            if not page.builds:  # else there was the cell, if there is none of this name any more
+                await check_cell(berth, settings, query.cell)
+            return Listing(page.builds, _next_page(page, query.limit))
+
+        await print_list(read, INSTANCES, options)
+
+
+def _next_page(page: BuildPage, limit: int) -> dict[str, str] | None:
+    """Where a page ended: full, or after as many as a scheduler looks through."""
     if page.searched_to is not None:
-        err.print(f"searched back to {utc(page.searched_to)} UTC; older ones: --before")
-    columns = ["instance", "name", "flavor", "state", "cell", "host", "since (UTC)"]
-    print_rows(page.builds, options.as_json, columns, _build_row)
+        return {"--page": f"{page.searched_to!r}/{page.searched_to_instance or ''}"}
+    last = page.builds[-1] if len(page.builds) == limit else None
+    return None if last is None else {"--page": f"{last.created_at!r}/{last.instance_uuid}"}
 
 
-def _build_row(one: BuildRecord) -> list[str | Text]:
-    where: list[str | Text] = [_colour(one.shown_state), one.cell or "", one.host or ""]
-    return [one.instance_uuid, one.name, one.flavor, *where, utc(one.updated_at)]
+def _build_row(one: BuildRecord) -> list[Cell]:
+    named: list[Cell] = [Id(one.instance_uuid), one.name, one.flavor, _colour(one.shown_state), one.host or ""]
+    return [*named, Time(one.updated_at), one.cell or "", one.project_id, Time(one.created_at), one.code]
+
+
+INSTANCES = Table("instance name flavor state host since | cell project requested code", _build_row)
 
 
 def _query(fields: Mapping[str, object]) -> BuildQuery:
@@ -417,7 +444,7 @@ async def _record(berth: BuildClient, uuid: str, *, timeout_s: float = QUERY_TIM
 
 
 async def publish_and_follow(
-    berth: BuildClient, requests: Sequence[BuildRequest], *, timeout_s: float, as_json: bool
+    berth: BuildClient, requests: Sequence[BuildRequest], *, timeout_s: float, form: Form
 ) -> list[RequestWatch]:
     """Publish all, waiting for a full queue to have space.
 
@@ -428,14 +455,14 @@ async def publish_and_follow(
     except (PublishRefused, BusUnavailable, RequestUnconfirmed):
         accepted = [watch for watch in berth.watches.values() if watch.published_at is not None]
         if accepted:
-            report_requests(accepted, as_json=as_json)
+            report_requests(accepted, form=form)
         raise
 
 
-def report_requests(watches: Sequence[RequestWatch], *, as_json: bool) -> None:
+def report_requests(watches: Sequence[RequestWatch], *, form: Form) -> None:
     """As JSON, or a line for each."""
-    if as_json:
-        print_json([_plain(watch) for watch in watches])
+    if form.is_data:
+        print_data([_plain(watch) for watch in watches], form)
         return
     show_requests(watches, out)
 

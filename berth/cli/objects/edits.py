@@ -16,15 +16,11 @@ from rich.text import Text
 from berth.bus_client.object_edits import Body, ObjectEdit, QuotaUse, merged, project_usage, quota_uses, stored_objects
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
-    AsJson,
     Exit,
     Stop,
     client,
-    out,
     pairs_of,
     parse_uuid,
-    print_json,
-    print_rows,
 )
 from berth.cli.objects.objects import (
     ChangeOptions,
@@ -33,6 +29,16 @@ from berth.cli.objects.objects import (
     change_objects,
     number,
     read_object,
+)
+from berth.cli.output import (
+    As,
+    Form,
+    Listing,
+    ListOutput,
+    Table,
+    out,
+    print_data,
+    print_list,
 )
 from berth.cli.site.as_toml import NO_COMMENTS, Path, as_toml
 from berth.config.settings import Settings
@@ -391,14 +397,14 @@ async def _change_hosts(
     await change_objects(settings, ObjectEdit(ObjectKind.AGGREGATE, name, edit), decision)
 
 
-async def show_group(settings: Settings, name: GroupName, as_json: AsJson = False) -> None:
+async def show_group(settings: Settings, name: GroupName, form: As = Form.TABLE) -> None:
     """Show a server group and its members: instances, and the hosts that they are on."""
     async with client(settings) as berth:
         stored = await read_object(berth.bus, ObjectKind.GROUP, name)
         group = group_named(name, msgspec.convert(stored.body, GroupDefinition))
         members = [one async for one in _members(berth.bus, name.partition("/")[0], group.uuid)]
-    if as_json:
-        print_json({"group": stored, "uuid": group.uuid, "members": dict(members)})
+    if form.is_data:
+        print_data({"group": stored, "uuid": group.uuid, "members": dict(members)}, form)
         return
     rule = f"{group.policy.value}, max_per_host {group.max_per_host}, uuid {group.uuid}"
     out.print(Text(printable(f"{name}: {rule}")), soft_wrap=True)
@@ -418,23 +424,30 @@ async def _members(bus: Bus, project: str, group: str) -> AsyncIterator[tuple[st
         after = max(page.members)
 
 
-async def list_quotas(settings: Settings, as_json: AsJson = False) -> None:
+QUOTAS = Table[QuotaUse](
+    "project quota used | version", lambda one: [one.project, one.quota or "", _uses(one), one.version or ""]
+)
+
+
+async def list_quotas(settings: Settings, *, listing: ListOutput) -> None:
     """List projects that have a quota or allocations, with limits and usage."""
     async with client(settings) as berth:
-        stored = [one async for one in stored_objects(berth.bus, ObjectKind.QUOTA, timeout_s=QUERY_TIMEOUT_S)]
-        found = quota_uses(stored, await project_usage(berth.bus, (), timeout_s=QUERY_TIMEOUT_S))
-    columns = ["project", "quota", "used of limit", "version"]
-    print_rows(found, as_json, columns, lambda one: [one.project, one.quota, _uses(one), str(one.version or "")])
+
+        async def read() -> Listing[QuotaUse]:
+            stored = [one async for one in stored_objects(berth.bus, ObjectKind.QUOTA, timeout_s=QUERY_TIMEOUT_S)]
+            return Listing(quota_uses(stored, await project_usage(berth.bus, (), timeout_s=QUERY_TIMEOUT_S)))
+
+        await print_list(read, QUOTAS, listing)
 
 
-async def show_quota(settings: Settings, name: Name, as_json: AsJson = False) -> None:
+async def show_quota(settings: Settings, name: Name, form: As = Form.TABLE) -> None:
     """Show a quota as TOML, as `berth apply` reads it, with the project's usage."""
     async with client(settings) as berth:
         stored = await read_object(berth.bus, ObjectKind.QUOTA, name)
         used = {} if name == DEFAULT_QUOTA else await project_usage(berth.bus, [name], timeout_s=QUERY_TIMEOUT_S)
     (found,) = quota_uses([stored], used, [name])
-    if as_json:
-        print_json(found)
+    if form.is_data:
+        print_data(found, form)
         return
     comments: Mapping[Path, str] = {("quotas", name, key): f"{found.used.get(key, 0)} used" for key in found.limits}
     text = as_toml({"quotas": {name: found.limits}}, NO_COMMENTS if name == DEFAULT_QUOTA else comments)

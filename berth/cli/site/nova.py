@@ -18,18 +18,21 @@ import placement_worker.app
 from berth.cli.claims.placement import DEFAULT_API, placement_database
 from berth.cli.common import (
     SHADOW,
-    AsJson,
     Exit,
     Stop,
-    err,
     explain,
     host_and_port,
     in_shadow,
-    out,
-    print_json,
-    print_line,
     print_stop,
     settings_of,
+)
+from berth.cli.output import (
+    As,
+    Form,
+    err,
+    out,
+    print_data,
+    print_line,
 )
 from berth.cli.site.as_toml import as_toml
 from berth.cli.site.run import health_address
@@ -94,7 +97,7 @@ def trial(
     context: typer.Context,
     page: Annotated[str, typer.Option(help="Show at HOST:PORT what berth would have done.")] = "",
     tokens: Tokens = None,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Decide a running Nova's calls, and change nothing there.
 
@@ -116,15 +119,15 @@ def trial(
     except (SettingsError, Stop, ServerFailed) as fault:
         _end(fault)
     for comparison in found:
-        _print_trial(comparison, as_json=as_json)
+        _print_trial(comparison, form=form)
     raise SystemExit(status)
 
 
-def _print_trial(comparison: AnswerComparison, *, as_json: bool) -> None:
+def _print_trial(comparison: AnswerComparison, *, form: Form) -> None:
     counts = {one.value: comparison.counts().get(one.value, 0) for one in Difference}
     mean_s = dict(zip(("berth", "stock"), comparison.mean_s(), strict=True))
-    if as_json:
-        print_json({"calls": counts, "mean_s": mean_s})
+    if form.is_data:
+        print_data({"calls": counts, "mean_s": mean_s}, form)
         return
     render_rows(out, ("calls", "count"), [(name, str(count)) for name, count in counts.items()])
     print_line(
@@ -145,7 +148,7 @@ def _end(fault: Exception) -> NoReturn:
 
 async def translated_settings(
     file: Annotated[Path, typer.Argument(help="A nova.conf.", metavar="FILE")],
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> int:
     """Print a nova.conf as settings of berth.
 
@@ -159,8 +162,8 @@ async def translated_settings(
         raise Stop(Exit.USAGE, error.code, f"{file}: {error.reason}") from None
     except OSError as error:
         raise Stop(Exit.USAGE, NovaConfUnreadable.code, f"{file}: {error.strerror}") from None
-    if as_json:
-        print_json(found)
+    if form.is_data:
+        print_data(found, form)
     else:
         sys.stdout.write(as_toml(found.settings))
         for one in found.left_out:

@@ -10,7 +10,15 @@ from typing import Annotated
 
 import typer
 
-from berth.cli.common import client, host_and_port, open_in_time, out, settings_of
+from berth.cli.common import (
+    client,
+    host_and_port,
+    open_in_time,
+    settings_of,
+)
+from berth.cli.output import (
+    out,
+)
 from berth.config.settings import Settings
 from berth.config.site import Site, process_name
 from berth.fencing.fencer import Fencer

@@ -540,7 +540,7 @@ async def test_what_is_wrong_with_each_node_is_printed_in_ironics_words(
     }
     for name, fields in wrong.items():
         commands_ironic.pool.add(**{"name": name, "power_state": "power off", **fields})
-    result = await berth("problems", "--json")
+    result = await berth("problems", "-o", "json")
     assert result.exit_code == 1, result.output
     answer = json.loads(result.output)
     assert {node["name"]: node["problems"] for node in answer["nodes"]} == {
@@ -564,7 +564,7 @@ async def test_nothing_wrong_prints_nothing(commands_ironic: IronicStandIn, bert
 
 async def test_flavors_that_no_node_serves_are_named(commands_ironic: IronicStandIn, berth: Any) -> None:
     commands_ironic.pool.plan(1, ("baremetal-gold",))
-    result = await berth("problems", "--json")
+    result = await berth("problems", "-o", "json")
     assert result.exit_code == 1 and json.loads(result.output)["flavors"] == ["bm.silver"]
 
 

@@ -342,7 +342,7 @@ async def test_as_an_operator_runs_it(cloud: tuple[Cloud, str], placement: str, 
     assert translated.returncode == 0, translated.stderr
     async with answering(here.answer) as nova, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
         file.write_text(translated.stdout + REST % (nova, placement, port))
-        command = [sys.executable, "-m", "berth", "--config", str(file), "nova", "trial", "--json"]
+        command = [sys.executable, "-m", "berth", "--config", str(file), "nova", "trial", "-o", "json"]
         process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
         try:
             await answered(http, "/readyz", '"ready":true')

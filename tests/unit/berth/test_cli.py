@@ -19,10 +19,11 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from berth.bus_client import RequestWatch
-from berth.cli.common import Exit, Stop, explain, print_json
+from berth.cli.common import Exit, Stop, explain
 from berth.cli.instance.instances import BootOptions, requests_of, show_requests
 from berth.cli.main import app
 from berth.cli.options import CommandGroup
+from berth.cli.output import Form, print_data
 from berth.text import printable, render_rows, render_scores, render_stages
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep, HostScore
 from bus.contracts.deploy import NetworkRequest
@@ -57,7 +58,7 @@ NO_JSON = {
 
 
 def test_every_command_with_a_result_takes_json() -> None:
-    takes = {path for path, command in leaves() if any("--json" in one.opts for one in command.params)}
+    takes = {path for path, command in leaves() if any("--output" in one.opts for one in command.params)}
     assert {path.removeprefix("berth ") for path, _ in leaves() if path not in takes} == NO_JSON
 
 
@@ -84,7 +85,7 @@ def test_an_unavailable_database_has_the_status_of_what_is_out_of_reach() -> Non
 def test_json_holds_nothing_that_controls_a_terminal() -> None:
     hostile = "a\u202eb\u009bc\x7f\n\u2066"
     with redirect_stdout(io.StringIO()) as out:
-        print_json({"name": hostile})
+        print_data({"name": hostile}, Form.JSON)
     assert json.loads(out.getvalue()) == {"name": hostile}
     assert all(c.isprintable() or c == "\n" for c in out.getvalue())
 
@@ -260,7 +261,7 @@ def test_an_explanation_of_several_builds_comes_once() -> None:
 
 @pytest.mark.parametrize("state", ["refused", "failed"])
 def test_a_build_that_ended_without_a_funnel_shows_its_code(state: str) -> None:
-    """Only `--json` had the code of a refused build, and the page of codes is searched by it."""
+    """Only JSON had the code of a refused build, and the page of codes is searched by it."""
     event = BuildEvent(
         instance_uuid=str(uuid.UUID(int=1)),
         project_id="p",

@@ -160,7 +160,7 @@ async def test_a_uuid_names_the_host_that_has_it() -> None:
 
 
 def test_every_refused_host_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """`3 refused; h2: ...`: which the two others are is told with --json alone."""
+    """`3 refused; h2: ...`: which the two others are is told by JSON alone."""
 
     refused = [(name, RequestRefused("no", code="host.unknown")) for name in ("h2", "h3", "h4")]
     with pytest.raises(Stop) as stop:

@@ -243,7 +243,7 @@ def test_a_worker_answers_where_it_is_told_to(
 
 
 @pytest.mark.parametrize(
-    ("words", "hints"), [("", True), ("--json", False), ("--dry-run", False), ("--dry-run --json", False)]
+    ("words", "hints"), [("", True), ("-o json", False), ("--dry-run", False), ("--dry-run -o json", False)]
 )
 def test_what_comes_after_a_restore_is_said_to_persons(
     monkeypatch: pytest.MonkeyPatch, words: str, hints: bool
@@ -336,7 +336,7 @@ def test_a_trial_says_what_it_has_counted(
     monkeypatch.setattr(nova, "_run", ran)
     file = tmp_path / "berth.toml"
     file.write_text(OF_TRIAL % address)
-    done = CliRunner().invoke(app, ["--config", str(file), "nova", "trial", "--json"])
+    done = CliRunner().invoke(app, ["--config", str(file), "nova", "trial", "-o", "json"])
     assert (done.exit_code, says in done.output) == (status, True), done.output
 
 

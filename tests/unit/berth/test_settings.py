@@ -542,7 +542,7 @@ def test_a_publishers_patterns_take_requests_and_no_operators_rights() -> None:
 
 def test_the_command_prints_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    shown = RUNNER.invoke(app, ["permissions", "--role", "publisher", "--user", "me", "--json"])
+    shown = RUNNER.invoke(app, ["permissions", "--role", "publisher", "--user", "me", "-o", "json"])
     (one,) = json.loads(shown.stdout)
     assert (one["user"], one["vhost"], one["role"]) == ("me", "berth", "publisher")
     shown = RUNNER.invoke(app, ["permissions"])
