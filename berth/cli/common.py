@@ -29,7 +29,8 @@ from berth.text import counted, printable, printable_lines
 from berth.up.embedded.process import DirectoryInaccessible, ServerMissing
 from berth.up.local_workers import WorkerEnded
 from bus.bus_ownership import BusOwnedByAnother
-from bus.contracts.base import MAX_REASON
+from bus.contracts.base import MAX_REASON, reason_of
+from bus.contracts.build import BuildQuery, BuildRecord, BuildState
 from bus.contracts.objects import CellsPage, CellsQuery
 from bus.faults import (
     DatabaseUnavailable,
@@ -105,6 +106,27 @@ def one_of(kind: str, unknown: str, text: str, names: Mapping[str, str]) -> str:
     raise Stop(Exit.NO, "name.ambiguous", f"{text} may be {some}{more}: name the {kind} by more letters")
 
 
+async def instance_of(berth: BuildClient, text: str, project: str | None, *, timeout_s: float) -> BuildRecord:
+    """The instance that a text stands for, as `one_of`; of several of one name the one that is not deleted, if there is
+    one. Raises Stop, BadParameter.
+    """
+    named = {"instance_uuid": parse_uuid(text)} if is_uuid(text) else {"name": text}
+    found: dict[str, BuildRecord] = {}
+    place: dict[str, object] = {}
+    while True:
+        try:
+            query = msgspec.convert({"project_id": project, **named, **place}, BuildQuery)
+        except msgspec.ValidationError as error:
+            raise typer.BadParameter(reason_of(error)) from error
+        page = await berth.query(query, timeout_s=timeout_s)
+        found |= {one.instance_uuid: one for one in page.builds}
+        if page.searched_to is None or found:
+            break
+        place = {"before": page.searched_to, "before_instance": page.searched_to_instance}
+    kept = {uuid: one for uuid, one in found.items() if one.state is not BuildState.DELETED} or found
+    return found[one_of("instance", "instance.unknown", text, {uuid: one.name for uuid, one in kept.items()})]
+
+
 def further(found: Sequence[object], limit: int) -> dict[str, str] | None:
     """The option that lists more, of a list that ends at a limit of the caller's."""
     return {"--limit": str(min(limit * 10, MAX_LIMIT))} if len(found) >= limit and limit < MAX_LIMIT else None
@@ -117,7 +139,8 @@ By = Annotated[str | None, typer.Option("--by", help="Who decides; else the user
 Yes = Annotated[bool, typer.Option("--yes", help="Do not prompt; off a terminal nothing is done without it.")]
 Reason = Annotated[str, typer.Option("--reason", help="The reason, for the record.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait for the end; exit status 1 when it failed.")]
-Instance = Annotated[str, typer.Argument(help="The instance's UUID.", parser=parse_uuid, metavar="UUID")]
+Instance = Annotated[str, typer.Argument(help="Name or UUID of an instance, or its first letters.", metavar="INSTANCE")]
+InProject = Annotated[str | None, typer.Option("--project", help="The project in which the name is looked up.")]
 
 T = TypeVar("T")
 

@@ -27,6 +27,7 @@ class Noun(Struct, frozen=True):
 
 
 INSTANCES, ACTIONS = "berth.cli.instance.instances", "berth.cli.instance.actions"
+SEVERAL = "berth.cli.instance.several"
 EDITS, OBJECTS = "berth.cli.objects.edits", "berth.cli.objects.objects"
 HOSTS, CELLS = "berth.cli.fleet.hosts", "berth.cli.fleet.cells"
 SERVICES, FENCES = "berth.cli.fleet.services", "berth.cli.fleet.fences"
@@ -42,7 +43,8 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
         "boot": f"{INSTANCES}:boot",
         "list": f"{INSTANCES}:list_builds",
         "show": f"{INSTANCES}:show",
-        "delete": f"{INSTANCES}:delete",
+        "delete": f"{SEVERAL}:delete",
+        "logs": "berth.cli.instance.logs:logs",
     },
     "Instances": {
         "instance": Noun(
@@ -51,9 +53,10 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
                 "create": f"{INSTANCES}:boot",
                 "list": f"{INSTANCES}:list_builds",
                 "show": f"{INSTANCES}:show",
-                "delete": f"{INSTANCES}:delete",
+                "delete": f"{SEVERAL}:delete",
+                "logs": "berth.cli.instance.logs:logs",
                 "start": f"{ACTIONS}:start",
-                "stop": f"{ACTIONS}:stop",
+                "stop": f"{SEVERAL}:stop",
                 "migrate": f"{ACTIONS}:migrate",
                 "resize": f"{ACTIONS}:resize",
                 "confirm": f"{ACTIONS}:confirm",
@@ -104,6 +107,10 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
                 "unset": f"{EDITS}:unset_quota",
                 "delete": f"{OBJECTS}:delete_quotas",
             },
+        ),
+        "zone": Noun(
+            "Availability zones, which aggregates make.",
+            {"list": "berth.cli.fleet.zones:list_zones", "show": "berth.cli.fleet.zones:show_zone"},
         ),
         "aggregate": Noun(
             "Host aggregates.",
@@ -196,6 +203,10 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
                 "cancel": f"{DRAINS}:cancel",
             },
         ),
+        "fence": Noun(
+            "Fences: hosts that are stated to be off.",
+            {"list": f"{FENCES}:list_fences", "show": f"{FENCES}:show_fence", "cancel": f"{FENCES}:cancel_fences"},
+        ),
         "recovery": Noun(
             "Cells whose database was restored, and what they would lose.",
             {
@@ -222,6 +233,10 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
                 "show": f"{QUARANTINE}:show_breaker",
                 "reset": f"{QUARANTINE}:reset",
             },
+        ),
+        "claim": Noun(
+            "What placement has allocated on a host.",
+            {"list": "berth.cli.claims.held:list_claims", "show": "berth.cli.claims.held:show_claim"},
         ),
         "dead-letter": Noun(
             "Messages that were dead-lettered, and the reasons.",

@@ -165,7 +165,7 @@ async def fence(
     A decision made once, by a person. While a fenced host still runs, an evacuated instance runs twice: switch it off
     first, or let --switch-off do so; a host that is not proved to be off is not fenced then. A host whose compute
     service is up is refused without --force. Nothing is put onto a fenced host until it is enabled again. Leave it off
-    until its cell has acknowledged the fence as well: `berth host list` shows that.
+    until its cell has acknowledged the fence as well: `berth fence list` shows that.
     """
     ask = "Switch off and fence" if switch_off else "Fence"
     return await _decide(
@@ -173,21 +173,19 @@ async def fence(
     )
 
 
-async def enable(
-    settings: Settings,
-    names: Hosts,
-    reason: Reason = "",
-    force: Annotated[
-        bool, typer.Option("--force", help="End a fence without its cell's report: the cell is decommissioned.")
-    ] = False,
-    *,
-    decision: FinalOptions,
-) -> int:
+async def enable(settings: Settings, names: Hosts, reason: Reason = "", *, decision: HostOptions) -> int:
     """Use these hosts again.
 
-    A fenced host is used once it has destroyed its stale machines; until then it stays fenced, and `berth host list`
-    shows how many machines are left. With --force and a reason it does not wait for that.
+    A fenced host is used once it has destroyed its stale machines; until then it stays fenced, and `berth fence list`
+    shows how many machines are left. `berth fence cancel --force` does not wait for that.
     """
+    return await _decide(settings, names, AdminState.ENABLED, reason, decision)
+
+
+async def end_fences(
+    settings: Settings, names: Sequence[str], reason: str, decision: FinalOptions, *, force: bool
+) -> int:
+    """Use fenced hosts again; force: without their cells' reports, after a prompt. Returns the exit status."""
     ask = "End the fence, without their cells' report, of" if force else ""
     return await _decide(settings, names, AdminState.ENABLED, reason, decision, force=force, ask=ask)
 
@@ -388,12 +386,13 @@ async def named_host(berth: BuildClient, name: str, cell: str | None) -> HostRec
 
 def show_decision(one: HostAdminState) -> None:
     """Print what was decided about a host, and how long a fenced one has to stay off."""
-    print_line(f"{one.host}: {_decided_state(one)}, by {one.by}")
+    print_line(f"{one.host}: {decided_state(one)}, by {one.by}")
     if one.state is AdminState.FENCED and one.pending is None and not one.is_fence_acknowledged:
         out.print("  leave it off until `berth fence list` shows that its cell has acknowledged it", soft_wrap=True)
 
 
-def _decided_state(one: HostAdminState) -> str:
+def decided_state(one: HostAdminState) -> str:
+    """An operator's decision about a host, and how far a fence has come."""
     if one.state is not AdminState.FENCED:
         return one.state.value
     if one.pending is not None:
@@ -405,7 +404,7 @@ def _host_row(host: HostRecord) -> list[Cell]:
     state = Text("up", "green") if host.up and host.enabled else Text("disabled" if host.up else _down(host), "red")
     admin, decided = host.admin, ""
     if admin is not None and admin.state is not AdminState.ENABLED:
-        decision = _decided_state(admin)
+        decision = decided_state(admin)
         state = Text(decision, "yellow") if host.up else Text(f"{_down(host)}, {decision}", "red")
         decided = f"{admin.by}: {admin.reason}" if admin.reason else admin.by
     if host.not_in_placement:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,16 +20,14 @@ from berth.bus_client import BuildClient, RequestWatch
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
     Exit,
+    InProject,
     Instance,
     Page,
     Stop,
     Timeout,
-    Yes,
-    ask_first,
-    by_cell,
     check_cell,
     client,
-    open_in_time,
+    instance_of,
     parse_uuid,
 )
 from berth.cli.output import (
@@ -48,20 +45,17 @@ from berth.cli.output import (
     print_list,
 )
 from berth.config.settings import Settings
-from berth.config.site import Site, process_name, with_added_cells
 from berth.text import printable, render_funnel, render_rows, render_scores, render_stages, utc
 from bus.clock import new_uuid
 from bus.contracts.actions import ActionPage, ActionQuery, ActionRecord
 from bus.contracts.base import reason_of
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
-from bus.contracts.cell import CellDelete
 from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, NetworkRequest, VolumeRequest
 from bus.contracts.deploy import Volumes as VolumeRequests
 from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import MAX_MEMBERS, GroupPolicy, ServerGroup
 from bus.faults import RequestUnconfirmed
 from bus.transport import BusUnavailable, PublishRefused
-from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE
 
 MAX_COUNT = 100_000
 
@@ -276,87 +270,19 @@ def _check(request: BuildRequest) -> None:
         raise typer.BadParameter(rule, param_hint=option or None) from error
 
 
-async def delete(
-    settings: Settings,
-    uuids: Annotated[list[str], typer.Argument(help="The instances' UUIDs.", parser=parse_uuid, metavar="UUID")],
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until they are destroyed.")] = False,
-    cell: Annotated[
-        str | None,
-        typer.Option(
-            help="Command this cell itself, as operator: for an instance that it has active though the request has "
-            "ended (`unrequested` in `berth audit`)."
-        ),
-    ] = None,
-    timeout_s: Timeout = 120.0,
-    form: As = Form.TABLE,
-    yes: Yes = False,
-) -> int:
-    """Delete machines, or stop their builds wherever they stand."""
-    requested = list(dict.fromkeys(uuids))
-    if cell is not None and (wait or form):
-        raise typer.BadParameter("the cell does not answer: leave --wait and -o away", param_hint="--cell")
-
-    site = Site(settings)
-    if cell is not None and cell not in settings.cells:
-        site = await with_added_cells(site)
-    async with client(site.settings) as berth:
-        records = [await _record(berth, uuid, timeout_s=min(timeout_s, QUERY_TIMEOUT_S)) for uuid in requested]
-    if cell is not None:
-        _check_ended(site, cell, records)
-    _ask_to_delete(records, cell, yes=yes)
-    if cell is not None:
-        await _delete_in_cell(site, cell, records)
-        return 0
-    async with client(settings) as berth:
-        watches = await berth.delete(records, retry_for_s=timeout_s)
-        ended = not wait or await berth.wait(timeout_s)
-        report_requests(watches, form=form)
-    if not ended:
-        raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in watches)} were not destroyed in time")
-    return Exit.NO if wait and any(t.state != "deleted" for t in watches) else 0
-
-
-def _ask_to_delete(records: Sequence[BuildRecord], cell: str | None, *, yes: bool) -> None:
-    of_cells: dict[str, list[str]] = defaultdict(list)
-    for one in records:
-        of_cells[cell or one.cell or "in no cell"].append(one.instance_uuid)
-    ask_first(f"Delete {by_cell(of_cells, 'instance')}", yes=yes)
-
-
-def _check_ended(site: Site, cell: str, records: Sequence[BuildRecord]) -> None:
-    """Raises Stop: a client can delete one."""
-    site.check_cell(cell)
-    for record in records:
-        if record.state not in ENDED_WITHOUT_MACHINE:
-            reason = f"{record.instance_uuid} is {record.state}: delete it without --cell"
-            raise Stop(Exit.NO, "instance.requested", reason)
-
-
-async def _delete_in_cell(site: Site, cell: str, records: Sequence[BuildRecord]) -> None:
-    """Command the cell to delete instances whose requests have ended, so that no delete of a client reaches it."""
-    bus = site.bus(process_name("operator"), cell)
-    await open_in_time(bus.open())
-    try:
-        commands = [CellDelete(instance_uuid=one.instance_uuid, project_id=one.project_id) for one in records]
-        await bus.publish_all([(command, command.instance_uuid) for command in commands])
-    finally:
-        await bus.close()
-    for one in records:
-        out.print(f"{one.instance_uuid}: {cell} is commanded to delete it; `berth audit` lists what is left")
-
-
 async def show(
     settings: Settings,
-    uuid: Instance,
+    instance: Instance,
     history: Annotated[bool, typer.Option("--history", help="The whole timeline, a line each.")] = False,
+    project: InProject = None,
     form: As = Form.TABLE,
 ) -> None:
     """Show one build: its state, and the reason."""
 
     async with client(settings) as berth:
-        record = await _record(berth, uuid)
+        record = await instance_of(berth, instance, project, timeout_s=QUERY_TIMEOUT_S)
         # Any project may name the uuid in a request of its own.
-        query = ActionQuery(instance_uuid=uuid, project_id=record.project_id, limit=1)
+        query = ActionQuery(instance_uuid=record.instance_uuid, project_id=record.project_id, limit=1)
         newest = await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)
     if form.is_data:
         print_data(record, form)
@@ -434,13 +360,6 @@ def _query(fields: Mapping[str, object]) -> BuildQuery:
         return msgspec.convert(fields, BuildQuery)
     except msgspec.ValidationError as error:
         raise typer.BadParameter(reason_of(error)) from error
-
-
-async def _record(berth: BuildClient, uuid: str, *, timeout_s: float = QUERY_TIMEOUT_S) -> BuildRecord:
-    page = await berth.query(BuildQuery(instance_uuid=uuid), timeout_s=timeout_s)
-    if not page.builds:
-        raise Stop(Exit.NO, "instance.unknown", f"there is no build {uuid}")
-    return page.builds[0]
 
 
 async def publish_and_follow(
@@ -522,12 +441,12 @@ def show_record(record: BuildRecord, unplaced: ActionRecord | None = None, *, hi
         print_line(f"  attempt {attempt.attempt} on {attempt.host}: {outcome}")
     if history:
         out.print()
-        rows = [[_moment(line.at), line.actor, line.what, _detail(line)] for line in record.timeline]
+        rows = [[_moment(line.at), line.actor, line.what, detail_of(line)] for line in record.timeline]
         render_rows(out, ["at (UTC)", "actor", "what", ""], rows)
         render_stages([line.stage_times for line in record.timeline if line.stage_times is not None][-1:], out)
 
 
-def _detail(line: TimelineEntry) -> str:
+def detail_of(line: TimelineEntry) -> str:
     """The entry of the timeline, and the consumer of what was lost."""
     held_by = ", ".join(one.consumer for one in line.conflicting_consumers)
     return f"{line.detail}; held by {held_by}" if held_by else line.detail

@@ -99,7 +99,7 @@ PAGE = SimpleNamespace(
     [
         (partial(hosts_commands.fence, Settings(), ["h1", "h2", "h3", "h9"], "r"), ("c1 2: h1, h3", "c0 1: h2", "h9")),
         (partial(hosts_commands.delete_hosts, Settings(), ["h1"], "r"), ("1 host", "c1")),
-        (partial(hosts_commands.enable, Settings(), ["h1"], "r", force=True), ("1 host", "c1")),
+        (partial(hosts_commands.end_fences, Settings(), ["h1"], "r", force=True), ("1 host", "c1")),
         (partial(hosts_commands.delete_services, Settings(), ["s"], "r"), ("1 service", "c1 or c2")),
     ],
 )
