@@ -52,7 +52,6 @@ def as_command(body: Callable[..., Any]) -> Callable[..., Any]:
     def arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         named = dict(given)
         context = named.pop("context")
-        called.set(context)
         if reads:
             named[reads] = settings_of(context)
         if takes:
@@ -63,9 +62,13 @@ def as_command(body: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(body)
     def command(**given: Any) -> Any:
-        if inspect.iscoroutinefunction(body):
-            run(lambda: body(**arguments(given)))
-        return body(**arguments(given))
+        running = called.set(given["context"])
+        try:
+            if inspect.iscoroutinefunction(body):
+                run(lambda: body(**arguments(given)))
+            return body(**arguments(given))
+        finally:
+            called.reset(running)
 
     declared: Any = command
     declared.__signature__ = inspect.Signature(shown)

@@ -30,6 +30,7 @@ from berth.cli.instance.instances import show_record
 from berth.cli.main import app
 from berth.cli.objects import objects
 from berth.cli.objects.objects import MAX_FILE_BYTES, read_file
+from berth.cli.output import Form
 from berth.cli.site import dead_letters
 from berth.config.settings import FencingSettings, Settings
 from berth.config.site import Site
@@ -326,7 +327,7 @@ async def test_a_purge_leaves_the_letters_that_came_after_the_question(monkeypat
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(letters, "purge", once_arrived)
     purge = dead_letters.purge
-    await purge(Settings(), QUEUE, bus="api", yes=False, as_json=True)
+    await purge(Settings(), QUEUE, bus="api", yes=False, form=Form.JSON)
     assert "2 dead letters" in shown[0]
     assert [one.id for one in await letters.list_dead(there, QUEUE)] == ["again", "new"]
     await there.close()
@@ -352,7 +353,7 @@ async def test_an_audit_says_as_json_what_it_did_not_judge_and_did_not_repair(
     monkeypatch.setattr(audits, "database_of", lambda _: None)
     monkeypatch.setattr(audits, "watch", passes)
     monkeypatch.setattr(audits, "audited", blind)
-    assert await audits.audit(Settings(), repair=True, grace=0.0, as_json=True, yes=True) == common.Exit.UNAVAILABLE
+    assert await audits.audit(Settings(), repair=True, grace=0.0, form=Form.JSON, yes=True) == common.Exit.UNAVAILABLE
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["state"], one["code"]) for one in said] == [
         ("not_judged", "database.unavailable"),
@@ -384,7 +385,7 @@ async def test_a_reset_that_its_cell_has_not_taken_says_so(
     monkeypatch.setattr(safety.records, "read", read)
     monkeypatch.setattr(safety.records, "reset", reset)
     with pytest.raises(Stop) as stopped:
-        await safety.reset(Settings(), "s", by="op", as_json=True, yes=True)
+        await safety.reset(Settings(), "s", by="op", form=Form.JSON, yes=True)
     assert (stopped.value.status, stopped.value.code) == (common.Exit.NO, "breaker.not_open")
     assert capsys.readouterr().out == ""
 
@@ -403,9 +404,9 @@ def test_a_drain_that_was_stopped_is_resumed() -> None:
         counts={"waiting": 1}, not_started=(INSTANCE,),
     )  # fmt: skip
     with pytest.raises(Stop, match=f"1 instance not moved; see berth drain resume {DRAIN}"):
-        _ended(seen, as_json=False)
+        _ended(seen, form=Form.TABLE)
     with pytest.raises(Stop, match=f"3 instances not moved; see berth drain resume {DRAIN}"):
-        _ended(replace(seen, under_way=(INSTANCE, DRAIN)), as_json=False)
+        _ended(replace(seen, under_way=(INSTANCE, DRAIN)), form=Form.TABLE)
 
 
 STUCK = DrainFailure(instance_uuid=INSTANCE, code="no_valid_host", reason="none of 3 hosts")
@@ -445,9 +446,9 @@ async def test_whoever_waits_for_a_drain_is_told_when_nothing_left_can_move(
     took_s = looks[-1] - looks[3]
     assert STUCK_S <= took_s < 2 * STUCK_S if code == "drain.left" else took_s > 90.0
     with pytest.raises(Stop) as stopped:
-        _ended(seen, as_json=False)
+        _ended(seen, form=Form.TABLE)
     assert (stopped.value.status, stopped.value.code) == (status, code)
-    assert _ended(seen, as_json=True) == status
+    assert _ended(seen, form=Form.JSON) == status
 
 
 @pytest.mark.parametrize(("moved", "left"), [(0, True), (1, False)])

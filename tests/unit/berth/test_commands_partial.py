@@ -16,6 +16,7 @@ import typer
 
 import berth.cli.fleet.hosts as hosts_commands
 from berth.cli.common import Exit, Stop
+from berth.cli.output import Form
 from berth.config.settings import FencingSettings, Settings
 from bus.contracts.build import HostRecord
 from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord, SetAdminState
@@ -50,9 +51,9 @@ async def test_what_was_fenced_before_a_timeout_is_printed(
     decided, refused = await hosts_commands._set_states(Settings(), commands, 1.0, switch_off=False)
     assert [one.host for one in decided] == ["h1", "h3"] and [name for name, _ in refused] == ["h2"]
     with pytest.raises(Stop) as stop:
-        hosts_commands.finish("host", decided, refused, hosts_commands.show_decision, as_json=False)
+        hosts_commands.finish("host", decided, refused, hosts_commands.show_decision, form=Form.TABLE)
     assert stop.value.status == Exit.TIME
-    assert hosts_commands.finish("host", decided, refused, hosts_commands.show_decision, as_json=True) == Exit.TIME
+    assert hosts_commands.finish("host", decided, refused, hosts_commands.show_decision, form=Form.JSON) == Exit.TIME
     assert "h1" in capsys.readouterr().out
 
 
@@ -164,6 +165,6 @@ def test_every_refused_host_is_named(capsys: pytest.CaptureFixture[str]) -> None
 
     refused = [(name, RequestRefused("no", code="host.unknown")) for name in ("h2", "h3", "h4")]
     with pytest.raises(Stop) as stop:
-        hosts_commands.finish("host", [], refused, lambda _: None, as_json=False)
+        hosts_commands.finish("host", [], refused, lambda _: None, form=Form.TABLE)
     said = str(stop.value) + capsys.readouterr().out + capsys.readouterr().err
     assert all(name in said for name in ("h2", "h3", "h4"))

@@ -26,6 +26,7 @@ from berth import version as module
 from berth.cli.claims import placement
 from berth.cli.fleet import status as processes
 from berth.cli.main import app
+from berth.cli.output import Form
 from berth.cli.site import serving
 from berth.config.ports import free_port
 from berth.config.rest_address import LOOPBACK, AtUp, at_http, for_up
@@ -460,7 +461,7 @@ def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Up:
 
     def up_here(system: TwoWorkers, stop: asyncio.Event) -> Awaitable[int]:
         monkeypatch.setattr(processes, "LocalSystem", system)
-        return processes._up_here(AtUp(settings=settings), stop, as_json=True)
+        return processes._up_here(AtUp(settings=settings), stop, form=Form.JSON)
 
     monkeypatch.setattr(processes, "site", here)
     monkeypatch.setattr(processes, "ironic_of", no_ironic)
