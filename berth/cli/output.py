@@ -90,7 +90,7 @@ class Table(Struct, Generic[T], frozen=True):
         return self.columns.partition("|")[0].split()
 
 
-class Listing(Struct, Generic[T], frozen=True):
+class ListedItems(Struct, Generic[T], frozen=True):
     """Items that were read. next: the options that list what follows, if more is there; total: how many there are, if
     that is known.
     """
@@ -128,7 +128,7 @@ called: ContextVar[typer.Context] = ContextVar("called")
 
 
 async def print_list(
-    read: Callable[[], Awaitable[Listing[T]]],
+    read: Callable[[], Awaitable[ListedItems[T]]],
     table: Table[T],
     options: ListOutput,
     as_data: Callable[[T], object] = lambda item: item,
@@ -181,7 +181,7 @@ def print_one(table: Table[T], item: T) -> None:
             out.print(Text.assemble((f"{name:12} ", "bold"), Text(text, getattr(cell, "style", ""))), soft_wrap=True)
 
 
-def _print_end(listing: Listing[Any], printed: int) -> None:
+def _print_end(listing: ListedItems[Any], printed: int) -> None:
     """How many of how many, and how to go on; nothing where all was printed."""
     count, total = len(listing.items), listing.total
     if printed != count:
@@ -336,14 +336,14 @@ def age(seconds: float) -> str:
     return f"{int(seconds / 86_400)}d"
 
 
-def mebibytes(amount: float) -> str:
+def mebibytes(size_mb: float) -> str:
     """Memory: "0", "512M", "255.5G"."""
-    return f"{amount:g}M" if 0 < amount < 1024 else gibibytes(amount / 1024)
+    return f"{size_mb:g}M" if 0 < size_mb < 1024 else gibibytes(size_mb / 1024)
 
 
-def gibibytes(amount: float) -> str:
+def gibibytes(size_gb: float) -> str:
     """A disk: "0", "400G", "3.9T"."""
-    return "0" if not amount else f"{amount:.4g}G" if amount < 1024 else f"{amount / 1024:.4g}T"
+    return "0" if not size_gb else f"{size_gb:.4g}G" if size_gb < 1024 else f"{size_gb / 1024:.4g}T"
 
 
 def render_table(console: Console, headers: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:

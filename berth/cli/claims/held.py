@@ -10,7 +10,7 @@ from msgspec import Struct
 from berth.bus_client import BuildClient
 from berth.cli.common import QUERY_TIMEOUT_S, Exit, InProject, Instance, Stop, check_cell, client, instance_of
 from berth.cli.fleet.hosts import InCell, named_host
-from berth.cli.output import As, Cell, Form, Id, Listing, ListOutput, Table, print_data, print_list, print_one
+from berth.cli.output import As, Cell, Form, Id, ListedItems, ListOutput, Table, print_data, print_list, print_one
 from berth.config.settings import Settings
 from bus.contracts.placement_queries import HostTree, HostTreeQuery, TreeConsumer
 
@@ -48,8 +48,8 @@ async def list_claims(
         await check_cell(berth, settings, cell)
         found = await named_host(berth, host, cell)
 
-        async def read() -> Listing[HeldClaim]:
-            return Listing(await _claims(berth, found.uuid, found.name))
+        async def read() -> ListedItems[HeldClaim]:
+            return ListedItems(await _claims(berth, found.uuid, found.name))
 
         await print_list(read, CLAIMS, listing)
 

@@ -31,7 +31,7 @@ from berth.cli.output import (
     Cell,
     Form,
     Id,
-    Listing,
+    ListedItems,
     ListOutput,
     Table,
     Time,
@@ -67,11 +67,11 @@ async def list_quarantine(
     kinds = tuple(UnknownMachineKind) if unknown else (UnknownMachineKind.QUARANTINED,)
     status = 0
 
-    async def read() -> Listing[MachineInCell]:
+    async def read() -> ListedItems[MachineInCell]:
         nonlocal status
         found = await records.read(environment(settings), cell)
         status = name_never_started(found)
-        return Listing([MachineInCell(cell=name, record=one) for name, one in found.machines(*kinds)])
+        return ListedItems([MachineInCell(cell=name, record=one) for name, one in found.machines(*kinds)])
 
     await print_list(read, MACHINES, listing)
     return status
@@ -83,7 +83,10 @@ async def show_machine(
     cell: CellName = None,
     form: As = Form.TABLE,
 ) -> int:
-    """Show the machines of one instance that no record has: where, why, and what was decided."""
+    """Show the machines of one instance that no record has.
+
+    Where they are, why, and what was decided.
+    """
     read = await records.read(environment(settings), cell)
     every = read.machines(*UnknownMachineKind)
     wanted = one_of("machine", "quarantine.unknown", uuid, {one.machine.uuid: "" for _, one in every})
@@ -196,11 +199,11 @@ async def list_breakers(settings: Settings, cell: CellName = None, *, listing: L
     """List the breakers that ever tripped. Exit status 3 when a cell has no record here; the others are listed."""
     status = 0
 
-    async def read() -> Listing[BreakerInCell]:
+    async def read() -> ListedItems[BreakerInCell]:
         nonlocal status
         found = await records.read(environment(settings), cell)
         status = name_never_started(found)
-        return Listing(_breakers(found))
+        return ListedItems(_breakers(found))
 
     await print_list(read, BREAKERS, listing)
     return status
@@ -212,7 +215,7 @@ async def show_breaker(
     cell: CellName = None,
     form: As = Form.TABLE,
 ) -> None:
-    """Show the breaker of a compute service: whether it is open, and what tripped it."""
+    """Show the breaker of a compute service, and what tripped it."""
     found = [
         one for one in _breakers(await records.read(environment(settings), cell)) if one.breaker.service == service
     ]

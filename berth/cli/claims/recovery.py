@@ -23,7 +23,7 @@ from berth.cli.output import (
     As,
     Cell,
     Form,
-    Listing,
+    ListedItems,
     ListOutput,
     Table,
     print_data,
@@ -39,8 +39,8 @@ from bus.contracts.base import Word, reason_of
 async def list_recoveries(settings: Settings, cell: CellName = None, *, listing: ListOutput) -> None:
     """List whether cells recover, and which instances they would lose."""
 
-    async def read() -> Listing[recoveries.Recovery]:
-        return Listing(await recoveries.read(environment(settings), cell))
+    async def read() -> ListedItems[recoveries.Recovery]:
+        return ListedItems(await recoveries.read(environment(settings), cell))
 
     await print_list(read, RECOVERIES, listing)
 

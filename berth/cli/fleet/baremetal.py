@@ -22,7 +22,7 @@ from berth.cli.output import (
     Cell,
     Form,
     Id,
-    Listing,
+    ListedItems,
     ListOutput,
     Table,
     out,
@@ -46,8 +46,8 @@ NodeIdent = Annotated[str, typer.Argument(help="The node's UUID or name.", metav
 async def list_nodes(settings: Settings, *, listing: ListOutput) -> None:
     """List all nodes, with the fault of each."""
 
-    async def read() -> Listing[NodeRecord]:
-        return Listing(await _records(settings, await _classes(settings)))
+    async def read() -> ListedItems[NodeRecord]:
+        return ListedItems(await _records(settings, await _classes(settings)))
 
     await print_list(read, NODES, listing)
 

@@ -19,7 +19,7 @@ from berth.cli.output import (
     As,
     Cell,
     Form,
-    Listing,
+    ListedItems,
     ListOutput,
     Table,
     Time,
@@ -38,8 +38,8 @@ async def list_cells(settings: Settings, *, listing: ListOutput) -> None:
     """List all cells: those of the schedulers' settings, and those that operators have added."""
     async with client(settings) as berth:
 
-        async def read() -> Listing[CellRecord]:
-            return Listing((await berth.bus.request(CellsQuery(), CellsPage, timeout_s=QUERY_TIMEOUT_S)).cells)
+        async def read() -> ListedItems[CellRecord]:
+            return ListedItems((await berth.bus.request(CellsQuery(), CellsPage, timeout_s=QUERY_TIMEOUT_S)).cells)
 
         await print_list(read, CELLS, listing)
 

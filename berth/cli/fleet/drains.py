@@ -31,7 +31,7 @@ from berth.cli.output import (
     Cell,
     Form,
     Id,
-    Listing,
+    ListedItems,
     ListOutput,
     Table,
     Time,
@@ -193,9 +193,9 @@ async def list_drains(
     """List drains, the newest first."""
     async with client(settings) as berth:
 
-        async def read() -> Listing[DrainProgress]:
+        async def read() -> ListedItems[DrainProgress]:
             found = await client_drains.drains(berth.bus, DrainsQuery(limit=limit))
-            return Listing(found, further(found, limit))
+            return ListedItems(found, further(found, limit))
 
         await print_list(read, DRAINS, listing)
 

@@ -8,7 +8,7 @@ import typer
 
 from berth.cli.common import QUERY_TIMEOUT_S, Exit, Reason, Stop, check_cell, client
 from berth.cli.fleet.hosts import FinalOptions, Hosts, InCell, OnlyCell, decided_state, end_fences, named_host
-from berth.cli.output import As, Cell, Form, Id, Listing, ListOutput, Table, Time, print_data, print_list, print_one
+from berth.cli.output import As, Cell, Form, Id, ListedItems, ListOutput, Table, Time, print_data, print_list, print_one
 from berth.config.settings import Settings
 from berth.fencing.fencer import MAX_HOSTS
 from bus.contracts.build import HostRecord
@@ -20,9 +20,9 @@ async def list_fences(settings: Settings, cell: OnlyCell = None, *, listing: Lis
     async with client(settings) as berth:
         await check_cell(berth, settings, cell)
 
-        async def read() -> Listing[HostRecord]:
+        async def read() -> ListedItems[HostRecord]:
             page = await berth.hosts(limit=MAX_HOSTS, cell=cell, timeout_s=QUERY_TIMEOUT_S)
-            return Listing([one for one in page.hosts if is_fenced(one)])
+            return ListedItems([one for one in page.hosts if is_fenced(one)])
 
         await print_list(read, FENCES, listing)
 

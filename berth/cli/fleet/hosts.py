@@ -33,7 +33,7 @@ from berth.cli.output import (
     As,
     Cell,
     Form,
-    Listing,
+    ListedItems,
     ListOutput,
     Table,
     gibibytes,
@@ -116,9 +116,9 @@ async def list_hosts(
     async with client(settings) as berth:
         await check_cell(berth, settings, cell)
 
-        async def read() -> Listing[HostRecord]:
+        async def read() -> ListedItems[HostRecord]:
             page = await berth.hosts(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
-            return Listing(page.hosts, {"--limit": str(min(limit * 10, MAX_HOSTS))} if page.more else None)
+            return ListedItems(page.hosts, {"--limit": str(min(limit * 10, MAX_HOSTS))} if page.more else None)
 
         await print_list(read, HOSTS, listing)
 
@@ -410,12 +410,20 @@ def _host_row(host: HostRecord) -> list[Cell]:
     if host.not_in_placement:
         state = Text("not in placement", "red")
         decided = "; ".join(filter(None, (decided, host.not_in_placement)))
-    service = host.service or ""
     if host.claimed_also_by is not None:
-        service = f"{service} (refused: {host.claimed_also_by})"
+        decided = "; ".join(filter(None, (decided, f"{host.claimed_also_by} is refused it")))
     others = " ".join(_amounts(host, name) for name in sorted(host.resources.keys() - SIZES.keys()))
     sizes = [_amounts(host, name) for name in SIZES]
-    where: list[Cell] = [host.name, host.cell or "", state, *sizes, others, decided, host.zone or "", service]
+    where: list[Cell] = [
+        host.name,
+        host.cell or "",
+        state,
+        *sizes,
+        others,
+        decided,
+        host.zone or "",
+        host.service or "",
+    ]
     return [*where, host.failed_builds or "", " ".join(host.aggregates), host.uuid]
 
 

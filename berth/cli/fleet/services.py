@@ -20,7 +20,7 @@ from berth.cli.output import (
     As,
     Cell,
     Form,
-    Listing,
+    ListedItems,
     ListOutput,
     Table,
     Time,
@@ -46,10 +46,10 @@ async def list_services(
     async with client(settings) as berth:
         await check_cell(berth, settings, cell)
 
-        async def read() -> Listing[ServiceRecord]:
+        async def read() -> ListedItems[ServiceRecord]:
             page = await berth.services(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
             more = len(page.services) == limit and limit < MAX_HOSTS
-            return Listing(page.services, {"--limit": str(min(limit * 10, MAX_HOSTS))} if more else None)
+            return ListedItems(page.services, {"--limit": str(min(limit * 10, MAX_HOSTS))} if more else None)
 
         await print_list(read, SERVICES, listing)
 
@@ -100,11 +100,11 @@ async def list_workers(
     """
     async with client(settings) as berth:
 
-        async def read() -> Listing[WorkerRecord]:
+        async def read() -> ListedItems[WorkerRecord]:
             query = WorkersQuery(role=role, limit=limit)
             page = await berth.bus.request(query, WorkersPage, timeout_s=QUERY_TIMEOUT_S)
             more = len(page.workers) == limit and limit < MAX_HOSTS
-            return Listing(page.workers, {"--limit": str(min(limit * 10, MAX_HOSTS))} if more else None)
+            return ListedItems(page.workers, {"--limit": str(min(limit * 10, MAX_HOSTS))} if more else None)
 
         await print_list(read, WORKERS, listing)
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from berth.bus_client import BuildClient
 from berth.bus_client.object_edits import stored_objects
 from berth.cli.common import QUERY_TIMEOUT_S, Exit, Stop, client
-from berth.cli.output import As, Form, Listing, ListOutput, Table, print_data, print_list, print_one
+from berth.cli.output import As, Form, ListedItems, ListOutput, Table, print_data, print_list, print_one
 from berth.config.settings import Settings
 from berth.fencing.fencer import MAX_HOSTS
 from bus.contracts.objects import ZONE_KEY, ObjectKind
@@ -36,8 +36,8 @@ async def list_zones(settings: Settings, *, listing: ListOutput) -> None:
     """List availability zones, with their hosts and aggregates."""
     async with client(settings) as berth:
 
-        async def read() -> Listing[ZoneHosts]:
-            return Listing(await _zones(berth))
+        async def read() -> ListedItems[ZoneHosts]:
+            return ListedItems(await _zones(berth))
 
         await print_list(read, ZONES, listing)
 

@@ -40,7 +40,7 @@ from berth.cli.output import (
     Cell,
     Form,
     Id,
-    Listing,
+    ListedItems,
     ListOutput,
     Table,
     Time,
@@ -269,9 +269,9 @@ async def actions(settings: Settings, *, options: ActionListOptions) -> None:
             found = await instance_of(berth, options.instance, options.project, timeout_s=QUERY_TIMEOUT_S)
             query = replace(query, instance_uuid=found.instance_uuid)
 
-        async def read() -> Listing[ActionRecord]:
+        async def read() -> ListedItems[ActionRecord]:
             page = await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)
-            return Listing(page.actions, further(page.actions, options.limit))
+            return ListedItems(page.actions, further(page.actions, options.limit))
 
         await print_list(read, ACTIONS, options)
 

@@ -35,7 +35,7 @@ from berth.cli.output import (
     Cell,
     Form,
     Id,
-    Listing,
+    ListedItems,
     ListOutput,
     Table,
     Time,
@@ -330,11 +330,11 @@ async def list_builds(settings: Settings, *, options: InstanceListOptions) -> No
 
     async with client(settings) as berth:
 
-        async def read() -> Listing[BuildRecord]:
+        async def read() -> ListedItems[BuildRecord]:
             page = await berth.query(query, timeout_s=QUERY_TIMEOUT_S)
             if not page.builds:  # else there was the cell, if there is none of this name any more
                 await check_cell(berth, settings, query.cell)
-            return Listing(page.builds, _next_page(page, query.limit))
+            return ListedItems(page.builds, _next_page(page, query.limit))
 
         await print_list(read, INSTANCES, options)
 

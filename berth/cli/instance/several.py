@@ -30,7 +30,7 @@ from berth.cli.instance.instances import INSTANCES, report_requests
 from berth.cli.output import (
     As,
     Form,
-    Listing,
+    ListedItems,
     ListOutput,
     out,
     print_list,
@@ -50,8 +50,16 @@ Instances = Annotated[
     typer.Argument(help="Names or UUIDs of instances, or their first letters.", metavar="[INSTANCE]..."),
 ]
 
+CommandedCell = Annotated[
+    str | None,
+    typer.Option(
+        help="Command this cell itself, as operator: for an instance that it has active though the request has ended "
+        "(`unrequested` in `berth audit`)."
+    ),
+]
 
-class Choice(Struct, frozen=True, kw_only=True):
+
+class InstanceChoice(Struct, frozen=True, kw_only=True):
     """Instances that are not named one by one."""
 
     state: Annotated[
@@ -67,19 +75,13 @@ async def delete(
     settings: Settings,
     instances: Instances = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until they are destroyed.")] = False,
-    cell: Annotated[
-        str | None,
-        typer.Option(
-            help="Command this cell itself, as operator: for an instance that it has active though the request has "
-            "ended (`unrequested` in `berth audit`)."
-        ),
-    ] = None,
+    cell: CommandedCell = None,
     project: InProject = None,
     timeout_s: Timeout = 120.0,
     form: As = Form.TABLE,
     yes: Yes = False,
     *,
-    choice: Choice,
+    choice: InstanceChoice,
 ) -> int:
     """Delete machines, or stop their builds wherever they stand.
 
@@ -112,7 +114,12 @@ async def delete(
 
 
 async def stop(
-    settings: Settings, instances: Instances = None, yes: Yes = False, *, choice: Choice, request: RequestOptions
+    settings: Settings,
+    instances: Instances = None,
+    yes: Yes = False,
+    *,
+    choice: InstanceChoice,
+    request: RequestOptions,
 ) -> int:
     """Stop instances; they keep their allocations.
 
@@ -129,7 +136,7 @@ async def stop(
 
 
 async def _chosen(
-    berth: BuildClient, named: Sequence[str], project: str | None, choice: Choice, timeout_s: float
+    berth: BuildClient, named: Sequence[str], project: str | None, choice: InstanceChoice, timeout_s: float
 ) -> list[BuildRecord]:
     """The instances that are named, or all of a choice. Raises Stop, BadParameter."""
     if named:
@@ -154,7 +161,7 @@ async def _chosen(
         query = replace(query, before=last.created_at, before_instance=last.instance_uuid)
 
 
-def _is_chosen(one: BuildRecord, choice: Choice) -> bool:
+def _is_chosen(one: BuildRecord, choice: InstanceChoice) -> bool:
     if choice.state not in (None, one.shown_state):
         return False
     return choice.name is None or fnmatch.fnmatchcase(one.name, choice.name)
@@ -164,7 +171,7 @@ async def _agreed(
     verb: str,
     named: Sequence[str],
     records: Sequence[BuildRecord],
-    choice: Choice,
+    choice: InstanceChoice,
     cell: str | None,
     form: Form,
     *,
@@ -173,8 +180,8 @@ async def _agreed(
     """Print those that were chosen, and ask; whether there is something to do. Raises Stop."""
     if choice.dry_run or not (named or form.is_data):  # else the form is that of the result
 
-        async def plan() -> Listing[BuildRecord]:
-            return Listing(records)
+        async def plan() -> ListedItems[BuildRecord]:
+            return ListedItems(records)
 
         await print_list(plan, INSTANCES, ListOutput(form=form))
     if choice.dry_run or not records:

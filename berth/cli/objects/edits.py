@@ -33,7 +33,7 @@ from berth.cli.objects.objects import (
 from berth.cli.output import (
     As,
     Form,
-    Listing,
+    ListedItems,
     ListOutput,
     Table,
     out,
@@ -433,9 +433,9 @@ async def list_quotas(settings: Settings, *, listing: ListOutput) -> None:
     """List projects that have a quota or allocations, with limits and usage."""
     async with client(settings) as berth:
 
-        async def read() -> Listing[QuotaUse]:
+        async def read() -> ListedItems[QuotaUse]:
             stored = [one async for one in stored_objects(berth.bus, ObjectKind.QUOTA, timeout_s=QUERY_TIMEOUT_S)]
-            return Listing(quota_uses(stored, await project_usage(berth.bus, (), timeout_s=QUERY_TIMEOUT_S)))
+            return ListedItems(quota_uses(stored, await project_usage(berth.bus, (), timeout_s=QUERY_TIMEOUT_S)))
 
         await print_list(read, QUOTAS, listing)
 

@@ -31,7 +31,7 @@ from berth.cli.output import (
     As,
     Cell,
     Form,
-    Listing,
+    ListedItems,
     ListOutput,
     Table,
     Time,
@@ -112,8 +112,8 @@ def list_of(kind: ObjectKind) -> Callable[..., Any]:
     async def list_(settings: Settings, *, listing: ListOutput) -> None:
         async with client(settings) as berth:
 
-            async def read() -> Listing[StoredObject]:
-                return Listing([one async for one in stored_objects(berth.bus, kind, timeout_s=QUERY_TIMEOUT_S)])
+            async def read() -> ListedItems[StoredObject]:
+                return ListedItems([one async for one in stored_objects(berth.bus, kind, timeout_s=QUERY_TIMEOUT_S)])
 
             await print_list(read, TABLES[kind], listing)
 
@@ -259,11 +259,11 @@ async def list_events(settings: Settings, *, options: EventOptions) -> None:
     )
     async with client(settings) as berth:
 
-        async def read() -> Listing[ObjectLogEntry]:
+        async def read() -> ListedItems[ObjectLogEntry]:
             page = await berth.bus.request(query, ObjectLogPage, timeout_s=QUERY_TIMEOUT_S)
             last = page.entries[-1] if len(page.entries) == options.limit else None
             token = None if last is None else {"--page": f"{last.revision}/{last.kind.value}/{last.name}"}
-            return Listing(page.entries, token)
+            return ListedItems(page.entries, token)
 
         await print_list(read, EVENTS, options)
 

@@ -26,7 +26,7 @@ from berth.cli.output import (
     As,
     Cell,
     Form,
-    Listing,
+    ListedItems,
     ListOutput,
     Table,
     err,
@@ -77,8 +77,8 @@ SCHEMAS = Table("schema revision runs-from newest is", _schema_cells)
 async def list_schemas(settings: Settings, *, listing: ListOutput) -> None:
     """List the schemas: the revision of each, the oldest that runs there, the newest of this version, and its state."""
 
-    async def read() -> Listing[SchemaRevision]:
-        return Listing(await _read(database_of(settings)))
+    async def read() -> ListedItems[SchemaRevision]:
+        return ListedItems(await _read(database_of(settings)))
 
     await print_list(read, SCHEMAS, listing)
 
@@ -156,8 +156,8 @@ async def _read(site: Site) -> list[SchemaRevision]:
 
 
 async def _print_schemas(found: list[SchemaRevision], listing: ListOutput) -> None:
-    async def read() -> Listing[SchemaRevision]:
-        return Listing(found)
+    async def read() -> ListedItems[SchemaRevision]:
+        return ListedItems(found)
 
     await print_list(read, SCHEMAS, listing)
 
@@ -186,8 +186,8 @@ async def list_buses(settings: Settings, bus_name: BusName = None, *, listing: L
     """
     site = Site(settings)
 
-    async def read() -> Listing[BusOwners]:
-        return Listing([BusOwners(bus=name, owners=await _owners(site, name)) for name in _buses(site, bus_name)])
+    async def read() -> ListedItems[BusOwners]:
+        return ListedItems([BusOwners(bus=name, owners=await _owners(site, name)) for name in _buses(site, bus_name)])
 
     await print_list(read, BUSES, listing)
 

@@ -19,7 +19,7 @@ from berth.cli.output import (
     As,
     Cell,
     Form,
-    Listing,
+    ListedItems,
     ListOutput,
     Table,
     Time,
@@ -69,11 +69,11 @@ class QueueCount(Struct, frozen=True, kw_only=True):
 QUEUES = Table[QueueCount]("queue bus dead", lambda one: [one.queue, one.bus, one.dead])
 
 
-def _letter_row(one: DeadLetter) -> list[Cell]:
+def _dead_row(one: DeadLetter) -> list[Cell]:
     return [one.id, one.code, Time(one.died_at or 0.0), one.type, one.reason, one.routing_key]
 
 
-LETTERS = Table("id code died type reason | routing-key", _letter_row)
+DEAD_LETTERS = Table("id code died type reason | routing-key", _dead_row)
 
 
 async def list_dead_letters(
@@ -90,10 +90,10 @@ async def list_dead_letters(
     """Count dead letters by bus and by queue, or list those of one queue."""
     site = Site(settings)
 
-    async def count() -> Listing[QueueCount]:
+    async def count() -> ListedItems[QueueCount]:
         counts = await _counts(site, bus)
         _name_uncounted(counts)
-        return Listing(
+        return ListedItems(
             [
                 QueueCount(bus=name, queue=of, dead=dead)
                 for name, found in counts.items()
@@ -101,15 +101,15 @@ async def list_dead_letters(
             ]
         )
 
-    async def read() -> Listing[DeadLetter]:
+    async def read() -> ListedItems[DeadLetter]:
         found = await _on(site, bus or API, lambda of: bus_dead_letters.list_dead(of, queue or "", limit))
         more = len(found) == limit and limit < MAX_SHOWN
-        return Listing(found, {"--limit": str(min(limit * 10, MAX_SHOWN))} if more else None)
+        return ListedItems(found, {"--limit": str(min(limit * 10, MAX_SHOWN))} if more else None)
 
     if queue is None:
         await print_list(count, QUEUES, listing)
     else:
-        await print_list(read, LETTERS, listing, _plain)
+        await print_list(read, DEAD_LETTERS, listing, _plain)
 
 
 async def show(

