@@ -175,7 +175,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cells by name. A host belongs to one cell."""
     cells_dir: Annotated[str, Bound(max_length=4_000)] = ""
     """The directory of files that each hold the URL of a cell's bus, for cells that are added at run time (`berth cell
-    add --url-file`). Empty: none is read.
+    create --url-file`). Empty: none is read.
     """
     database: DatabaseSettings = DatabaseSettings()
     """The database of all workers."""

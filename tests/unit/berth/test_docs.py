@@ -30,7 +30,7 @@ from berth.cli.claims.checks import show_finding
 from berth.cli.fleet import hosts
 from berth.cli.fleet.drains import show_begun, show_drain, show_progress
 from berth.cli.fleet.hosts import show_decision, show_deleted, show_deleted_service
-from berth.cli.main import app
+from berth.cli.main import COMMANDS, app
 from berth.cli.objects.objects import SECTIONS, read_file
 from berth.cli.output import ListedItems, ListOutput, print_list
 from berth.config.settings import check_urls, read_settings
@@ -64,6 +64,7 @@ from scheduler_worker.records.object_records import ChangePlan
 from tests.kit.certificates import Authority
 from tests.kit.documents import PAGES as ALL_PAGES
 from tests.kit.documents import ROOT, blocks, blocks_of_all_pages, typed
+from tests.kit.sources import OURS
 from tests.unit.berth.test_audit import HELD, look
 
 # --- the derived pages hold what the code holds
@@ -331,6 +332,20 @@ def test_a_command_of_the_readme_is_understood(line: str) -> None:
         name, command, words = command.resolve_command(context, left)
         assert command is not None and name is not None
         context = command.make_context(name, list(words), parent=context)
+
+
+def test_every_command_that_a_text_names_is_there() -> None:
+    """Also those within a sentence: in a page, a docstring, a remedy, an alert."""
+    kinds = {".md", ".py", ".toml", ".yml", ".html", ".service"}
+    paths = [path for folder in (*OURS, "docs", "deploy", "lab") for path in (ROOT / folder).rglob("*")]
+    former = DOCS / "operate" / "upgrade.md"
+    wrong = []
+    for path in [ROOT / "README.md", *(one for one in paths if one.suffix in kinds and one != former)]:
+        for first, second in re.findall(r"`berth ([a-z][a-z-]*)(?:[ \n]+([a-z][a-z-]*))?", path.read_text()):
+            entry = COMMANDS.get(first)
+            if entry is None or (second and not isinstance(entry, str) and second not in entry.verbs):
+                wrong.append(f"{path.relative_to(ROOT)}: berth {first} {second}")
+    assert wrong == []
 
 
 def test_the_settings_of_the_how_to_are_settings(tmp_path: Path) -> None:
