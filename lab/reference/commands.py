@@ -26,14 +26,14 @@ Derived from the command line by `scripts/nightly docs`; do not edit by hand. `b
 | 4 | time ran out |
 | 130 | interrupted |
 
-**Names.** An instance is named by its name, its UUID or the first four or more letters of that; `--project` looks in one
-project. Where several are meant they are listed, and the exit status is 1. Hosts are named by name or UUID.
+**Names.** An instance is named by its name, its UUID or the first four or more letters of that; `--project` looks in
+one project. Where several are meant they are listed, and the exit status is 1. Hosts are named by name or UUID.
 
 **Forms.** `-o` (`--output`) chooses the form: `table` (as wide as the terminal, 80 columns elsewhere; identifiers by
 their first letters, ages), `wide` (all columns, nothing cut), `json`, `yaml`, `name` or `value` (a line each, for
-scripts). As JSON and YAML a list is `{"items": [...], "next": OPTIONS}`, and times are RFC 3339. A list takes `-c COLUMN`,
-`--sort COLUMN` or `-COLUMN`, `--filter COLUMN=PATTERN` or `COLUMN!=PATTERN`, and `--watch`. Where it ends before all is
-listed it prints the command that goes on. A list that was read ends with 0.
+scripts). As JSON and YAML a list is `{"items": [...], "next": OPTIONS}`, and times are RFC 3339. A list takes
+`-c COLUMN`, `--sort COLUMN` or `-COLUMN`, `--filter COLUMN=PATTERN` or `COLUMN!=PATTERN`, and `--watch`. Where it ends
+before all is listed it prints the command that goes on. A list that was read ends with 0.
 """
 
 

@@ -693,6 +693,68 @@ def test_objects_are_changed_while_everything_runs(berth: Berth) -> None:
     assert len(table.splitlines()) <= 4 and "eve\\nforged" in table, "a newline forges no row"
 
 
+def test_an_instance_is_named_by_its_name_or_its_first_letters(berth: Berth) -> None:
+    uuids = [boot(berth, "--name", "named", "--project", project)[0]["instance_uuid"] for project in ("n1", "n2")]
+    twice = berth("show", "named")
+    assert (twice.status, "(name.ambiguous)" in twice.err) == (NO, True)
+    assert all(one in twice.err for one in uuids)
+    for name in (["named", "--project", "n1"], [uuids[0][:8]], [uuids[0].upper()]):
+        assert berth("show", *name, "-o", "json").data["instance_uuid"] == uuids[0]
+    assert berth("show", uuids[0][:3]).status == NO, "three letters are never enough"
+    assert berth("delete", "named", "--project", "n1", "--wait", "--yes").status == 0
+    assert berth("show", "named", "-o", "name").out.strip() == "named"
+    assert berth("claim", "show", "named", "-o", "json").data["consumer"] == uuids[1]
+    assert berth("instance", "stop", "named", "--wait").status == 0
+    ended = berth("logs", "named")
+    assert (ended.status, ended.out.splitlines()[0].endswith("requested m1.small for n2")) == (0, True)
+    lines = [json.loads(line) for line in berth("logs", "named", "-o", "json").out.splitlines()]
+    assert lines[-1]["what"] == "stop done" and lines[0]["at"].endswith("Z")
+    assert [one["kind"] for one in berth("action", "list", "--instance", "named", "-o", "json").data] == ["stop"]
+
+
+def test_the_log_of_a_build_is_followed_until_its_end(berth: Berth) -> None:
+    (one,) = berth("boot", "--flavor", "m1.small", "--name", "followed", "-o", "json").data
+    lines = berth("logs", one["instance_uuid"], "--project", "default").out.splitlines()
+    assert " active " in lines[-1] and sum("requested" in line for line in lines) == 1
+
+
+def test_instances_are_chosen_by_project_state_and_name(berth: Berth) -> None:
+    boot(berth, "--name", "some", "--project", "several", "--count", "3")
+    of = ("--project", "several", "--name", "some-[12]")
+    planned = berth("instance", "stop", *of, "--dry-run", "-o", "value", "-c", "name")
+    assert planned.status == USAGE, "columns are for lists"
+    planned = berth("instance", "stop", *of, "--dry-run", "-o", "json")
+    assert {one["name"] for one in planned.data} == {"some-1", "some-2"}
+    asked = berth("instance", "stop", *of)
+    assert (asked.status, "2 instances" in asked.err, asked.out.count("some-")) == (USAGE, True, 2)
+    stopped = berth("instance", "stop", *of, "--yes", "--wait", "-o", "json")
+    assert (stopped.status, [one["state"] for one in stopped.data]) == (0, ["done", "done"]), stopped
+    states = berth("list", "--project", "several", "--sort", "name", "-o", "value", "-c", "state").out.split()
+    assert states == ["stopped", "stopped", "active"]
+    gone = berth("delete", "--project", "several", "--state", "stopped", "--yes", "--wait", "-o", "json")
+    assert (gone.status, [one["state"] for one in gone.data]) == (0, ["deleted", "deleted"]), gone
+    left = berth("list", "--project", "several", "--filter", "state=active", "-o", "value", "-c", "name")
+    assert left.out.split() == ["some-3"]
+    nothing = berth("delete", "--project", "several", "--state", "failed", "--yes")
+    assert (nothing.status, len(nothing.out.splitlines())) == (0, 1)
+
+
+def test_a_list_of_instances_goes_on_where_it_ended(berth: Berth) -> None:
+    made = {one["instance_uuid"] for one in boot(berth, "--project", "paged", "--count", "5")}
+    seen: list[str] = []
+    words: list[str] = []
+    while True:
+        page = json.loads(berth("list", "--project", "paged", "--limit", "2", *words, "-o", "json").out)
+        seen += [one["instance_uuid"] for one in page["items"]]
+        if page["next"] is None:
+            break
+        words = page["next"].split()
+    assert len(seen) == 5 and set(seen) == made
+    said = berth("list", "--project", "paged", "--limit", "2").err
+    assert said.startswith("2, next: berth list --project paged --limit 2 --page ")
+    assert berth("list", "--page", "x").status == USAGE
+
+
 def test_builds_are_listed_by_host_code_and_time(berth: Berth) -> None:
     [one] = boot(berth, "--project", "listed")
     uuid = one["instance_uuid"]
