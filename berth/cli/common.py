@@ -91,7 +91,7 @@ def one_of(kind: str, unknown: str, text: str, names: Mapping[str, str]) -> str:
 
     names: {id: name}. unknown: the code where there is none. Raises Stop, with the candidates where there are several.
     """
-    wanted = parse_uuid(text) if is_uuid(text) else text.lower()
+    wanted = parse_uuid(text) if is_uuid(text) else text if text in names else text.lower()
     if wanted in names:
         return wanted
     named = [one for one, name in names.items() if name == text]

@@ -155,7 +155,7 @@ async def print_list(
             print_data({"items": [as_data(item) for item, _ in rows], "next": options_of(listing.next)}, options.form)
         else:
             _print_rows([row for _, row in rows], picked, options.form)
-        if not options.form.is_data:
+        if options.form not in (Form.JSON, Form.YAML):
             _print_end(listing, len(rows))
         if not options.watch:
             return

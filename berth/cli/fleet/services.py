@@ -111,16 +111,14 @@ async def list_workers(
 
 async def show_worker(
     settings: Settings,
-    name: Annotated[str, typer.Argument(help="Name of a worker, or its first letters.", metavar="WORKER")],
+    name: Annotated[str, typer.Argument(help="Name of a worker; BUS/NAME where two have it.", metavar="WORKER")],
     form: As = Form.TABLE,
 ) -> None:
     """Show one worker: its state, and what it has in hand."""
     async with client(settings) as berth:
         page = await berth.bus.request(WorkersQuery(limit=MAX_HOSTS), WorkersPage, timeout_s=QUERY_TIMEOUT_S)
-    by_name = {one.heartbeat.worker: one for one in page.workers}
-    found = by_name[
-        one_of("worker", "worker.unknown", name, {worker: one.heartbeat.role for worker, one in by_name.items()})
-    ]
+    known = {f"{one.bus}/{one.heartbeat.worker}": one for one in page.workers}  # workers of two buses share names
+    found = known[one_of("worker", "worker.unknown", name, {key: one.heartbeat.worker for key, one in known.items()})]
     if form.is_data:
         print_data(found, form)
     else:

@@ -101,6 +101,9 @@ def test_a_list_says_how_many_of_how_many_and_how_to_go_on(capsys: pytest.Captur
     assert listed(capsys, ListOutput(), ListedItems(FOUND, {"--page": "x"}, 1115))[1] == "3 of 1,115, next: --page x\n"
     said = listed(capsys, ListOutput(filter=["name=host-9"]), ListedItems(FOUND, {"--limit": "30"}))[1]
     assert said.splitlines() == ["1 of the 3 that were read", "3, next: --limit 30"]
+    assert (
+        listed(capsys, ListOutput(form=Form.NAME), ListedItems(FOUND, {"--limit": "30"}))[1] == "3, next: --limit 30\n"
+    )
 
 
 def test_items_are_sorted_by_number_and_filtered(capsys: pytest.CaptureFixture[str]) -> None:
