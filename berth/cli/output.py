@@ -137,29 +137,44 @@ async def print_list(
 
     Raises BadParameter for a column that there is not.
     """
-    picked = _columns(table, options.column or ()) or (
-        table.shown if options.form in (Form.TABLE, Form.NAME) else table.all
-    )
-    chosen = [_condition(table, text) for text in options.filter or ()]
-    order = _columns(table, [options.sort.removeprefix("-")]) if options.sort else []
+    _check_columns(table, options)
     while True:
-        listing = await read()
-        rows = [(item, dict(zip(table.all, table.row(item), strict=True))) for item in listing.items]
-        rows = [row for row in rows if all(matches(row[1]) for matches in chosen)]
-        for name in order:
-            backwards = (options.sort or "").startswith("-")
-            rows.sort(key=lambda row: _sort_key(row[1][name]), reverse=backwards)
+        listed = await read()
         if options.watch and out.is_terminal:
             out.clear()
-        if options.form in (Form.JSON, Form.YAML):
-            print_data({"items": [as_data(item) for item, _ in rows], "next": options_of(listing.next)}, options.form)
-        else:
-            _print_rows([row for _, row in rows], picked, options.form)
-        if options.form not in (Form.JSON, Form.YAML):
-            _print_end(listing, len(rows))
+        print_items(listed, table, options, as_data)
         if not options.watch:
             return
         await asyncio.sleep(WATCH_S)
+
+
+def print_items(
+    listed: ListedItems[T],
+    table: Table[T],
+    options: ListOutput,
+    as_data: Callable[[T], object] = lambda item: item,
+) -> None:
+    """Print items that were read, once. Raises as `print_list`."""
+    rows = [(item, dict(zip(table.all, table.row(item), strict=True))) for item in listed.items]
+    for text in options.filter or ():
+        matches = _condition(table, text)
+        rows = [row for row in rows if matches(row[1])]
+    if options.sort:
+        (name,) = _columns(table, [options.sort.removeprefix("-")])
+        rows.sort(key=lambda row: _sort_key(row[1][name]), reverse=options.sort.startswith("-"))
+    if options.form in (Form.JSON, Form.YAML):
+        print_data({"items": [as_data(item) for item, _ in rows], "next": options_of(listed.next)}, options.form)
+        return
+    by_default = table.shown if options.form in (Form.TABLE, Form.NAME) else table.all
+    _print_rows([row for _, row in rows], _columns(table, options.column or ()) or by_default, options.form)
+    _print_end(listed, len(rows))
+
+
+def _check_columns(table: Table[Any], options: ListOutput) -> None:
+    """Before anything is read. Raises BadParameter."""
+    _columns(table, [*(options.column or ()), *([options.sort.removeprefix("-")] if options.sort else [])])
+    for text in options.filter or ():
+        _condition(table, text)
 
 
 def _print_rows(rows: Sequence[Mapping[str, Cell]], picked: Sequence[str], form: Form) -> None:
