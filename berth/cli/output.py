@@ -63,7 +63,7 @@ class Id(str):
 
 
 class Time(float):
-    """Seconds since the epoch: an age in a table, RFC 3339 elsewhere."""
+    """Seconds since the epoch: an age in a table ("5m", of a time to come "in 5m"), RFC 3339 elsewhere."""
 
     __slots__ = ()
 
@@ -332,7 +332,8 @@ def shown(cell: Cell) -> str | Text:
     if isinstance(cell, Id):
         return cell[:SHORT_ID]
     if isinstance(cell, Time):
-        return age(time.time() - cell) if cell else ""
+        past_s = time.time() - cell
+        return "" if not cell else age(past_s) if past_s > -1 else f"in {age(-past_s)}"
     return whole(cell)
 
 

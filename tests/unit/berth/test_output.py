@@ -153,6 +153,7 @@ def test_units_and_ages() -> None:
         ["0s", "59s", "119s", "2m", "119m", "2h", "47h", "2d"]
     )
     assert output.shown(Time(time.time() - 300)) == "5m" and output.shown(Time(0.0)) == ""
+    assert output.shown(Time(time.time() + 86_400 * 90 + 60)) == "in 90d"
 
 
 @pytest.mark.parametrize(
