@@ -586,7 +586,7 @@ def test_every_command_about_instances_and_objects_is_allowed_to_all_who_carry_i
     berth("quota", "set", MINE, "INSTANCES=20", "VCPU=40", "--reason", "test")
     berth("group", "create", f"{MINE}/web", "--policy", "anti-affinity")
     berth("rule", "set", "--host-subset-size", "2")
-    (booted,) = berth("boot", "--flavor", "m1.small", "--wait", "--project", MINE)
+    (booted,) = berth("boot", "--flavor", "m1.small", "--wait", "--project", MINE)["items"]
     uuid, host = booted["instance_uuid"], booted["host"]
     berth("aggregate", "create", "rack", "--host", host)
     for words in (
