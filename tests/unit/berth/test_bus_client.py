@@ -217,7 +217,7 @@ async def test_of_many_builds_it_is_known_which_were_accepted_before_the_queue_w
         )
     accepted = [watch for watch in client_world.client.watches.values() if watch.published_at is not None]
     assert len(accepted) == 1000
-    shown = msgspec.json.decode(capsys.readouterr().out)
+    shown = msgspec.json.decode(capsys.readouterr().out)["items"]
     assert [one["instance_uuid"] for one in shown] == [watch.instance_uuid for watch in accepted]
 
 
