@@ -254,7 +254,7 @@ def exchanges(grants: Sequence[Grant], settings: Settings) -> dict[str, list[dic
 
 
 def as_plain(grants: Sequence[Grant]) -> list[dict[str, Any]]:
-    """The grants for `--json`."""
+    """The grants for `-o json`."""
     plain: list[dict[str, Any]] = msgspec.to_builtins(list(grants))
     return plain
 

@@ -56,16 +56,17 @@ _PROPOSED: Mapping[FindingKind, str] = {
     " destroy it and release this",
     Kind.MISSING: f"claim it again where there is room: {_BY_AUDIT}",
     Kind.DOUBLED: f"release allocations that are not on its own host: {_BY_AUDIT}",
-    Kind.OVER_CAPACITY: "move instances away: berth migrate, berth drain",
+    Kind.OVER_CAPACITY: "move instances away: berth instance migrate, berth host drain",
     Kind.MACHINE_WITHOUT_INSTANCE: "its cell destroys or quarantines it by itself: berth quarantine list",
     Kind.INSTANCE_WITHOUT_MACHINE: "its cell takes it for lost with the host's reports: berth show; else berth delete",
     Kind.UNREQUESTED: "look where it comes from (a restore?), and have its client request it again: berth show",
     Kind.MISCOUNTED: f"recount: {_BY_AUDIT}",
-    Kind.MOVING_UNREQUESTED: "request what changes nothing: berth start; its cell answers with its state",
-    Kind.OUTSIDE_ZONE: "put its host back into the zone's aggregate, or move it there: berth migrate",
+    Kind.MOVING_UNREQUESTED: "request what changes nothing: berth instance start; its cell answers with its state",
+    Kind.OUTSIDE_ZONE: "put its host back into the zone's aggregate, or move it there: berth instance migrate",
 }
 # `berth placement audit` judges no instance with an unconfirmed move.
-_UNCONFIRMED = f"berth confirm, and then: {_BY_AUDIT}"
+_DECIDE = "decide: berth quarantine destroy|protect|adopt {}"
+_UNCONFIRMED = f"berth instance confirm, and then: {_BY_AUDIT}"
 DELETED = "deleted"
 # Of a request: a cell has its instance, and lets it go only with an announcement.
 WITH_INSTANCE = frozenset({BuildState.ACTIVE, BuildState.DELETING})
@@ -314,5 +315,8 @@ def _machines(
                 why = f"runs on {one.host_uuid}, and no cell has it as active"
                 repair = None if one.has_owner_tag else _FOREIGN
                 if kept is not None:
-                    why, repair = f"{why}; in quarantine: {kept.reason}", f"decide: berth quarantine release {uuid}"
+                    why, repair = (
+                        f"{why}; in quarantine: {kept.reason}",
+                        _DECIDE.format(uuid),
+                    )
                 yield _finding(Kind.MACHINE_WITHOUT_INSTANCE, uuid, why, repair)

@@ -443,7 +443,7 @@ def _quarantined(facts: Facts) -> Iterator[str]:
 
 def _duplicate_names(facts: Facts) -> Iterator[str]:
     for host, name, other in facts.duplicate_names or ():
-        yield f"{host}: {name} is the name of {other} in placement: rename one, or `berth hosts delete {other}`"
+        yield f"{host}: {name} is the name of {other} in placement: rename one, or `berth host delete {other}`"
 
 
 def _feed(facts: Facts) -> Iterator[str]:

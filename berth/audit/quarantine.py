@@ -192,7 +192,7 @@ def _checked(
         raise unknown(uuid, host)
     if len(kept) > 1:
         others = ", ".join(one.machine.host_uuid for _, one in kept if one.machine.host_uuid != host)
-        reason = f"there are others of it, on {others}: decide about these first (`berth quarantine release`)"
+        reason = f"there are others of it, on {others}: destroy or protect these first (`berth quarantine`)"
         raise RequestRefused(reason, code="quarantine.several")
     cell, machine = here[0]
     if why := adoption_blocker(records.get(cell)):

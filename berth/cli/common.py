@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import getpass
-import json
 import os
 import socket
 import sys
@@ -19,18 +18,19 @@ import asyncpg
 import msgspec
 import typer
 import uvloop
-from rich.console import Console
 from rich.text import Text
 
 from berth.bus_client import BuildClient
+from berth.cli.output import err
 from berth.config.ports import ServerFailed
 from berth.config.settings import Settings, check_urls, read_settings
 from berth.config.site import Site, process_name
-from berth.text import counted, printable, printable_lines, render_rows
+from berth.text import counted, printable, printable_lines
 from berth.up.embedded.process import DirectoryInaccessible, ServerMissing
 from berth.up.local_workers import WorkerEnded
 from bus.bus_ownership import BusOwnedByAnother
-from bus.contracts.base import MAX_REASON
+from bus.contracts.base import MAX_REASON, reason_of
+from bus.contracts.build import BuildQuery, BuildRecord, BuildState
 from bus.contracts.objects import CellsPage, CellsQuery
 from bus.faults import (
     DatabaseUnavailable,
@@ -63,6 +63,7 @@ OPEN_TIMEOUT_S = 10.0
 QUERY_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
 MAX_IN_QUESTION = 10  # of a cell, in a prompt
+MAX_LIMIT = 1000  # of most lists
 
 
 def parse_uuid(text: str) -> str:
@@ -73,19 +74,75 @@ def parse_uuid(text: str) -> str:
         raise typer.BadParameter(f"{text!r} is not a UUID") from None
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+def is_uuid(text: str) -> bool:
+    """Whether it is a whole UUID, as people write it."""
+    try:
+        uuid.UUID(text)
+    except ValueError:
+        return False
+    return True
+
+
+LEAST_PREFIX = 4
+
+
+def one_of(kind: str, unknown: str, text: str, names: Mapping[str, str]) -> str:
+    """The id that a text stands for: the id itself, its first letters (at least 4), or a name that one has.
+
+    names: {id: name}. unknown: the code where there is none. Raises Stop, with the candidates where there are several.
+    """
+    wanted = parse_uuid(text) if is_uuid(text) else text if text in names else text.lower()
+    if wanted in names:
+        return wanted
+    named = [one for one, name in names.items() if name == text]
+    begun = [one for one in names if one.startswith(wanted)]
+    found = named or begun
+    if len(found) == 1 and (named or len(wanted) >= LEAST_PREFIX):
+        return found[0]
+    if not found:
+        raise Stop(Exit.NO, unknown, f"there is no {kind} {text}")
+    some = ", ".join(f"{one} ({names[one]})" if names[one] else one for one in found[:MAX_IN_QUESTION])
+    more = ", ..." if len(found) > MAX_IN_QUESTION else ""
+    raise Stop(Exit.NO, "name.ambiguous", f"{text} may be {some}{more}: name the {kind} by more letters")
+
+
+async def instance_of(berth: BuildClient, text: str, project: str | None, *, timeout_s: float) -> BuildRecord:
+    """The instance that a text stands for, as `one_of`; of several of one name the one that is not deleted, if there is
+    one. Raises Stop, BadParameter.
+    """
+    named = {"instance_uuid": parse_uuid(text)} if is_uuid(text) else {"name": text}
+    found: dict[str, BuildRecord] = {}
+    place: dict[str, object] = {}
+    while True:
+        try:
+            query = msgspec.convert({"project_id": project, **named, **place}, BuildQuery)
+        except msgspec.ValidationError as error:
+            raise typer.BadParameter(reason_of(error)) from error
+        page = await berth.query(query, timeout_s=timeout_s)
+        found |= {one.instance_uuid: one for one in page.builds}
+        if page.searched_to is None or found:
+            break
+        place = {"before": page.searched_to, "before_instance": page.searched_to_instance}
+    kept = {uuid: one for uuid, one in found.items() if one.state is not BuildState.DELETED} or found
+    return found[one_of("instance", "instance.unknown", text, {uuid: one.name for uuid, one in kept.items()})]
+
+
+def further(found: Sequence[object], limit: int) -> dict[str, str] | None:
+    """The option that lists more, of a list that ends at a limit of the caller's."""
+    return {"--limit": str(min(limit * 10, MAX_LIMIT))} if len(found) >= limit and limit < MAX_LIMIT else None
+
+
+Page = Annotated[str | None, typer.Option("--page", help="Go on where a list ended, as it said.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0.1, max=86_400, help="Seconds to wait at most.")]
 
 By = Annotated[str | None, typer.Option("--by", help="Who decides; else the user and host of this command.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not prompt; off a terminal nothing is done without it.")]
 Reason = Annotated[str, typer.Option("--reason", help="The reason, for the record.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait for the end; exit status 1 when it failed.")]
-Instance = Annotated[str, typer.Argument(help="The instance's UUID.", parser=parse_uuid, metavar="UUID")]
+Instance = Annotated[str, typer.Argument(help="Name or UUID of an instance, or its first letters.", metavar="INSTANCE")]
+InProject = Annotated[str | None, typer.Option("--project", help="The project in which the name is looked up.")]
 
 T = TypeVar("T")
-
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
 
 
 class Stop(Exception):
@@ -170,43 +227,6 @@ def check_reason(reason: str, *, least: int = 0) -> None:
     if not least <= len(reason) <= MAX_REASON:
         bounds = f"{least} to {MAX_REASON}" if least else f"at most {MAX_REASON}"
         raise typer.BadParameter(f"{bounds} characters", param_hint="--reason")
-
-
-def print_line(text: str) -> None:
-    """Print one line for a person, whatever a name in it contains."""
-    out.print(Text(printable(text)), soft_wrap=True)
-
-
-def print_result(data: object, as_json: bool, line: str) -> None:
-    """Print a result as JSON, or as one line."""
-    if as_json:
-        print_json(data)
-    else:
-        print_line(line)
-
-
-def print_rows(
-    items: Collection[T], as_json: bool, columns: Sequence[str], row: Callable[[T], Sequence[str | Text]]
-) -> None:
-    """Print items as JSON, or as a table with a row for each."""
-    if as_json:
-        print_json(items)
-    else:
-        render_rows(out, columns, [row(one) for one in items])
-
-
-def print_json(data: object) -> None:
-    """Print data as indented JSON on standard output, control characters escaped (only strings can have them)."""
-    text = msgspec.json.format(msgspec.json.encode(data), indent=2).decode()
-    sys.stdout.write("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text) + "\n")
-    sys.stdout.flush()
-
-
-def print_json_line(data: object) -> None:
-    """Print data as one line of JSON on standard output, at once: for a stream of them."""
-    text = msgspec.json.encode(data).decode()
-    sys.stdout.write("".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text) + "\n")
-    sys.stdout.flush()
 
 
 def run(body: Callable[[], Coroutine[Any, Any, int | None]]) -> NoReturn:

@@ -1,26 +1,22 @@
-"""Runs a command that calls the HTTP API: its faults become a message and an exit status, its result rows or JSON."""
+"""Runs a command that calls the HTTP API: its faults become a message and an exit status."""
 
 from __future__ import annotations
 
 import functools
-import json
 import os
-import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 from rich.console import Console
 from rich.text import Text
 
 from berth.cli.session.contexts import ContextFault, found_context
 from berth.client import ApiAddressInvalid, ApiProblem, Client
-from berth.text import printable, printable_lines, render_rows
+from berth.text import printable_lines
 from bus.faults import Fault, RequestTimeout, Transient
 
-T = TypeVar("T")
 B = TypeVar("B", bound=Callable[..., Any])
 
 # The statuses, as of every command.
@@ -63,32 +59,3 @@ def api(config: Path | None = None) -> Iterator[Client]:
     """The client of the context that this command uses. config: the settings file that the command line names."""
     with found_context(os.environ, config).context.client() as client:
         yield client
-
-
-def show_json(data: object) -> None:
-    """Data as indented JSON, control characters escaped (only strings can have them)."""
-    text = msgspec.json.format(msgspec.json.encode(data), indent=2).decode()
-    sys.stdout.write("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text) + "\n")
-
-
-def show_line(text: str) -> None:
-    """One line for a person, whatever a name in it contains."""
-    Console(highlight=False).print(Text(printable(text)), soft_wrap=True)
-
-
-def show_result(data: object, as_json: bool, line: str) -> None:
-    """A result as JSON, or as one line."""
-    if as_json:
-        show_json(data)
-    else:
-        show_line(line)
-
-
-def show_rows(
-    items: Collection[T], as_json: bool, columns: Sequence[str], row: Callable[[T], Sequence[str | Text]]
-) -> None:
-    """Items as JSON, or as a table with a row for each."""
-    if as_json:
-        show_json(items)
-    else:
-        render_rows(Console(highlight=False), columns, [row(one) for one in items])

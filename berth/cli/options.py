@@ -11,6 +11,8 @@ from typing import Any, TypeVar, get_type_hints
 import typer
 from msgspec import NODEFAULT, Struct, structs
 
+from berth.cli.output import called
+
 B = TypeVar("B", bound=Callable[..., Any])
 
 
@@ -24,11 +26,13 @@ def as_command(body: Callable[..., Any]) -> Callable[..., Any]:
     shown: list[Parameter] = []
     groups: dict[str, tuple[type[Struct], list[str]]] = {}
     reads = ""
+    takes = ""  # the name of a parameter that is the context
     for parameter in inspect.signature(body, eval_str=True).parameters.values():
         kind = parameter.annotation
         if _is_settings(kind):
             reads = parameter.name
-            shown.append(Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context))
+        elif kind is typer.Context:
+            takes = parameter.name
         elif isinstance(kind, type) and issubclass(kind, Struct):
             fields = _fields(kind)
             groups[parameter.name] = kind, [field.name for field in fields]
@@ -36,28 +40,37 @@ def as_command(body: Callable[..., Any]) -> Callable[..., Any]:
         else:
             shown.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
 
+    shown.append(Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context))
+
     def arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         named = dict(given)
+        context = named.pop("context")
         if reads:
             from berth.cli.common import settings_of  # noqa: PLC0415  (see `_is_settings`)
 
-            named[reads] = settings_of(named.pop("context"))
+            named[reads] = settings_of(context)
+        if takes:
+            named[takes] = context
         for name, (kind, fields) in groups.items():
             named[name] = kind(**{field: named.pop(field) for field in fields})
         return named
 
     @functools.wraps(body)
-    def called(**given: Any) -> Any:
-        if inspect.iscoroutinefunction(body):
-            from berth.cli.common import run  # noqa: PLC0415  (see `_is_settings`)
+    def command(**given: Any) -> Any:
+        running = called.set(given["context"])
+        try:
+            if inspect.iscoroutinefunction(body):
+                from berth.cli.common import run  # noqa: PLC0415  (see `_is_settings`)
 
-            run(lambda: body(**arguments(given)))
-        return body(**arguments(given))
+                run(lambda: body(**arguments(given)))
+            return body(**arguments(given))
+        finally:
+            called.reset(running)
 
-    declared: Any = called
+    declared: Any = command
     declared.__signature__ = inspect.Signature(shown)
     declared.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
-    return called
+    return command
 
 
 def _is_settings(kind: Any) -> bool:

@@ -127,21 +127,21 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class FencingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How hosts are switched off: by `berth hosts fence --switch-off`, and by `berth fencer` on its own."""
+    """How hosts are switched off: by `berth host fence --switch-off`, and by `berth serve fencer` on its own."""
 
     plugin: Annotated[str, Bound(max_length=255)] = ""
     """`ironic`, or the name of an entry point in group `berth.fencing`. Empty: none."""
     after_s: Annotated[float, Bound(ge=5.0, le=86_400.0)] = 60.0
-    """Seconds that `berth fencer` has seen a host's compute service silent before it switches the host off. 60: longer
-    than a restart of the service or of the host's network takes.
+    """Seconds that `berth serve fencer` has seen a host's compute service silent before it switches the host off. 60:
+    longer than a restart of the service or of the host's network takes.
     """
     max_hosts: Annotated[int, Bound(ge=1, le=1_000)] = 3
-    """Most hosts that may be silent at a time: with more of them the cause is rather the network, and `berth fencer`
-    switches off none until fewer are, or a person has fenced them.
+    """Most hosts that may be silent at a time: with more of them the cause is rather the network, and `berth serve
+    fencer` switches off none until fewer are, or a person has fenced them.
     """
     max_per_hour: Annotated[int, Bound(ge=1, le=100)] = 3
-    """Most hosts of a cell that `berth fencer` fences within an hour. Then it fences none there until a person has
-    decided about one of these: enabled it, or fenced it once more.
+    """Most hosts of a cell that `berth serve fencer` fences within an hour. Then it fences none there until a person
+    has decided about one of these: enabled it, or fenced it once more.
     """
     timeout_s: Annotated[float, Bound(gt=0.0, le=3_600.0)] = 120.0
     """Seconds for switching one host off, with the proof."""
@@ -177,8 +177,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     )
     """The cells by name. A host belongs to one cell."""
     cells_dir: Annotated[str, Bound(max_length=4_000)] = ""
-    """The directory of files that each hold the URL of a cell's bus, for cells that are added at run time (`berth cells
-    add --url-file`). Empty: none is read.
+    """The directory of files that each hold the URL of a cell's bus, for cells that are added at run time (`berth cell
+    create --url-file`). Empty: none is read.
     """
     database: DatabaseSettings = DatabaseSettings()
     """The database of all workers."""

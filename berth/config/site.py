@@ -39,7 +39,7 @@ log = structlog.get_logger("site")
 IRONIC = "ironic"  # the driver of bare metal
 RUNTIME_FILE = "runtime.json"
 MAX_URL_BYTES = 4096  # of a file with the URL of a cell's bus
-HEARTBEAT_S = 5.0  # how often a worker publishes its heartbeat (`berth workers`)
+HEARTBEAT_S = 5.0  # how often a worker publishes its heartbeat (`berth worker list`)
 
 
 class Runtime(Struct, frozen=True, kw_only=True):

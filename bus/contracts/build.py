@@ -223,8 +223,8 @@ class EventsMissed(Message, frozen=True, kw_only=True, tag="events.missed.v1"):
 
 
 class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.query.v1"):
-    """Ask the scheduler for one build (with its timeline), or for a page of them, newest first. By cell, host, flavor
-    and code at most 100,000 builds are looked through.
+    """Ask the scheduler for one build (with its timeline), or for a page of them, newest first. By cell, host, flavor,
+    code and name at most 100,000 builds are looked through.
     """
 
     instance_uuid: Uuid | None = None
@@ -241,6 +241,7 @@ class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     flavor: Label | None = None
     code: Label | None = None
     gang: Uuid | None = None  # the members of one request for several
+    name: Label | None = None  # a name, or the first letters of a uuid, in lower case
     limit: Annotated[int, Bound(ge=1, le=1000)] = 100
 
 

@@ -436,7 +436,7 @@ class UnknownMachinesFound(Message, AboutService, frozen=True, kw_only=True, tag
     foreign: Count = 0
     quarantined: Count = 0
     # the first of them, quarantined ones before foreign ones; foreign ones beyond those kept on record are left out.
-    # Published at most once: `berth hosts --unknown` lists all.
+    # Published at most once: `berth quarantine list --unknown` lists all.
     machines: Annotated[tuple[UnknownMachineReport, ...], Bound(max_length=MAX_NAMED_MACHINES)] = ()
 
 

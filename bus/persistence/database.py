@@ -493,7 +493,7 @@ def check_identity(found: str | None, known: str) -> None:
     if found != known:
         raise DatabaseReplaced(
             f"its identity is {found} now and was {known}: the schema was made anew, or another database took its "
-            "place; restore it, or start the workers again and see `berth bus owner`"
+            "place; restore it, or start the workers again and see `berth bus list`"
         )
 
 

@@ -13,9 +13,10 @@ import msgspec
 import typer
 from msgspec import Struct
 
-from berth.cli.common import Exit, Stop, Timeout, client, err, out, settings_of
+from berth.cli.common import Exit, Stop, Timeout, client, settings_of
 from berth.cli.main import PLAIN
 from berth.cli.options import CommandGroup
+from berth.cli.output import err, out
 from berth.cli.site.as_toml import as_toml
 from berth.config.settings import Settings
 from berth.config.site import Site, process_name

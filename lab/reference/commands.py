@@ -25,6 +25,15 @@ Derived from the command line by `scripts/nightly docs`; do not edit by hand. `b
 | 3 | bus or database out of reach |
 | 4 | time ran out |
 | 130 | interrupted |
+
+**Names.** An instance is named by its name, its UUID or the first four or more letters of that; `--project` looks in
+one project. Where several are meant they are listed, and the exit status is 1. Hosts are named by name or UUID.
+
+**Forms.** `-o` (`--output`) chooses the form: `table` (as wide as the terminal, 80 columns elsewhere; identifiers by
+their first letters, ages), `wide` (all columns, nothing cut), `json`, `yaml`, `name` or `value` (a line each, for
+scripts). As JSON and YAML a list is `{"items": [...], "next": OPTIONS}`, and times are RFC 3339. A list takes
+`-c COLUMN`, `--sort COLUMN` or `-COLUMN`, `--filter COLUMN=PATTERN` or `COLUMN!=PATTERN`, and `--watch`. Where it ends
+before all is listed it prints the command that goes on. A list that was read ends with 0.
 """
 
 
@@ -34,8 +43,13 @@ def render() -> str:
     return "\n".join([HEAD, *sections]).rstrip() + "\n"
 
 
+# The commands that one types all day, and what each is short for.
+SHORT = {f"berth {word}": f"berth instance {word}" for word in ("list", "show", "delete", "logs")}
+SHORT["berth boot"] = "berth instance create"
+
+
 def leaves() -> Iterator[tuple[str, Any]]:
-    """Every command that does something, with how it is called (`berth bus owner`), by name."""
+    """Every command that does something, with how it is called (`berth bus list`), by name."""
     yield from _leaves(typer.main.get_command(app), "berth")
 
 
@@ -53,6 +67,9 @@ def _section(command: Any, path: str) -> Iterator[str]:
     options = [p for p in command.params if p.param_type_name == "option" and p.name != "help"]
     usage = " ".join([path, *(["[OPTIONS]"] if options else []), *(argument_of(a) for a in arguments)])
     yield f"## `{path}`\n"
+    if path in SHORT:
+        yield f"Short for `{SHORT[path]}`.\n"
+        return
     yield f"    {usage}\n"
     yield f"{_text(command.help)}\n"
     if options:

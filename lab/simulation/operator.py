@@ -81,7 +81,7 @@ class Operator:
 
     async def release_quarantine(self) -> None:
         """Decide about what is in quarantine of an instance whose delete has waited long enough: destroy it, or, on
-        what has burnt down or left, keep it (`berth quarantine release`). The cell decides nothing by itself. Until
+        what has burnt down or left, keep it (`berth quarantine protect`). The cell decides nothing by itself. Until
         cancelled.
         """
         world, since = self._world, dict[tuple[str, str], float]()

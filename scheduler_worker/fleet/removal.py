@@ -224,5 +224,5 @@ def _host_removal_blocker(hosts: Collection[str]) -> Refusal | None:
         return None
     count = f"{MAX_SERVICE_HOSTS} or more" if len(hosts) >= MAX_SERVICE_HOSTS else str(len(hosts))
     some = ", ".join(sorted(hosts)[:MAX_NAMED])
-    reason = f"placement has hosts of it, which are to be deleted first (`berth hosts delete`): {count}, as {some}"
+    reason = f"placement has hosts of it, which are to be deleted first (`berth host delete`): {count}, as {some}"
     return Refusal(code=HAS_HOSTS, reason=reason)

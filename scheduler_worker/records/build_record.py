@@ -47,7 +47,7 @@ DELETE_REQUESTED = (BuildState.DELETING, BuildState.DELETED)
 
 def is_search(query: BuildQuery) -> bool:
     """Whether builds are selected by a column without an index, so that only a bounded number is examined."""
-    return any(value is not None for value in (query.cell, query.host, query.flavor, query.code))
+    return any(value is not None for value in (query.cell, query.host, query.flavor, query.code, query.name))
 
 
 class Actor(Struct, frozen=True):

@@ -253,6 +253,7 @@ class MemoryBuilds(UnitStore):
             and query.host in (None, record.host)
             and query.flavor in (None, record.flavor)
             and query.code in (None, record.code)
+            and (query.name in (None, record.name) or record.instance_uuid.startswith(query.name or ""))
         ][: query.limit]
 
     async def builds_named(self, instances: Sequence[str]) -> dict[str, BuildRecord]:

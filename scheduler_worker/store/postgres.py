@@ -77,6 +77,7 @@ BUILDS = f"""
 SELECT {tables.RECORD} FROM ({OF_QUERY} LIMIT $8) b
 WHERE ($10::text IS NULL OR cell = $10) AND ($11::text IS NULL OR host = $11)
   AND ($12::text IS NULL OR {tables.FLAVOR} = $12) AND ($13::text IS NULL OR code = $13)
+  AND ($14::text IS NULL OR name = $14 OR starts_with(instance_uuid::text, $14))
 ORDER BY created_at DESC, instance_uuid DESC LIMIT $9
 """
 BUILDS_NAMED = f"SELECT {tables.RECORD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
@@ -418,7 +419,7 @@ class PostgresBuilds(UnitStore):
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build with its whole timeline; a page of many comes with it too, at most `limit`."""
         most = tables.MAX_SEARCHED if is_search(query) else query.limit
-        named = [name and tables.clean(name) for name in (query.cell, query.host, query.flavor, query.code)]
+        named = [one and tables.clean(one) for one in (query.cell, query.host, query.flavor, query.code, query.name)]
         async with self._database.raw() as connection:
             found = await connection.fetch(BUILDS, *_of_query(query), most, query.limit, *named)
         return [tables.build_record(row) for row in found]

@@ -77,7 +77,7 @@ def berth_up(berth: str, hosts: int, directory: Path) -> Iterator[tuple[str, str
         try:
             link = line_starting_with(up, "  pages ").split()[-1]
             line_starting_with(up, "Ctrl-C")
-            command = [berth, "web", "--listen", "127.0.0.1:0"]
+            command = [berth, "serve", "web", "--listen", "127.0.0.1:0"]
             web = subprocess.Popen(command, env=env, cwd=directory, stdout=subprocess.PIPE, stderr=log, text=True)
 
             def stop() -> None:
@@ -164,7 +164,7 @@ class Person:
 
     def publish_metric(self, host: str, reading: str) -> None:
         """Publish a number about a host with the command, as an operator's script would."""
-        command = [self.berth, "host-metrics", host, "--set", reading]
+        command = [self.berth, "host", "metrics", host, "--set", reading]
         subprocess.run(command, env=self.env, check=True, timeout=WAIT_S, stdout=subprocess.DEVNULL)
 
     def api(self, path: str) -> Any:

@@ -220,13 +220,13 @@ def berth(command: str, directory: Path, **traces: str) -> Iterator[dict[str, st
 
 def boot(command: str, env: Mapping[str, str], directory: Path) -> list[str]:
     """Boot machines and wait for them; their uuids. Raises Unexpected."""
-    words = [command, "boot", "--flavor", "m1.small", "--count", str(BOOTS), "--wait", "--json"]
+    words = [command, "boot", "--flavor", "m1.small", "--count", str(BOOTS), "--wait", "-o", "json"]
     done = subprocess.run(
         words, env=env, cwd=directory, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
     )
     if done.returncode:
         raise Unexpected(f"berth boot: {done.returncode}: {done.stdout} {done.stderr}")
-    return [one["instance_uuid"] for one in json.loads(done.stdout)]
+    return [one["instance_uuid"] for one in json.loads(done.stdout)["items"]]
 
 
 def one_tree(store: Phoenix, instance: str) -> list[dict[str, Any]]:
@@ -270,7 +270,7 @@ def main() -> int:
     """0 when every build was one tree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--berth", required=True, help="the berth command")
-    parser.add_argument("--json", type=Path, help="write what was done there")
+    parser.add_argument("-o", "json", type=Path, help="write what was done there")
     options = parser.parse_args()
     report: dict[str, Any] = {"passed": True, **{name: version(name) for name in ("arize-phoenix", "rotel")}}
     with ExitStack() as stack:

@@ -65,7 +65,7 @@ class Watching:
 async def watching(site: Site, **settings: str) -> AsyncIterator[Watching]:
     """`berth audit --watch` with these settings beside the site's."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "berth", "audit", "--watch", "--every", "0.2", "--json"),
+        *(sys.executable, "-m", "berth", "audit", "--watch", "--every", "0.2", "-o", "json"),
         env={**os.environ, **variables(site.settings), **settings},
         stdout=asyncio.subprocess.PIPE,
     )

@@ -113,7 +113,7 @@ async def age(url: str) -> None:
 async def repaired(site: Site) -> dict[str, list[str]]:
     """The findings that `berth placement audit --repair` leaves, and its repairs."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "berth", "placement", "audit", "--repair", "--yes", "--json"),
+        *(sys.executable, "-m", "berth", "placement", "audit", "--repair", "--yes", "-o", "json"),
         env={**os.environ, **variables(site.settings)},
         stdout=asyncio.subprocess.PIPE,
     )

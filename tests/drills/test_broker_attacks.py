@@ -189,7 +189,7 @@ async def test_own_queues_that_multiply_own_events_slow_no_other_project(system:
 
 async def test_many_requests_in_one_message_are_many_turns(system: Guarded) -> None:
     """Others' boots took 35 s beside batches of 512, 5 s beside gangs of 100: a message was one turn."""
-    done = system.berth("quotas", "set", MINE, f"INSTANCES={QUOTA}")
+    done = system.berth("quota", "set", MINE, f"INSTANCES={QUOTA}")
     assert done.returncode == 0, done.stderr
     url = system.url(f"berth-project-{MINE}", project_bus(MINE))
     async with tenant(system, THEIRS) as quiet:

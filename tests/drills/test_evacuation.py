@@ -168,8 +168,8 @@ DEAD = "compute-cell1-c2"
 
 
 async def check(whole: Rig) -> tuple[int, dict[str, dict[str, object]]]:
-    """`berth check --json` as an operator starts it: its exit status, and what it reports of each invariant."""
-    arguments = ("check", "--json", "--wait", "60")
+    """`berth check -o json` as an operator starts it: its exit status, and what it reports of each invariant."""
+    arguments = ("check", "-o", "json", "--wait", "60")
     environment = {**os.environ, **variables(whole.site.settings)}
     done = await asyncio.to_thread(run_berth, *arguments, env=environment, timeout_s=PATIENCE_S)
     report = msgspec.json.decode(done.stdout)

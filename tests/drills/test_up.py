@@ -89,7 +89,7 @@ def env(directory: Path) -> dict[str, str]:
 
 def test_ctrl_c_while_it_starts(directory: Path, env: dict[str, str]) -> None:
     """It used to be received when everything was up; a worker that did not get ready made that a minute and more."""
-    command = [sys.executable, "-m", "berth", "up", "--processes", "--json"]
+    command = [sys.executable, "-m", "berth", "up", "--processes", "-o", "json"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True) as up:
         until = time.monotonic() + PATIENCE_S
@@ -104,7 +104,7 @@ def test_ctrl_c_while_it_starts(directory: Path, env: dict[str, str]) -> None:
 
 def test_everything_as_processes(directory: Path, env: dict[str, str]) -> None:
     """A load of all kinds ends well, a killed worker comes back, the invariants hold, and nothing outlives Ctrl-C."""
-    command = [sys.executable, "-m", "berth", "up", "--processes", "--schedulers", "1", "--json"]
+    command = [sys.executable, "-m", "berth", "up", "--processes", "--schedulers", "1", "-o", "json"]
     log = directory / "up.log"
     with (
         log.open("w") as errors,
@@ -125,7 +125,9 @@ def test_everything_as_processes(directory: Path, env: dict[str, str]) -> None:
                 f"{state['placement_api']}/resource_providers", headers={"x-auth-token": token}, timeout=PATIENCE_S
             )
             assert served.status_code == 200 and served.json()["resource_providers"]
-            assert len(json.loads(berth(env, "hosts", "--json").stdout)) == 2 * 10 + 6, log.read_text()
+            assert len(json.loads(berth(env, "host", "list", "-o", "json").stdout)["items"]) == 2 * 10 + 6, (
+                log.read_text()
+            )
             # More metal than there is: some fail with a reason; nothing is lost.
             record = load(
                 env, directory, "--boots", "200", "--rate", "100", "--churn", "0.3", "--mix", "small=8,large=2,metal=1"
@@ -174,7 +176,7 @@ class Up:
         self.log = directory / "up.log"
         self.output = directory / "commands.log"
         with self.output.open("w") as out, self.log.open("w") as errors:
-            command = [sys.executable, "-m", "berth", "up", "--json", *arguments]
+            command = [sys.executable, "-m", "berth", "up", "-o", "json", *arguments]
             self.process = subprocess.Popen(command, env=self.env, stdout=out, stderr=errors)
         self.until(lambda: self.output.read_text().rstrip().endswith("}"), "it is up")
         self.data = json.loads(self.output.read_text())

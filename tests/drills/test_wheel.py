@@ -73,12 +73,14 @@ def installed(tmp_path: Path) -> Iterator[Installed]:
 
 def test_a_wheel_in_an_empty_virtualenv_runs_a_whole_berth(installed: Installed) -> None:
     up = subprocess.Popen(
-        [str(installed.bin / "berth"), "up", "--json"],
+        [str(installed.bin / "berth"), "up", "-o", "json"],
         cwd=installed.home, env=installed.env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     try:
-        wait_until(lambda: status_of(installed, "hosts", "--json") == 0, UP_TIMEOUT_S)
-        built = json.loads(installed.berth("boot", "--flavor", "m1.small", "--count", "5", "--wait", "--json"))
+        wait_until(lambda: status_of(installed, "host", "list", "-o", "json") == 0, UP_TIMEOUT_S)
+        built = json.loads(installed.berth("boot", "--flavor", "m1.small", "--count", "5", "--wait", "-o", "json"))[
+            "items"
+        ]
         assert [one["state"] for one in built] == ["active"] * 5
         installed.berth("check")
     finally:

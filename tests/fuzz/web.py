@@ -1,4 +1,4 @@
-"""The door of `berth web`: its HTTP API and pages, as bytes, before a scheduler and placement on a real database."""
+"""The door of `berth serve web`: its HTTP API and pages, as bytes, before a scheduler and placement on a database."""
 
 from __future__ import annotations
 

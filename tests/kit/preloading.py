@@ -21,10 +21,11 @@ PLUGINS = ("scheduler_worker.filters", "scheduler_worker.weighers")
 
 def preload(*, workers: bool) -> None:
     """Import every command, and run one that only prints; and what workers import late."""
-    for command in COMMANDS:
-        load(command)
+    for word, entry in COMMANDS.items():
+        for verb in ("",) if isinstance(entry, str) else entry.verbs:
+            load(word, verb)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        app(["hosts", "--help"], prog_name="berth")
+        app(["host", "list", "--help"], prog_name="berth")
     if workers:
         found = [f"{name}.{one.name}" for name in PLUGINS for one in pkgutil.iter_modules([*_paths(name)])]
         for name in (*LATE, *found):

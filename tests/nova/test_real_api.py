@@ -294,15 +294,15 @@ def test_the_command_as_an_operator_runs_it(cloud: Cloud, tmp_path: Path) -> Non
     environment = {**os.environ, "OS_TOKEN": f"admin:{PROJECT}"}
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "berth", "import-nova", cloud.url, *options]
+        command = [sys.executable, "-m", "berth", "nova", "import", cloud.url, *options]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
-    done = run("--output", str(file), "--with-hosts")
+    done = run("--to", str(file), "--with-hosts")
     assert done.returncode == 1 and "cmd.numa" in done.stderr and not done.stdout
     changes, _ = read_file(file)
     assert {one.name for one in changes} >= {"cmd.plain", "default"}
     file.unlink()
-    assert run("--output", str(file), "--dry-run").returncode == 1 and not file.exists()
-    report = json.loads(run("--json").stdout)
+    assert run("--to", str(file), "--dry-run").returncode == 1 and not file.exists()
+    report = json.loads(run("-o", "json").stdout)
     assert report["objects"]["flavors"]["cmd.plain"]["vcpus"] == 1 and report["taken"]["flavors"] >= 1
     assert "cmd.numa" in {one["name"] for one in report["excluded"]}

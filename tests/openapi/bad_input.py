@@ -3,8 +3,8 @@ scripts/nightly bad-input.
 
 Run by the interpreter of schemathesis, which reads a document and invents requests from it, valid ones and broken ones,
 from a seed: that of Placement's API, which `berth placement openapi` prints (door `placement`), or that of `/api/v1`,
-which `berth web` serves (door `web`; there each answer is held to the document, too). The output of schemathesis goes
-to files; here one line of JSON holds what came of it, read from schemathesis's own report: one that cannot be read, or
+which `berth serve web` serves (door `web`; there each answer is held to the document, too). Schemathesis prints into
+files; here one line of JSON holds what came of it, read from schemathesis's own report: one that cannot be read, or
 holds no request, has failed.
 """
 
@@ -76,11 +76,11 @@ def whole_berth(command: str) -> Iterator[str]:
             assert up.stdout is not None
             if not any(b"Ctrl-C" in line for line in up.stdout):
                 sys.exit("berth did not start")
-            web = stack.enter_context(_process([command, "web", "--listen", address], env))
+            web = stack.enter_context(_process([command, "serve", "web", "--listen", address], env))
             until = time.monotonic() + START_TIMEOUT_S
             while not _answers(f"http://{address}/healthz"):
                 if time.monotonic() > until or web.poll() is not None:
-                    sys.exit("berth web did not start")
+                    sys.exit("berth serve web did not start")
                 time.sleep(0.1)
             yield f"http://{address}/api/v1"
 

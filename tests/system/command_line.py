@@ -38,8 +38,9 @@ class Ran(Struct):
 
     @property
     def data(self) -> Any:
-        """The output of --json."""
-        return json.loads(self.out)
+        """The output of `-o json`; of a list its items."""
+        data = json.loads(self.out)
+        return data["items"] if isinstance(data, dict) and data.keys() == {"items", "next"} else data
 
 
 class Berth:
@@ -128,7 +129,7 @@ def berth() -> Iterator[Berth]:
 
 
 def boot(berth: Berth, *arguments: str) -> list[dict[str, Any]]:
-    done = berth("boot", "--flavor", "m1.small", "--wait", "--json", *arguments)
+    done = berth("boot", "--flavor", "m1.small", "--wait", "-o", "json", *arguments)
     assert done.status == 0, done.err
     builds: list[dict[str, Any]] = done.data
     return builds
@@ -138,7 +139,7 @@ def timeline_of(berth: Berth, instance: str, last: list[str]) -> list[tuple[str,
     """A build's timeline (what, detail), once it ends as expected: what was overtaken is written down after the end."""
     deadline = time.monotonic() + TIMEOUT_S
     while True:
-        lines = berth("show", instance, "--json").data["timeline"]
+        lines = berth("show", instance, "-o", "json").data["timeline"]
         timeline = [(line["what"], line.get("detail", "")) for line in lines]
         if [what for what, _ in timeline][-len(last) :] == last:
             return timeline
@@ -149,7 +150,7 @@ def parked(berth: Berth, instance: str) -> list[dict[str, Any]]:
     """The dead letters that name an instance, once there are any: nothing announces that one is parked."""
     deadline = time.monotonic() + TIMEOUT_S
     while True:
-        letters = berth("dead-letters", "list", "scheduler.requests", "--json").data
+        letters = berth("dead-letter", "list", "scheduler.requests", "-o", "json").data
         if mine := [one for one in letters if instance in one["body"]]:
             return mine
         assert time.monotonic() < deadline, letters

@@ -53,7 +53,7 @@ from compute_sim.config import SimulatedConfig
 from tests.kit.forks import run_berth
 from tests.kit.waiting import until
 
-# --- A cell is added to a running system, used, and removed, by `berth cells`; in memory and on a real RabbitMQ.
+# --- A cell is added to a running system, used, and removed, by `berth cell`; in memory and on a real RabbitMQ.
 
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres]
@@ -242,7 +242,7 @@ async def test_a_cell_that_cannot_be_read_is_named_and_the_rest_is_judged(
         if path is not None:
             environment[SECRET] = url.rpartition("/")[0] + path
         for command in ("check", "audit"):
-            done = await asyncio.to_thread(run_berth, command, "--json", env=environment, timeout_s=WAIT_S)
+            done = await asyncio.to_thread(run_berth, command, "-o", "json", env=environment, timeout_s=WAIT_S)
             assert done.returncode == 2, (done.stdout, done.stderr)
             assert "Traceback" not in done.stderr
             if command == "check":

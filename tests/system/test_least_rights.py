@@ -29,21 +29,21 @@ pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, py
 
 OF_THE_DATABASE = ("placement", "scheduler", "conductor-cell1")
 ALLOWED = (
-    ("berth-operator", "db", "current"),
+    ("berth-operator", "db", "list"),
     ("berth-operator", "db", "check"),
     ("berth-operator", "check"),
     ("berth-operator", "audit"),
     ("berth-operator", "placement", "audit", "--repair", "--yes"),
     ("berth-operator", "quarantine", "list"),
-    ("berth-operator", "audit-log"),
+    ("berth-operator", "event", "list"),
     ("berth-web", "quarantine", "list"),
     ("berth-web", "breaker", "list"),
-    ("berth-web", "recovery", "show"),
-    ("berth-operator", "recovery", "show"),
+    ("berth-web", "recovery", "list"),
+    ("berth-operator", "recovery", "list"),
     (RESTORE, "db", "upgrade"),
 )
 REFUSED = (
-    ("berth-placement", "db", "current"),
+    ("berth-placement", "db", "list"),
     ("berth-placement", "quarantine", "list"),
 )
 NOBODY = "restorer"  # who may make schemas, and is a member of no role
@@ -97,9 +97,9 @@ def waits(system: Roles, name: str, code: str) -> bool:
 
 
 def boot(system: Roles) -> None:
-    done = system.berth("boot", "--flavor", "m1.small", "--wait", "--project", MINE, "--json")
+    done = system.berth("boot", "--flavor", "m1.small", "--wait", "--project", MINE, "-o", "json")
     assert done.returncode == 0, done.stderr
-    assert [one["state"] for one in json.loads(done.stdout)] == ["active"]
+    assert [one["state"] for one in json.loads(done.stdout)["items"]] == ["active"]
 
 
 def test_a_restore_by_another_user_is_waited_for_until_the_printed_rights_are_back(
@@ -124,7 +124,7 @@ def test_a_restore_by_another_user_is_waited_for_until_the_printed_rights_are_ba
         asyncio.run(_make_nobody(fresh))
         done = system.berth("restore", str(saved), user=NOBODY)
         assert done.returncode == 0, done.stderr
-        done = system.berth("db", "current")
+        done = system.berth("db", "list")
         assert "database.forbidden" in done.stderr and len(done.stderr.splitlines()) <= 3, done.stderr
         system.spawn()
         for name in OF_THE_DATABASE:
@@ -142,13 +142,13 @@ def accepts_losses(system: Roles) -> None:
     word = ("recovery", "accept", "cell1", "--losses", "3", "--reason", "drill", "--yes")
     for user in ("berth-web", "berth-operator"):
         asyncio.run(_stop_recovery(system.database))
-        assert system.berth("recovery", "show", user=user).returncode == 1
+        assert system.berth("recovery", "show", "cell1", user=user).returncode == 1
         refused = system.berth(*word, user=BACKUP)
         assert refused.returncode and "database.forbidden" in refused.stderr, refused.stderr
         done = system.berth(*word, user=user)
         assert done.returncode == 0, (user, done.stderr)
-        shown = system.berth("recovery", "show", "--json", user=user)
-        assert [one["state"] for one in json.loads(shown.stdout)] == ["accepted"], shown.stdout
+        shown = system.berth("recovery", "list", "-o", "json", user=user)
+        assert [one["state"] for one in json.loads(shown.stdout)["items"]] == ["accepted"], shown.stdout
 
 
 async def _stop_recovery(url: str) -> None:

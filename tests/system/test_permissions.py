@@ -280,9 +280,9 @@ async def test_a_project_requests_nothing_that_is_an_operators_right(system: Gua
         body = {"instance_uuid": placed, "project_id": MINE, "flavor": "m1.small", "host": "x", "forced": True}
         await mine.publish(body, key_of("build.request", MINE))
         assert (await mine.terminal(placed))["code"] == "role.forbidden"
-        moved = await asyncio.to_thread(system.berth, "migrate", one, "--live", "--json")
+        moved = await asyncio.to_thread(system.berth, "instance", "migrate", one, "--live", "-o", "json")
         assert moved.returncode == 0, moved.stderr  # the operator's command of the same
-        reverted = await asyncio.to_thread(system.berth, "revert", one, "--force", "--json")
+        reverted = await asyncio.to_thread(system.berth, "instance", "revert", one, "--force", "-o", "json")
         assert "role.forbidden" not in reverted.stdout + reverted.stderr  # there is no move to revert
         assert (await mine.delete(one))["state"] == "deleted"
 
@@ -562,12 +562,12 @@ def test_an_operator_does_all_of_an_operators_work(system: Guarded) -> None:
     asyncio.run(_park_a_forged_letter(system))
     for arguments in (
         ("boot", "--flavor", "m1.small", "--count", "2", "--wait", "--project", MINE),
-        ("list", "--json"),
-        ("hosts",),
-        ("dead-letters", "list", "scheduler.requests"),
-        ("dead-letters", "replay", "scheduler.requests", "--all"),
-        ("dead-letters", "purge", "scheduler.requests", "--yes"),
-        ("bus", "owner"),
+        ("list", "-o", "json"),
+        ("host", "list"),
+        ("dead-letter", "list", "scheduler.requests"),
+        ("dead-letter", "replay", "scheduler.requests", "--all"),
+        ("dead-letter", "delete", "scheduler.requests", "--yes"),
+        ("bus", "list"),
         ("check",),
     ):
         done = system.berth(*arguments)
@@ -578,46 +578,46 @@ def test_every_command_about_instances_and_objects_is_allowed_to_all_who_carry_i
     """The commands, and what workers send because of them: a drain's look into placement, a revert's under a quota."""
 
     def berth(*arguments: str) -> Any:
-        done = system.berth(*arguments, "--json")
+        done = system.berth(*arguments, "-o", "json")
         assert done.returncode == 0, (arguments, done.stdout, done.stderr)
         return json.loads(done.stdout)
 
-    berth("flavors", "set", "m1.large", "--vcpus", "2", "--memory-mb", "1024", "--reason", "test")
-    berth("quotas", "set", MINE, "INSTANCES=20", "VCPU=40", "--reason", "test")
-    berth("groups", "set", f"{MINE}/web", "--policy", "anti-affinity")
-    berth("rules", "set", "--host-subset-size", "2")
-    (booted,) = berth("boot", "--flavor", "m1.small", "--wait", "--project", MINE)
+    berth("flavor", "create", "m1.large", "--vcpus", "2", "--memory-mb", "1024", "--reason", "test")
+    berth("quota", "set", MINE, "INSTANCES=20", "VCPU=40", "--reason", "test")
+    berth("group", "create", f"{MINE}/web", "--policy", "anti-affinity")
+    berth("rule", "set", "--host-subset-size", "2")
+    (booted,) = berth("boot", "--flavor", "m1.small", "--wait", "--project", MINE)["items"]
     uuid, host = booted["instance_uuid"], booted["host"]
-    berth("aggregates", "set", "rack", "--host", host)
+    berth("aggregate", "create", "rack", "--host", host)
     for words in (
-        ("resize", uuid, "--flavor", "m1.large", "--wait"),
-        ("revert", uuid, "--wait"),
-        ("migrate", uuid, "--wait"),
-        ("confirm", uuid, "--wait"),
-        ("migrate", uuid, "--live", "--wait"),
-        ("stop", uuid, "--wait"),
-        ("start", uuid, "--wait"),
-        ("shelve", uuid, "--offload", "--wait"),
-        ("unshelve", uuid, "--wait"),
-        ("rebuild", uuid, "--image", "debian", "--wait", "--yes"),
-        ("drain", host),
-        ("drains",),
-        ("hosts", "enable", host),
-        ("hosts", "maintenance", host, "--reason", "test"),
-        ("hosts", "enable", host),
-        ("groups", "show", f"{MINE}/web"),
-        ("quotas", "list"),
-        ("services",),
-        ("workers",),
-        ("actions",),
+        ("instance", "resize", uuid, "--flavor", "m1.large", "--wait"),
+        ("instance", "revert", uuid, "--wait"),
+        ("instance", "migrate", uuid, "--wait"),
+        ("instance", "confirm", uuid, "--wait"),
+        ("instance", "migrate", uuid, "--live", "--wait"),
+        ("instance", "stop", uuid, "--wait"),
+        ("instance", "start", uuid, "--wait"),
+        ("instance", "shelve", uuid, "--offload", "--wait"),
+        ("instance", "unshelve", uuid, "--wait"),
+        ("instance", "rebuild", uuid, "--image", "debian", "--wait", "--yes"),
+        ("host", "drain", host),
+        ("drain", "list"),
+        ("host", "enable", host),
+        ("host", "maintenance", host, "--reason", "test"),
+        ("host", "enable", host),
+        ("group", "show", f"{MINE}/web"),
+        ("quota", "list"),
+        ("service", "list"),
+        ("worker", "list"),
+        ("action", "list"),
         ("quarantine", "list"),
         ("breaker", "list"),
-        ("audit-log",),
+        ("event", "list"),
         ("delete", uuid, "--wait", "--yes"),
-        ("aggregates", "delete", "rack"),
-        ("groups", "delete", f"{MINE}/web"),
-        ("quotas", "delete", MINE),
-        ("flavors", "delete", "m1.large"),
+        ("aggregate", "delete", "rack"),
+        ("group", "delete", f"{MINE}/web"),
+        ("quota", "delete", MINE),
+        ("flavor", "delete", "m1.large"),
     ):
         berth(*words)
 

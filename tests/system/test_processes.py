@@ -383,10 +383,9 @@ def test_the_first_goes_on(small: Small) -> None:
     small.ready()
     built = berth(small, "boot", "--flavor", "m1.small", "--count", "3", "--wait")
     assert built.returncode == 0, built.stdout + built.stderr
-    owner = berth(small, "bus", "owner")
+    owner = berth(small, "bus", "list", "-o", "json")
     assert owner.returncode == 0, owner.stderr
-    found = [line.split()[:2] for line in owner.stdout.splitlines()[1:]]
-    roles = {(bus, role) for bus, role, *_ in found}
+    roles = {(one["bus"], role) for one in json.loads(owner.stdout)["items"] for role in one["owners"]}
     assert roles >= {("api", "placement"), ("api", "scheduler"), ("cell1", "conductor"), ("cell1", "scheduler")}
 
 
@@ -431,7 +430,7 @@ def test_a_bus_is_taken_over_by_an_operators_word(small: Small) -> None:
     assert {"placement", "scheduler"} <= set(released.stdout.split())
     again = berth(small, "bus", "disown", "api", "--yes")
     assert (again.returncode, "bus.unowned" in again.stderr) == (1, True)
-    assert "bus.unknown" in berth(small, "bus", "owner", "--bus", "mars").stderr
+    assert "bus.unknown" in berth(small, "bus", "list", "--bus", "mars").stderr
 
 
 # --- an alarm of the broker: it takes messages and confirms none

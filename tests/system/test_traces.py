@@ -248,7 +248,7 @@ async def test_a_move_from_the_command_line_and_a_request_over_http_begin_a_trac
         amqp, postgres_url, compute=ComputeSettings(simulated=SimulatedConfig(hosts=3))
     ) as running:
         moved = await running.build("m1.small")
-        migrate = ("migrate", moved, "--live", "--wait")
+        migrate = ("instance", "migrate", moved, "--live", "--wait")
         ran = await asyncio.to_thread(run_berth, *migrate, env=running.environment, timeout_s=WAIT_S)
         assert ran.returncode == 0, ran.stderr
         env = running.site.environment("web-test")

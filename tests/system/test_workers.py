@@ -157,10 +157,10 @@ def test_the_services_of_the_compose_file_find_each_other_and_build(places: Mapp
         asyncio.run(processes.ready())
         env = {**os.environ, **environment(ours["scheduler"], places)}
         for command in (["boot", "--flavor", "m1.small", "--count", str(COUNT), "--wait"], ["check"]):
-            ran = run_berth(*command, "--json", env=env, timeout_s=TIMEOUT_S)
+            ran = run_berth(*command, "-o", "json", env=env, timeout_s=TIMEOUT_S)
             assert ran.returncode == 0, ran.stdout + ran.stderr
             if command[0] == "boot":
-                assert [one["state"] for one in json.loads(ran.stdout)] == ["active"] * COUNT
+                assert [one["state"] for one in json.loads(ran.stdout)["items"]] == ["active"] * COUNT
         assert list(tmp_path.glob("*.machines")), "the machines are not in the volume"
     finally:
         processes.stop()
@@ -197,7 +197,7 @@ def small() -> Iterator[Small]:
 def berth(small: Small, *arguments: str) -> Any:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
     env = {**kept, **variables(small.settings)}
-    done = run_berth(*arguments, "--wait", "--json", env=env, timeout_s=TIMEOUT_S)
+    done = run_berth(*arguments, "--wait", "-o", "json", env=env, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, (arguments, done.stdout, done.stderr)
     return msgspec.json.decode(done.stdout)
 

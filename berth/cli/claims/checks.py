@@ -19,18 +19,21 @@ from berth.audit.readable_cells import unreadable
 from berth.audit.repair import chosen, release_ended
 from berth.cli.claims.placement_audit import GRACE_S, audited
 from berth.cli.common import (
-    AsJson,
     Exit,
     Stop,
     Yes,
     ask_first,
     database_of,
     decided_by,
-    err,
     explain,
+)
+from berth.cli.output import (
+    As,
+    Form,
+    err,
     out,
-    print_json,
-    print_json_line,
+    print_data,
+    print_data_line,
 )
 from berth.config.settings import Settings
 from berth.text import printable, render_results
@@ -43,7 +46,7 @@ CHECK_TIMEOUT_S = 60.0
 async def check(
     settings: Settings,
     wait: Annotated[float, typer.Option(min=0, max=3600, help="Seconds to wait for rest first.")] = 30.0,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> int:
     """Judge the invariants of a running system from the outside. Exit status 1 when one is broken.
 
@@ -57,8 +60,8 @@ async def check(
             results = check_invariants(await gather(site, unread=unread))
     except TimeoutError as fault:
         raise Stop(Exit.UNAVAILABLE, "check.unanswered", "bus or database did not answer in time") from fault
-    if as_json:
-        print_json({"at_rest": at_rest, "invariants": results, "not_judged": _as_json(unread)})
+    if form.is_data:
+        print_data({"at_rest": at_rest, "invariants": results, "not_judged": _as_json(unread)}, form)
     else:
         if not at_rest:
             err.print(
@@ -99,7 +102,7 @@ async def audit(
     grace: Annotated[
         float, typer.Option(min=0, max=86_400, help="Seconds that a finding must have lasted before it is repaired.")
     ] = GRACE_S,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
     yes: Yes = False,
 ) -> int:
     """Find allocations, records and machines that disagree.
@@ -111,7 +114,7 @@ async def audit(
     Requests in progress are not checked, and a finding counts when two passes in a row have it, so one run makes two.
     With --watch it ends by Ctrl-C. Nothing is changed without --repair, unless the setting `audit.orphaned` is
     `repair`: then --watch releases allocations of instances that are proved to be deleted. What is not of this berth is
-    never changed. A cell whose bus or database cannot be read is named on standard error (with --json also as
+    never changed. A cell whose bus or database cannot be read is named on standard error (with -o json also as
     `not_judged`), and what may be its own is not checked; the exit status is then 2 or 3. Exit status 1 when something
     is wrong.
     """
@@ -126,65 +129,65 @@ async def audit(
         async for seen in stream:
             passes += 1
             before, unread = unread, _explained(seen.unread)
-            _show_pass(seen, {cell: stop for cell, stop in unread.items() if cell not in before}, as_json)
+            _show_pass(seen, {cell: stop for cell, stop in unread.items() if cell not in before}, form)
             if repair and seen.confirmed.lasting(REPAIRABLE, grace, seen.at_s):
                 repaired: list[str] = []
-                await _carry_out(audited(here, repair=True, grace_s=grace, done=repaired), repaired, as_json)
+                await _carry_out(audited(here, repair=True, grace_s=grace, done=repaired), repaired, form)
             if follow and (due := chosen(settings.audit, seen.confirmed.proven)):
                 released: list[str] = []
                 actor = f"audit of {decided_by(None)}"
-                await _carry_out(_into(released, release_ended(here, due, actor=actor)), released, as_json)
+                await _carry_out(_into(released, release_ended(here, due, actor=actor)), released, form)
             if passes >= 2 and not follow:
-                if not seen.confirmed.found and not as_json:
+                if not seen.confirmed.found and not form.is_data:
                     out.print("nothing is wrong")
                 return Exit.NO if seen.confirmed.found else _status(unread)
     return 0
 
 
-def _show_pass(seen: AuditPass, unread: Mapping[str, Stop], as_json: bool) -> None:
+def _show_pass(seen: AuditPass, unread: Mapping[str, Stop], form: Form) -> None:
     """unread: the cells that the pass before could read."""
     _show_unread(unread)
-    for cell, fields in _as_json(unread).items() if as_json else ():
-        print_json_line({"at": _now(), "state": "not_judged", "cell": cell, **fields})
+    for cell, fields in _as_json(unread).items() if form.is_data else ():
+        print_data_line({"at": _now(), "state": "not_judged", "cell": cell, **fields}, form)
     for state, changed in (("found", seen.new), ("gone", seen.gone)):
         for one in changed:
-            if as_json:
-                _print_json(state, one)
+            if form.is_data:
+                _print_found(state, one, form)
             else:
                 show_finding(state, one)
 
 
-async def _carry_out(repair: Awaitable[object], done: Sequence[str], as_json: bool) -> None:
+async def _carry_out(repair: Awaitable[object], done: Sequence[str], form: Form) -> None:
     """Carry a repair out and print the lines that it adds to `done`, also where it fails. A server that is unavailable
     is reported: the next pass tries again.
     """
     try:
         await repair
     except (Transient, Stop) as fault:
-        _show_done(done, as_json)
+        _show_done(done, form)
         err.print(Text(printable(f"not repaired: {fault}")), soft_wrap=True)
-        if as_json:
+        if form.is_data:
             code = explain(fault) or Stop(Exit.NO, "fault", str(fault))
-            print_json_line({"at": _now(), "state": "not_repaired", "code": code.code, "reason": str(code)})
+            print_data_line({"at": _now(), "state": "not_repaired", "code": code.code, "reason": str(code)}, form)
     else:
-        _show_done(done, as_json)
+        _show_done(done, form)
 
 
 async def _into(done: list[str], repair: Awaitable[list[str]]) -> None:
     done += await repair
 
 
-def _show_done(done: Sequence[str], as_json: bool) -> None:
+def _show_done(done: Sequence[str], form: Form) -> None:
     for line in done:
-        if as_json:
-            print_json_line({"at": _now(), "state": "repaired", "what": line})
+        if form.is_data:
+            print_data_line({"at": _now(), "state": "repaired", "what": line}, form)
         else:
             out.print(Text(printable(f"{_now()} repaired: {line}")), soft_wrap=True)
 
 
-def _print_json(state: str, one: AuditFinding) -> None:
+def _print_found(state: str, one: AuditFinding, form: Form) -> None:
     fields = {"kind": one.kind.value, "subject": one.subject, "reason": one.reason, "repair": one.repair}
-    print_json_line({"at": _now(), "state": state, **fields})
+    print_data_line({"at": _now(), "state": state, **fields}, form)
 
 
 def show_finding(state: str, one: AuditFinding) -> None:

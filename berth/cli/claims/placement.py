@@ -9,9 +9,16 @@ from typing import Annotated
 import typer
 
 import placement_worker.app
-from berth.cli.claims import placement_audit
-from berth.cli.common import Stop, explain, make_directory, print_json, print_stop, settings_of
-from berth.cli.options import CommandGroup
+from berth.cli.common import (
+    Stop,
+    explain,
+    make_directory,
+    print_stop,
+    settings_of,
+)
+from berth.cli.output import (
+    print_document,
+)
 from berth.config.ports import ServerFailed
 from berth.config.rest_address import DEFAULT_PORT, LOOPBACK, with_rest_at
 from berth.config.settings import EMBEDDED, Settings
@@ -26,16 +33,9 @@ from placement_worker.service import PlacementService
 from placement_worker.store.memory_rows import MemoryPlacementRows
 from placement_worker.store.memory_table import MemoryPlacementTable
 
-placement = CommandGroup(no_args_is_help=True, help="Placement: serve, audit, export, import.")
-placement.command("audit")(placement_audit.audit)
-placement.command("export")(placement_audit.export)
-placement.command("import")(placement_audit.import_)
-placement.command("set-host-cell")(placement_audit.set_host_cell)
-
 DEFAULT_API = f"{LOOPBACK}:{DEFAULT_PORT}"
 
 
-@placement.command()
 def serve(
     context: typer.Context,
     api: Annotated[str, typer.Option(help="Serve Placement's REST API at HOST:PORT.")] = DEFAULT_API,
@@ -69,10 +69,9 @@ def serve(
         raise SystemExit(stop.status) from None
 
 
-@placement.command()
 def openapi() -> None:
     """Print the OpenAPI document of the served routes."""
-    print_json(document())
+    print_document(document())
 
 
 def _run(settings: Settings, url: str, store: PlacementService | None = None) -> int:

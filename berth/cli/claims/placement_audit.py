@@ -19,7 +19,6 @@ from berth.audit.invariants import ELSEWHERE, OVER
 from berth.audit.missing_claims import IS_SETTLED, Unclaimed, catch_up, claim_again, find_unclaimed, reported_of
 from berth.audit.passes import REQUESTS, UNDER_WAY
 from berth.cli.common import (
-    AsJson,
     Exit,
     Stop,
     Yes,
@@ -27,9 +26,13 @@ from berth.cli.common import (
     by_cell,
     database_of,
     open_database_in_time,
+)
+from berth.cli.output import (
+    As,
+    Form,
     out,
-    print_json,
-    print_json_line,
+    print_data,
+    print_data_line,
     print_line,
     print_result,
 )
@@ -92,7 +95,7 @@ async def audit(
     evict: Annotated[
         bool, typer.Option("--evict", help="With --repair: also release the newest allocations that exceed capacity.")
     ] = False,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
     yes: Yes = False,
 ) -> int:
     """Find the problems of placement.
@@ -120,9 +123,9 @@ async def audit(
         found = await audited(here, repair=repair, evict=evict, consumers=consumers, ask=ask, done=done)
     except BaseException:
         if done:
-            _print_found({"repaired": done}, as_json)
+            _print_found({"repaired": done}, form)
         raise
-    _print_found(found, as_json)
+    _print_found(found, form)
     return Exit.NO if any(found[kind] for kind in found if kind != "repaired") else 0
 
 
@@ -185,7 +188,7 @@ async def import_(
     from_url: Annotated[str | None, typer.Option(help="Copy a live OpenStack Placement instead.")] = None,
     token: Annotated[str, typer.Option(envvar="OS_TOKEN", help="An administrator's token there.")] = "admin",
     replace: Annotated[bool, typer.Option("--replace", help="Also over a placement that is not empty.")] = False,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
     yes: Yes = False,
 ) -> None:
     """Make placement equal to a file or to a Placement.
@@ -199,12 +202,12 @@ async def import_(
         async with _placement(database_of(settings)) as (store, database):
             await _check_replaceable(database, replace=replace, yes=yes)
             if from_url is not None:
-                await _copy(store, database, from_url, token, as_json)
+                await _copy(store, database, from_url, token, form)
                 return
             with file.open("rb") if file is not None else contextlib.nullcontext(sys.stdin.buffer) as source:
                 changed = await _assign(store, database, parse(_bounded(source)))
-            if as_json:
-                print_json_line({"changed": changed})
+            if form.is_data:
+                print_data_line({"changed": changed}, form)
             else:
                 print_line(f"imported: {changed} providers and consumers changed")
 
@@ -213,7 +216,7 @@ async def set_host_cell(
     settings: Settings,
     host: Annotated[str, typer.Argument(help="A provider's name or UUID; its whole tree is given.")],
     cell: Annotated[str, typer.Argument(help="The cell whose bus may report and claim it from now on.")],
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> int:
     """Give an empty host to another cell. Stop its compute service first, start it on the new cell's bus afterwards.
 
@@ -228,7 +231,7 @@ async def set_host_cell(
     if change.outcome == "in_use":
         raise Stop(Exit.NO, "host.in_use", f"{change.consumers} have allocations on {change.root}, of {was}")
     text = f"{was} -> {cell}" if change.outcome == "changed" else f"{cell} already"
-    print_result({"provider": change.root, "before": change.before, "cell": cell}, as_json, f"{change.root}: {text}")
+    print_result({"provider": change.root, "before": change.before, "cell": cell}, form, f"{change.root}: {text}")
     return 0
 
 
@@ -286,7 +289,7 @@ async def _assign(store: PlacementService, database: Database, what: PlacementEx
         return await export_store.assign(transaction, what, store.names)
 
 
-async def _copy(store: PlacementService, database: Database, url: str, token: str, as_json: bool) -> None:
+async def _copy(store: PlacementService, database: Database, url: str, token: str, form: Form) -> None:
     source = CopyReader(url, token)
     whole = True
     try:
@@ -295,12 +298,12 @@ async def _copy(store: PlacementService, database: Database, url: str, token: st
             try:
                 changed = await _assign(store, database, found)
             except InvalidExport as error:  # it moved while it was read
-                _print_pass(as_json, number, f"{error}; again", error=str(error))
+                _print_pass(form, number, f"{error}; again", error=str(error))
                 continue
             held = f"{len(found.providers)} providers, {len(found.consumers)} consumers"
             equal, counts = not changed and whole, (len(found.providers), len(found.consumers))
             shown = f"equal: {held}" if equal else f"{held}; {changed} changed"
-            _print_pass(as_json, number, shown, equal=equal, providers=counts[0], consumers=counts[1], changed=changed)
+            _print_pass(form, number, shown, equal=equal, providers=counts[0], consumers=counts[1], changed=changed)
             if equal:
                 return
             whole = not changed  # a whole pass verifies that a quick pass without differences is right
@@ -309,9 +312,9 @@ async def _copy(store: PlacementService, database: Database, url: str, token: st
     raise Stop(Exit.NO, "placement.never_equal", f"still changing after {MAX_PASSES} passes; run it again")
 
 
-def _print_pass(as_json: bool, number: int, text: str, **fields: object) -> None:
-    if as_json:
-        print_json_line({"pass": number, **fields})
+def _print_pass(form: Form, number: int, text: str, **fields: object) -> None:
+    if form.is_data:
+        print_data_line({"pass": number, **fields}, form)
     else:
         print_line(f"pass {number}: {text}")
 
@@ -533,9 +536,9 @@ async def _carry_out(store: PlacementService, releases: Sequence[Giving], done: 
             done.append(f"{_consumer_of(one)}: {text}")
 
 
-def _print_found(found: dict[str, list[str]], as_json: bool) -> None:
-    if as_json:
-        print_json(found)
+def _print_found(found: dict[str, list[str]], form: Form) -> None:
+    if form.is_data:
+        print_data(found, form)
         return
     for kind, findings in found.items():
         for line in findings:

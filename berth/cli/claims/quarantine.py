@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
+from msgspec import Struct
 
 from berth.audit import quarantine as records
 from berth.audit.quarantine import InCells
 from berth.cli.common import (
-    AsJson,
     By,
     Exit,
     Stop,
@@ -22,65 +22,137 @@ from berth.cli.common import (
     database_of,
     decided_by,
     explain,
-    out,
+    one_of,
     parse_uuid,
-    print_json,
-    print_result,
     print_stop,
 )
-from berth.cli.options import CommandGroup
+from berth.cli.output import (
+    As,
+    Cell,
+    Form,
+    Id,
+    ListedItems,
+    ListOutput,
+    Table,
+    Time,
+    print_data,
+    print_list,
+    print_one,
+    print_result,
+)
 from berth.config.settings import Settings
-from berth.text import counted, render_rows, utc
+from berth.text import counted, utc
 from bus.faults import Fault
 from bus.service.environment import Environment
 from cell_conductor.state.breaker import Breaker
 from cell_conductor.state.unknown_machine import UnknownMachineKind
 from cell_conductor.store.keyed_tables import ADOPT, DESTROY, PROTECT, DecidedMachine, UnknownMachineRecord
 
-quarantine = CommandGroup(no_args_is_help=True, help="Machines that stay until an operator decides about them.")
-breaker = CommandGroup(no_args_is_help=True, help="Stopped destruction: too much was lost within a short time.")
-
 CellName = Annotated[str | None, typer.Option("--cell", help="Only this cell.")]
 
 
-@quarantine.command("list")
-async def list_quarantine(settings: Settings, cell: CellName = None, as_json: AsJson = False) -> int:
+async def list_quarantine(
+    settings: Settings,
+    cell: CellName = None,
+    unknown: Annotated[
+        bool, typer.Option("--unknown", help="Also the other machines on hosts that no record has.")
+    ] = False,
+    *,
+    listing: ListOutput,
+) -> int:
     """List the machines in quarantine, and the decisions about them.
 
     Exit status 3 when a cell has no record here; the others are listed.
     """
-    return await show_unknown(settings, cell, (UnknownMachineKind.QUARANTINED,), as_json)
+    kinds = tuple(UnknownMachineKind) if unknown else (UnknownMachineKind.QUARANTINED,)
+    status = 0
+
+    async def read() -> ListedItems[MachineInCell]:
+        nonlocal status
+        found = await records.read(environment(settings), cell)
+        status = name_never_started(found)
+        return ListedItems([MachineInCell(cell=name, record=one) for name, one in found.machines(*kinds)])
+
+    await print_list(read, MACHINES, listing)
+    return status
 
 
-@quarantine.command("release")
-async def release(
+async def show_machine(
     settings: Settings,
-    uuids: Annotated[list[str] | None, typer.Argument(metavar="[UUID]...", help="The instances.")] = None,
-    destroy: Annotated[
-        bool | None, typer.Option("--destroy/--protect", help="Have its host destroy it, or protect it for good.")
-    ] = None,
+    uuid: Annotated[str, typer.Argument(help="The instance's UUID, or its first letters.", metavar="INSTANCE")],
+    cell: CellName = None,
+    form: As = Form.TABLE,
+) -> int:
+    """Show the machines of one instance that no record has.
+
+    Where they are, why, and what was decided.
+    """
+    read = await records.read(environment(settings), cell)
+    every = read.machines(*UnknownMachineKind)
+    wanted = one_of("machine", "quarantine.unknown", uuid, {one.machine.uuid: "" for _, one in every})
+    found = [MachineInCell(cell=name, record=one) for name, one in every if one.machine.uuid == wanted]
+    if form.is_data:
+        print_data(found, form)
+    else:
+        for one in found:
+            print_one(MACHINES, one)
+    return name_never_started(read)
+
+
+class MachineInCell(Struct, frozen=True, kw_only=True):
+    """A machine that no record has, and the cell that has it on record as such."""
+
+    cell: str
+    record: UnknownMachineRecord
+
+
+class BreakerInCell(Struct, frozen=True, kw_only=True):
+    """A breaker, and its cell."""
+
+    cell: str
+    breaker: Breaker
+
+
+class MachineOptions(Struct, frozen=True, kw_only=True):
+    """The options of a decision about machines."""
+
     service: Annotated[
         str | None, typer.Option("--service", help="Those of this compute service; without UUIDs all undecided ones.")
-    ] = None,
-    cell: CellName = None,
-    by: By = None,
-    as_json: AsJson = False,
-    yes: Yes = False,
-) -> None:
-    """Decide about machines in quarantine: --destroy or --protect. Destroying starts with their hosts' next reports.
+    ] = None
+    cell: CellName = None
+    by: By = None
+    form: As = Form.TABLE
+
+
+Machines = Annotated[list[str] | None, typer.Argument(metavar="[UUID]...", help="The instances.")]
+
+
+async def destroy(settings: Settings, uuids: Machines = None, yes: Yes = False, *, options: MachineOptions) -> None:
+    """Destroy machines in quarantine.
+
+    Their hosts do so from their next reports on.
+    """
+    await _decide(settings, uuids or (), DESTROY, options, yes=yes)
+
+
+async def protect(settings: Settings, uuids: Machines = None, *, options: MachineOptions) -> None:
+    """Leave machines in quarantine alone for good.
 
     `berth quarantine adopt` records one as its instance's.
     """
-    instances = {parse_uuid(one) for one in uuids or ()}
+    await _decide(settings, uuids or (), PROTECT, options)
+
+
+async def _decide(
+    settings: Settings, uuids: Sequence[str], decision: str, options: MachineOptions, *, yes: bool = True
+) -> None:
+    instances, service = {parse_uuid(one) for one in uuids}, options.service
     if not instances and service is None:
         raise typer.BadParameter("give UUIDs, or --service", param_hint="[UUID]...")
-    if destroy is None:
-        raise typer.BadParameter("give --destroy or --protect", param_hint="--destroy/--protect")
-    decision = DESTROY if destroy else PROTECT
 
-    here, actor = environment(settings), decided_by(by)
-    chosen = _chosen(await records.read(here, cell), instances, service)
-    if destroy and chosen:
+    here, actor = environment(settings), decided_by(options.by)
+    chosen = _chosen(await records.read(here, options.cell), instances, service)
+    if decision == DESTROY and chosen:
         uuids_of = {name: [one.uuid for one in of] for name, of in chosen.items()}
         ask_first(f"Destroy {by_cell(uuids_of, 'machine')}", yes=yes)
     of_cells, faults = await records.decide(here, chosen, decision, actor)
@@ -89,20 +161,19 @@ async def release(
     what = ", ".join(done) if instances else f"service {service}"
     if done or faults:
         found = {"instances": done, "decision": decision, "machines": len(decided)}
-        print_result(found, as_json, f"{what}: {decision}, {counted(len(decided), 'machine')}")
+        print_result(found, options.form, f"{what}: {decision}, {counted(len(decided), 'machine')}")
     raise_first(faults)
     if left := ", ".join(sorted(instances.difference(done))) or ("" if done else what):
         raise Stop(Exit.NO, "quarantine.unknown", f"no machine of {left} is in quarantine")
 
 
-@quarantine.command("adopt")
 async def adopt(
     settings: Settings,
     uuid: Annotated[str, typer.Argument(help="The instance.")],
     host: Annotated[str, typer.Option("--host", help="The UUID of the host with the machine, as `list` shows it.")],
     reason: Annotated[str, typer.Option("--reason", help="The reason, for the record.")],
     by: By = None,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Adopt a machine in quarantine as its instance's.
 
@@ -121,29 +192,52 @@ async def adopt(
     if refused:
         raise refused[place, instance]
     found = {"instance": instance, "decision": ADOPT, "cell": decided[place, instance], "host": place}
-    print_result(found, as_json, f"{instance}: {ADOPT}, with the next report of host {place}")
+    print_result(found, form, f"{instance}: {ADOPT}, with the next report of host {place}")
 
 
-@breaker.command("list")
-async def list_breakers(settings: Settings, cell: CellName = None, as_json: AsJson = False) -> int:
-    """List the breakers that ever tripped. Exit status 1 when one is open, 3 when a cell has no record here."""
-    read = await records.read(environment(settings), cell)
-    found = [(name, one) for name, breakers in read.breakers.items() for one in breakers]
-    if as_json:
-        print_json([{"cell": name, "breaker": one} for name, one in found])
+async def list_breakers(settings: Settings, cell: CellName = None, *, listing: ListOutput) -> int:
+    """List the breakers that ever tripped. Exit status 3 when a cell has no record here; the others are listed."""
+    status = 0
+
+    async def read() -> ListedItems[BreakerInCell]:
+        nonlocal status
+        found = await records.read(environment(settings), cell)
+        status = name_never_started(found)
+        return ListedItems(_breakers(found))
+
+    await print_list(read, BREAKERS, listing)
+    return status
+
+
+async def show_breaker(
+    settings: Settings,
+    service: Annotated[str, typer.Argument(help="The compute service.")],
+    cell: CellName = None,
+    form: As = Form.TABLE,
+) -> None:
+    """Show the breaker of a compute service, and what tripped it."""
+    found = [
+        one for one in _breakers(await records.read(environment(settings), cell)) if one.breaker.service == service
+    ]
+    _check_one_cell(service, [one.cell for one in found])
+    if not found:
+        raise Stop(Exit.NO, "breaker.unknown", f"no breaker of {service} ever tripped")
+    if form.is_data:
+        print_data(found[0], form)
     else:
-        columns = ["cell", "service", "state", "lost", "quarantined", "over", "tripped"]
-        render_rows(out, columns, [_breaker_row(*one) for one in found])
-    return Exit.NO if any(one.is_open for _, one in found) else name_never_started(read)
+        print_one(BREAKERS, found[0])
 
 
-@breaker.command("reset")
+def _breakers(read: InCells) -> list[BreakerInCell]:
+    return [BreakerInCell(cell=name, breaker=one) for name, breakers in read.breakers.items() for one in breakers]
+
+
 async def reset(
     settings: Settings,
     service: Annotated[str, typer.Argument(help="The compute service.")],
     cell: CellName = None,
     by: By = None,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
     yes: Yes = False,
 ) -> None:
     """Allow what tripped the breaker.
@@ -167,7 +261,7 @@ async def reset(
     if not all(was_open.values()):
         reason = "was reset or has tripped again meanwhile: read it again"
         raise Stop(Exit.NO, "breaker.not_open", f"the breaker of {service} in {name} {reason}")
-    print_result({"service": service, "cells": [name]}, as_json, f"{service}: reset in {name}")
+    print_result({"service": service, "cells": [name]}, form, f"{service}: reset in {name}")
 
 
 def _chosen(read: InCells, instances: Collection[str], service: str | None) -> dict[str, list[DecidedMachine]]:
@@ -210,25 +304,21 @@ def name_never_started(read: InCells) -> int:
     return Exit.UNAVAILABLE if read.never_started else 0
 
 
-async def show_unknown(settings: Settings, cell: str | None, kinds: Sequence[UnknownMachineKind], as_json: bool) -> int:
-    """The machines of these kinds that are on record, as JSON or as a table; returns the exit status."""
-    read = await records.read(environment(settings), cell)
-    found = read.machines(*kinds)
-    if as_json:
-        print_json([{"cell": name, "record": one} for name, one in found])
-    else:
-        columns = ["kind", "cell", "service", "host", "instance", "attempt", "reason", "first seen", "decided"]
-        render_rows(out, columns, [_unknown_row(*one) for one in found])
-    return name_never_started(read)
-
-
-def _unknown_row(cell: str, one: UnknownMachineRecord) -> list[str]:
+def _machine_row(found: MachineInCell) -> list[Cell]:
+    one = found.record
     machine = one.machine
     decided = f"{one.decision} ({one.decided_by}, {utc(one.decided_at)})" if one.decision else ""
-    of = [machine.kind.value, cell, one.service, machine.host_uuid, machine.uuid]
-    return [*of, str(machine.attempt or ""), machine.reason, utc(one.first_seen), decided]
+    of: list[Cell] = [Id(machine.uuid), Id(machine.host_uuid), one.service, machine.kind.value, Time(one.first_seen)]
+    return [*of, decided, machine.reason, found.cell, machine.attempt or ""]
 
 
-def _breaker_row(cell: str, one: Breaker) -> list[str]:
+MACHINES = Table("instance host service kind first-seen decided reason | cell attempt", _machine_row)
+
+
+def _breaker_row(found: BreakerInCell) -> list[Cell]:
+    one = found.breaker
     state = "open" if one.is_open else f"reset by {one.reset_by}"
-    return [cell, one.service, state, str(one.lost), str(one.quarantined), str(one.over), utc(one.tripped_at)]
+    return [one.service, found.cell, state, one.lost, one.quarantined, one.over, Time(one.tripped_at)]
+
+
+BREAKERS = Table("service cell state lost quarantined over tripped", _breaker_row)

@@ -10,7 +10,6 @@ import typer
 from berth.audit import recoveries
 from berth.cli.claims.quarantine import CellName, environment
 from berth.cli.common import (
-    AsJson,
     By,
     Exit,
     Reason,
@@ -19,39 +18,53 @@ from berth.cli.common import (
     ask_first,
     check_reason,
     decided_by,
-    out,
-    print_json,
+)
+from berth.cli.output import (
+    As,
+    Cell,
+    Form,
+    ListedItems,
+    ListOutput,
+    Table,
+    print_data,
+    print_list,
+    print_one,
     print_result,
 )
-from berth.cli.options import CommandGroup
 from berth.client.types import Recovery
 from berth.config.settings import Settings
-from berth.text import counted, render_rows
+from berth.text import counted
 from bus.contracts.base import Word, reason_of
 
-recovery = CommandGroup(no_args_is_help=True, help="Cells whose database was restored, and what they would lose.")
+
+async def list_recoveries(settings: Settings, cell: CellName = None, *, listing: ListOutput) -> None:
+    """List whether cells recover, and which instances they would lose."""
+
+    async def read() -> ListedItems[Recovery]:
+        return ListedItems(await recoveries.read(environment(settings), cell))
+
+    await print_list(read, RECOVERIES, listing)
 
 
-@recovery.command("show")
-async def show(settings: Settings, cell: CellName = None, as_json: AsJson = False) -> int:
-    """Show whether cells recover, and which instances they would lose. Exit status 1 when one waits for `accept`."""
-    found = await recoveries.read(environment(settings), cell)
-    if as_json:
-        print_json(found)
+async def show(
+    settings: Settings, cell: Annotated[str, typer.Argument(help="The cell.")], form: As = Form.TABLE
+) -> int:
+    """Show the recovery of one cell. Exit status 1 when it waits for `accept`."""
+    (found,) = await recoveries.read(environment(settings), cell)
+    if form.is_data:
+        print_data(found, form)
     else:
-        columns = ["cell", "state", "incarnation", "losses", "builds", "instances", "absent"]
-        render_rows(out, columns, [_row(one) for one in found])
-    return Exit.NO if any(one.is_waiting for one in found) else 0
+        print_one(RECOVERIES, found)
+    return Exit.NO if found.is_waiting else 0
 
 
-@recovery.command("accept")
 async def accept(
     settings: Settings,
     cell: Annotated[str, typer.Argument(help="The cell.")],
     losses: Annotated[int, typer.Option("--losses", help="How many, as `show` names them.", min=1)],
     reason: Reason = "",
     by: By = None,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
     yes: Yes = False,
 ) -> None:
     """Have a cell recover though it loses these instances: they end, and their allocations are released."""
@@ -65,17 +78,16 @@ async def accept(
     ask_first(f"Lose {what} in {cell}, and {counted(found.losses.builds, 'build')} under way", yes=yes)
     if not await recoveries.accept(here, found, decided_by(by), reason):
         raise Stop(Exit.NO, "recovery.not_waiting", f"the recovery of {cell} has continued meanwhile: read it again")
-    print_result({"cell": cell, "losses": losses}, as_json, f"{cell}: recovers, {what} lost")
+    print_result({"cell": cell, "losses": losses}, form, f"{cell}: recovers, {what} lost")
 
 
-@recovery.command("without")
 async def without(
     settings: Settings,
     cell: Annotated[str, typer.Argument(help="The cell.")],
     service: Annotated[str, typer.Argument(help="The compute service.")],
     reason: Reason = "",
     by: By = None,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
     yes: Yes = False,
 ) -> None:
     """State that a decommissioned compute service has no machine: what waits for its hosts continues without them.
@@ -92,11 +104,14 @@ async def without(
         raise Stop(
             Exit.NO, "recovery.not_without", f"the compute service {service} of {cell} is up: it lists by itself"
         )
-    print_result({"cell": cell, "service": service}, as_json, f"{cell}: goes on without {service}")
+    print_result({"cell": cell, "service": service}, form, f"{cell}: goes on without {service}")
 
 
-def _row(one: Recovery) -> list[str]:
+def _row(one: Recovery) -> list[Cell]:
     absent = [f"{name} (nothing)" if has_nothing else name for name, has_nothing in sorted(one.absent.items())]
     lost = one.losses
-    counts = [str(number) for number in (one.database_incarnation, lost.count, lost.builds)]
-    return [one.cell, one.state, *counts, " ".join(lost.instances), ", ".join(absent)]
+    counts: list[Cell] = [lost.count, lost.builds, " ".join(lost.instances), ", ".join(absent)]
+    return [one.cell, one.state, *counts, one.database_incarnation]
+
+
+RECOVERIES = Table("cell state losses builds instances absent | incarnation", _row)

@@ -1,8 +1,8 @@
-"""`berth baremetal`: Ironic's nodes, what serves and what does not."""
+"""`berth node`: Ironic's nodes, what serves and what does not."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
@@ -10,8 +10,26 @@ import typer
 
 from berth.bus_client.baremetal import QUARANTINE, flavor_classes, node_record, unserved
 from berth.bus_client.object_edits import stored_objects
-from berth.cli.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, out, print_json, print_result, print_rows
-from berth.cli.options import CommandGroup
+from berth.cli.common import (
+    QUERY_TIMEOUT_S,
+    Exit,
+    Stop,
+    client,
+)
+from berth.cli.output import (
+    As,
+    Cell,
+    Form,
+    Id,
+    ListedItems,
+    ListOutput,
+    Table,
+    out,
+    print_data,
+    print_line,
+    print_list,
+    print_result,
+)
 from berth.client.types import NodeRecord
 from berth.config.settings import Settings
 from berth.config.site import ironic_of
@@ -22,44 +40,43 @@ from bus.service.settings import hide_password
 from compute_agent.driver import DriverUnavailable
 from compute_agent.drivers.ironic.api import IronicApi, Refused
 
-baremetal = CommandGroup(no_args_is_help=True, help="Ironic's nodes, and their faults.")
-
 NodeIdent = Annotated[str, typer.Argument(help="The node's UUID or name.", metavar="NODE")]
 
 
-@baremetal.command("list")
-async def list_nodes(settings: Settings, as_json: AsJson = False) -> None:
+async def list_nodes(settings: Settings, *, listing: ListOutput) -> None:
     """List all nodes, with the fault of each."""
-    _show(await records(settings, await _classes(settings)), as_json)
+
+    async def read() -> ListedItems[NodeRecord]:
+        return ListedItems(await records(settings, await _classes(settings)))
+
+    await print_list(read, NODES, listing)
 
 
-@baremetal.command()
-async def problems(settings: Settings, as_json: AsJson = False) -> int:
+async def problems(settings: Settings, form: As = Form.TABLE) -> int:
     """List nodes that no build can go to, with reasons, and flavors that no node serves. Exit status 1 if there are."""
     classes = await _classes(settings)
     found = await records(settings, classes)
     wrong = [node for node in found if node.problems]
     flavors = unserved(classes, found)
-    if as_json:
-        print_json({"nodes": wrong, "flavors": flavors})
+    if form.is_data:
+        print_data({"nodes": wrong, "flavors": flavors}, form)
     else:
-        if wrong:
-            _show(wrong, as_json=False)
+        for node in wrong:
+            print_line(f"node {node.uuid}: {_row(node)[-1]}")
         for flavor in flavors:
             out.print(f"flavor {flavor}: no node has the class that it requests", soft_wrap=True, markup=False)
     return Exit.NO if wrong or flavors else 0
 
 
-@baremetal.command()
-async def show(settings: Settings, node: NodeIdent, as_json: AsJson = False) -> None:
+async def show(settings: Settings, node: NodeIdent, form: As = Form.TABLE) -> None:
     """Show one node: what berth makes of it, and Ironic's own words."""
     async with _ironic(settings) as api:
         raw = await api.raw_node(node)
     if raw is None:
         raise Stop(Exit.NO, "node.unknown", f"Ironic has no node {node}")
     record = node_record(raw, await _classes(settings))
-    if as_json:
-        print_json(record)
+    if form.is_data:
+        print_data(record, form)
         return
     rows = [
         ("uuid", record.uuid),
@@ -75,22 +92,20 @@ async def show(settings: Settings, node: NodeIdent, as_json: AsJson = False) -> 
     render_rows(out, ("what", "value"), [row for row in rows if row[1]])
 
 
-@baremetal.command()
 async def quarantine(
     settings: Settings,
     node: NodeIdent,
     reason: Annotated[str, typer.Option(help="The reason; Ironic shows it.")],
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Put a node into maintenance in Ironic, with a reason: no build goes there. Instances on it continue to run."""
     async with _ironic(settings) as api:
         await _known(api, node)
         _check_accepted(await api.set_maintenance(node, on=True, reason=f"{QUARANTINE}{reason}"))
-    print_result({"node": node, "maintenance": True}, as_json, f"{node}: in maintenance")
+    print_result({"node": node, "maintenance": True}, form, f"{node}: in maintenance")
 
 
-@baremetal.command()
-async def release(settings: Settings, node: NodeIdent, as_json: AsJson = False) -> None:
+async def release(settings: Settings, node: NodeIdent, form: As = Form.TABLE) -> None:
     """Take a node out of the maintenance that `quarantine` set; another's maintenance is left alone."""
     async with _ironic(settings) as api:
         raw = await _known(api, node)
@@ -98,7 +113,7 @@ async def release(settings: Settings, node: NodeIdent, as_json: AsJson = False) 
         if not raw.get("maintenance") or not reason.startswith(QUARANTINE):
             raise Stop(Exit.NO, "node.not_quarantined", f"node {node} is not in quarantine by berth: {reason or '-'}")
         _check_accepted(await api.set_maintenance(node, on=False))
-    print_result({"node": node, "maintenance": False}, as_json, f"{node}: out of maintenance")
+    print_result({"node": node, "maintenance": False}, form, f"{node}: out of maintenance")
 
 
 @asynccontextmanager
@@ -140,11 +155,11 @@ def _check_accepted(refused: Refused | None) -> None:
         raise Stop(Exit.NO, "ironic.refused", str(refused))
 
 
-def _show(nodes: Sequence[NodeRecord], as_json: bool) -> None:
-    print_rows(nodes, as_json, ("node", "class", "state", "power", "instance", "problem"), _row)
-
-
-def _row(node: NodeRecord) -> list[str]:
+def _row(node: NodeRecord) -> list[Cell]:
     reason = [f"Ironic: {node.ironic_reason}"] if node.problems and node.ironic_reason else []
     problem = "; ".join((*node.problems, *reason))
-    return [node.uuid, node.resource_class or "-", node.state, node.power, node.instance or "-", problem or "-"]
+    place = [node.name or "", node.resource_class or "", node.state, node.power]
+    return [Id(node.uuid), *place, Id(node.instance or ""), problem]
+
+
+NODES = Table("node name class state power instance problem", _row)

@@ -1,4 +1,4 @@
-"""`berth cells`: cells are enabled and disabled while everything runs."""
+"""`berth cell`: cells are enabled and disabled while everything runs."""
 
 from __future__ import annotations
 
@@ -8,41 +8,54 @@ from typing import Annotated, Any
 import typer
 
 from berth.bus_client.object_edits import ObjectEdit
-from berth.cli.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, out, print_json, print_rows
-from berth.cli.fleet.drains import DrainOptions, drain
-from berth.cli.objects.objects import ChangeOptions, LogReason, Name, change_objects, object_commands
+from berth.cli.common import (
+    QUERY_TIMEOUT_S,
+    Exit,
+    Stop,
+    client,
+)
+from berth.cli.objects.objects import ChangeOptions, LogReason, Name, change_objects
+from berth.cli.output import (
+    As,
+    Cell,
+    Form,
+    ListedItems,
+    ListOutput,
+    Table,
+    Time,
+    print_data,
+    print_list,
+    print_one,
+)
 from berth.config.settings import Settings
-from berth.text import render_rows, utc
-from bus.contracts.drains import DrainTarget
 from bus.contracts.objects import CellRecord, CellsPage, CellsQuery, CellState, ObjectKind, StoredObject
-
-cells = object_commands(ObjectKind.CELL, "Cells: which are in use, and which take builds.", lists=False, shows=False)
 
 LastOne = Annotated[bool, typer.Option("--force", help="Also the last cell that takes builds.")]
 Body = dict[str, Any]
-COLUMNS = ["name", "state", "in use", "scheduler's link", "bus", "by", "at (UTC)", "reason"]
 
 
-@cells.command("list")
-async def list_cells(settings: Settings, as_json: AsJson = False) -> None:
+async def list_cells(settings: Settings, *, listing: ListOutput) -> None:
     """List all cells: those of the schedulers' settings, and those that operators have added."""
-    print_rows(await _known(settings), as_json, COLUMNS, _row)
+    async with client(settings) as berth:
+
+        async def read() -> ListedItems[CellRecord]:
+            return ListedItems((await berth.bus.request(CellsQuery(), CellsPage, timeout_s=QUERY_TIMEOUT_S)).cells)
+
+        await print_list(read, CELLS, listing)
 
 
-@cells.command("show")
-async def show_cell(settings: Settings, name: Name, as_json: AsJson = False) -> None:
+async def show_cell(settings: Settings, name: Name, form: As = Form.TABLE) -> None:
     """Show one cell."""
     found = next((one for one in await _known(settings) if one.name == name), None)
     if found is None:
         raise Stop(Exit.NO, "cell.unknown", f"there is no cell {name!r}")
-    if as_json:
-        print_json(found)
+    if form.is_data:
+        print_data(found, form)
     else:
-        render_rows(out, ["what", "is"], [*zip(COLUMNS, _row(found), strict=True)])
+        print_one(CELLS, found)
 
 
-@cells.command("add")
-async def add_cell(
+async def create_cell(
     settings: Settings,
     name: Name,
     url_file: Annotated[
@@ -62,8 +75,8 @@ async def add_cell(
 ) -> None:
     """Take a cell into use: running schedulers and placements connect to its bus.
 
-    Its conductors and compute services are started with settings that have it. A removed cell is added again, with its
-    bus as it was but for what is named ("": as without it).
+    Its conductors and compute services are started with settings that have it. A removed cell is created again
+    with its bus as it was, but for what is named ("": as without it).
     """
     state = CellState.DISABLED if disabled else CellState.ENABLED
     given = {"url_file": url_file, "url_variable": url_variable, "prefix": prefix}
@@ -79,38 +92,22 @@ async def add_cell(
     await _change(settings, name, made, decision)
 
 
-@cells.command("set")
-async def set_cell(
-    settings: Settings,
-    name: Name,
-    state: Annotated[CellState, typer.Argument(help="Whether builds are placed there, and whether it is in use.")],
-    force: LastOne = False,
-    *,
-    decision: ChangeOptions,
-) -> None:
-    """Disable a cell, enable it again, or remove it."""
-    await _change(settings, name, _to(name, state, decision.reason), decision, force=force)
-
-
 class ReasonedOptions(ChangeOptions, frozen=True, kw_only=True):
     """The options of a decision that is not made without a reason."""
 
     reason: LogReason
 
 
-@cells.command("disable")
 async def disable_cell(settings: Settings, name: Name, force: LastOne = False, *, decision: ReasonedOptions) -> None:
     """Place no builds in a cell. Instances there continue to run, and moves within it continue."""
     await _change(settings, name, _to(name, CellState.DISABLED, decision.reason), decision, force=force)
 
 
-@cells.command("enable")
 async def enable_cell(settings: Settings, name: Name, *, decision: ChangeOptions) -> None:
     """Place builds in a cell again."""
     await _change(settings, name, _to(name, CellState.ENABLED, decision.reason), decision)
 
 
-@cells.command("remove")
 async def remove_cell(
     settings: Settings,
     name: Name,
@@ -131,12 +128,6 @@ async def remove_cell(
     await _change(settings, name, made, decision, force=force)
 
 
-@cells.command("drain")
-async def drain_cell(settings: Settings, name: Name, *, options: DrainOptions) -> int:
-    """Drain a cell, as `berth drain NAME --target cell` does."""
-    return await drain(settings, name, DrainTarget.CELL, options=options)
-
-
 def _to(name: str, state: CellState, reason: str) -> Callable[[Body], Body]:
     """A decision with another state: where the bus of the cell is stays as it was. Raises Stop for a removed cell.
 
@@ -145,7 +136,7 @@ def _to(name: str, state: CellState, reason: str) -> Callable[[Body], Body]:
 
     def made(before: Body) -> Body:
         if before.get("state") == CellState.REMOVED and state is not CellState.REMOVED:
-            raise Stop(Exit.NO, "cell.removed", f"cell {name!r} is removed; `berth cells add` takes it into use again")
+            raise Stop(Exit.NO, "cell.removed", f"cell {name!r} is removed; `berth cell create` puts it back")
         kept = {"bus": before["bus"]} if "bus" in before else {}
         return {"state": state.value, **({"reason": reason} if reason else {}), **kept}
 
@@ -168,7 +159,7 @@ async def _known(settings: Settings) -> tuple[CellRecord, ...]:
         return (await berth.bus.request(CellsQuery(), CellsPage, timeout_s=QUERY_TIMEOUT_S)).cells
 
 
-def _row(one: CellRecord) -> list[str]:
+def _row(one: CellRecord) -> list[Cell]:
     link = f"{one.link.value}: {one.problem}" if one.problem else one.link.value
     return [
         one.name,
@@ -177,9 +168,12 @@ def _row(one: CellRecord) -> list[str]:
         link,
         _place(one),
         one.by,
-        utc(one.at),
+        Time(one.at),
         one.reason,
     ]
+
+
+CELLS = Table("name state in-use link bus by at reason", _row)
 
 
 def _place(one: CellRecord) -> str:

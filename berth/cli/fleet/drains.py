@@ -1,4 +1,4 @@
-"""`berth drain` and `berth drains`: hosts are emptied; a plan before the start shows where their instances would go."""
+"""`berth host drain`, `berth drain`: hosts are emptied; a plan first shows where their instances would go."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Annotated
 
 import typer
 from msgspec import Struct
-from rich.text import Text
 
 from berth.bus_client import BuildClient
 from berth.bus_client import drains as client_drains
 from berth.cli.common import (
-    AsJson,
     By,
     Exit,
     Reason,
@@ -23,13 +21,25 @@ from berth.cli.common import (
     check_reason,
     client,
     decided_by,
-    out,
+    further,
+    is_uuid,
+    one_of,
     parse_uuid,
-    print_json,
-    print_line,
-    print_rows,
 )
-from berth.cli.options import CommandGroup
+from berth.cli.output import (
+    As,
+    Cell,
+    Form,
+    Id,
+    ListedItems,
+    ListOutput,
+    Table,
+    Time,
+    out,
+    print_data,
+    print_line,
+    print_list,
+)
 from berth.config.settings import Settings
 from berth.text import counted, printable, render_rows, utc
 from bus.clock import new_uuid
@@ -48,9 +58,7 @@ from bus.contracts.drains import (
     DrainTarget,
 )
 
-drains = CommandGroup()
-
-Id = Annotated[str, typer.Argument(help="The drain's id.", metavar="DRAIN")]
+DrainId = Annotated[str, typer.Argument(help="The drain's id, or its first letters.", metavar="DRAIN")]
 Deadline = Annotated[
     float | None,
     typer.Option("--deadline", min=0.1, max=MAX_DEADLINE_S, help="Seconds, after which no further move starts."),
@@ -86,35 +94,71 @@ class DrainOptions(Struct, frozen=True, kw_only=True):
     reason: Reason = "drain"
     by: By = None
     timeout: Timeout = 3600.0
-    as_json: AsJson = False
+    form: As = Form.TABLE
 
 
-async def drain(
+InCell = Annotated[str | None, typer.Option("--cell", help="The cell in which the name is looked up.")]
+
+
+async def drain_host(
     settings: Settings,
-    name: Annotated[
-        str, typer.Argument(help="Name or UUID of a host, a compute service, a cell or an aggregate.", metavar="TARGET")
-    ],
-    target: Annotated[
-        DrainTarget | None, typer.Option("--target", help="The kind of the target, if its name is ambiguous.")
-    ] = None,
-    cell: Annotated[str | None, typer.Option("--cell", help="The cell in which a name is looked up.")] = None,
+    name: Annotated[str, typer.Argument(help="Name or UUID of a host.", metavar="HOST")],
+    cell: InCell = None,
     *,
     options: DrainOptions,
 ) -> int:
-    """Move every instance off a host, service, cell or aggregate.
+    """Move every instance off a host.
 
     Schedulers carry it out: it goes on when this command ends. The hosts are disabled first, together.
 
     Ctrl-C stops the drain: it starts nothing more. Exit status 1 when no remaining instance can move, whether the drain
     goes on or has ended; 4 when it has ended, or the time is over, before the others have been moved.
     """
+    return await drain(settings, name, DrainTarget.HOST, cell, options=options)
+
+
+async def drain_service(
+    settings: Settings,
+    name: Annotated[str, typer.Argument(help="Name of a compute service.", metavar="SERVICE")],
+    cell: InCell = None,
+    *,
+    options: DrainOptions,
+) -> int:
+    """Move every instance off the hosts of a compute service, as `berth host drain` does off one."""
+    return await drain(settings, name, DrainTarget.SERVICE, cell, options=options)
+
+
+async def drain_aggregate(
+    settings: Settings,
+    name: Annotated[str, typer.Argument(help="Name of a host aggregate.", metavar="AGGREGATE")],
+    *,
+    options: DrainOptions,
+) -> int:
+    """Move every instance off the hosts of an aggregate, as `berth host drain` does off one."""
+    return await drain(settings, name, DrainTarget.AGGREGATE, options=options)
+
+
+async def drain_cell(
+    settings: Settings,
+    name: Annotated[str, typer.Argument(help="Name of a cell.", metavar="CELL")],
+    *,
+    options: DrainOptions,
+) -> int:
+    """Move every instance off the hosts of a cell, as `berth host drain` does off one."""
+    return await drain(settings, name, DrainTarget.CELL, options=options)
+
+
+async def drain(
+    settings: Settings, name: str, target: DrainTarget, cell: str | None = None, *, options: DrainOptions
+) -> int:
+    """Drain a target of this kind, or plan it; returns the exit status."""
     check_reason(options.reason)
     kind = ActionKind.MIGRATE if options.cold else ActionKind.LIVE_MIGRATE
     if options.plan:
         async with client(settings) as berth:
             query = DrainQuery(host=name, target=target, cell=cell, kind=kind)
             planned = await client_drains.plan(berth.bus, query)
-        _show_plan(planned, options.as_json)
+        _show_plan(planned, options.form)
         return Exit.NO if any(not one.hosts for one in planned.moves) else 0
     command = DrainStart(
         drain=options.drain_id or new_uuid(random.SystemRandom()),
@@ -132,36 +176,47 @@ async def drain(
     async with client(settings) as berth:
         begun = await client_drains.start(berth.bus, command)
         if options.detach:
-            _show(begun, options.as_json)
+            _show(begun, options.form)
             return 0
-        if not options.as_json:
+        if not options.form.is_data:
             show_begun(begun)
-        seen = await _follow(berth, command.drain, options.timeout, command.by, options.as_json)
-    return _ended(seen, options.as_json)
+        seen = await _follow(berth, command.drain, options.timeout, command.by, options.form)
+    return _ended(seen, options.form)
 
 
-@drains.default
 async def list_drains(
     settings: Settings,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="So many, the newest first.")] = 20,
-    as_json: AsJson = False,
+    *,
+    listing: ListOutput,
 ) -> None:
-    """List drains, the newest first, or command one."""
+    """List drains, the newest first."""
     async with client(settings) as berth:
-        found = await client_drains.drains(berth.bus, DrainsQuery(limit=limit))
-    print_rows(found, as_json, ["drain", "of", "state", "instances", "hosts", "begun (UTC)", "by"], _row)
+
+        async def read() -> ListedItems[DrainProgress]:
+            found = await client_drains.drains(berth.bus, DrainsQuery(limit=limit))
+            return ListedItems(found, further(found, limit))
+
+        await print_list(read, DRAINS, listing)
 
 
-@drains.command()
-async def show(settings: Settings, drain_id: Id, as_json: AsJson = False) -> int:
+async def show(settings: Settings, drain_id: DrainId, form: As = Form.TABLE) -> int:
     """Show the progress of a drain, and what it has not moved. Exit status 1 when something cannot move."""
-    ident = parse_uuid(drain_id)
     async with client(settings) as berth:
+        ident = await _drain_of(berth, drain_id)
         found = await client_drains.drains(berth.bus, DrainsQuery(drain=ident))
     if not found:
         raise Stop(Exit.NO, "drain.unknown", f"no drain {ident} is on record")
-    _show(found[0], as_json)
+    _show(found[0], form)
     return Exit.NO if found[0].failed else 0
+
+
+async def _drain_of(berth: BuildClient, text: str) -> str:
+    """The id of a drain, by its first letters. Raises Stop."""
+    if is_uuid(text):
+        return parse_uuid(text)
+    found = await client_drains.drains(berth.bus, DrainsQuery(limit=1000))
+    return one_of("drain", "drain.unknown", text, {one.id: one.host for one in found})
 
 
 class ToDrain(Struct, frozen=True, kw_only=True):
@@ -169,23 +224,20 @@ class ToDrain(Struct, frozen=True, kw_only=True):
 
     reason: Reason = ""
     by: By = None
-    as_json: AsJson = False
+    form: As = Form.TABLE
 
 
-@drains.command()
-async def pause(settings: Settings, drain_id: Id, *, options: ToDrain) -> int:
+async def pause(settings: Settings, drain_id: DrainId, *, options: ToDrain) -> int:
     """Start no further move until it is resumed; moves in progress end by themselves."""
     return await _command(settings, drain_id, DrainAction.PAUSE, options)
 
 
-@drains.command()
-async def resume(settings: Settings, drain_id: Id, deadline: Deadline = None, *, options: ToDrain) -> int:
+async def resume(settings: Settings, drain_id: DrainId, deadline: Deadline = None, *, options: ToDrain) -> int:
     """Go on, also with one that has ended."""
     return await _command(settings, drain_id, DrainAction.RESUME, options, deadline_s=deadline)
 
 
-@drains.command()
-async def stop(settings: Settings, drain_id: Id, *, options: ToDrain) -> int:
+async def cancel(settings: Settings, drain_id: DrainId, *, options: ToDrain) -> int:
     """End it: begin nothing more. Its hosts stay disabled, and moved instances stay where they are."""
     return await _command(settings, drain_id, DrainAction.STOP, options)
 
@@ -199,15 +251,20 @@ async def _command(
     deadline_s: float | None = None,
 ) -> int:
     check_reason(options.reason)
-    ident, actor = parse_uuid(drain_id), decided_by(options.by)
-    command = DrainCommand(drain=ident, action=action, by=actor, reason=options.reason, deadline_s=deadline_s)
     async with client(settings) as berth:
+        command = DrainCommand(
+            drain=await _drain_of(berth, drain_id),
+            action=action,
+            by=decided_by(options.by),
+            reason=options.reason,
+            deadline_s=deadline_s,
+        )
         found = await client_drains.command(berth.bus, command)
-    _show(found, options.as_json)
+    _show(found, options.form)
     return 0
 
 
-async def _follow(berth: BuildClient, ident: str, timeout_s: float, by: str, as_json: bool) -> DrainProgress:
+async def _follow(berth: BuildClient, ident: str, timeout_s: float, by: str, form: Form) -> DrainProgress:
     """Follow a drain to its end; SIGINT stops it."""
     on_interrupt = DrainCommand(drain=ident, action=DrainAction.STOP, by=by, reason="Ctrl-C")
     loop, stopping = asyncio.get_running_loop(), set[asyncio.Task[DrainProgress]]()
@@ -219,7 +276,7 @@ async def _follow(berth: BuildClient, ident: str, timeout_s: float, by: str, as_
     def look(seen: DrainProgress) -> None:
         line = _counted(seen)
         is_over = seen.state is DrainState.ENDED  # the caller shows all of that
-        if not as_json and not is_over and last[-1:] != [line]:
+        if not form.is_data and not is_over and last[-1:] != [line]:
             last.append(line)
             show_progress(seen)
 
@@ -231,12 +288,12 @@ async def _follow(berth: BuildClient, ident: str, timeout_s: float, by: str, as_
         loop.remove_signal_handler(signal.SIGINT)
 
 
-def _ended(seen: DrainProgress, as_json: bool) -> int:
-    _show(seen, as_json)
+def _ended(seen: DrainProgress, form: Form) -> int:
+    _show(seen, form)
     stop = _left(seen)
     if stop is None:
         return Exit.NO if seen.failed else 0
-    if as_json:
+    if form.is_data:
         return stop.status
     raise stop
 
@@ -246,10 +303,10 @@ def _left(seen: DrainProgress) -> Stop | None:
     if seen.state is not DrainState.ENDED:
         if client_drains.is_stuck(seen):
             reason = f"{counted(len(seen.failed), 'instance')} cannot move now; the drain goes on: "
-            return Stop(Exit.NO, "drain.left", f"{reason}see berth drains show {seen.id}")
-        return Stop(Exit.TIME, "drain.under_way", f"it continues; see berth drains show {seen.id}")
+            return Stop(Exit.NO, "drain.left", f"{reason}see berth drain show {seen.id}")
+        return Stop(Exit.TIME, "drain.under_way", f"it continues; see berth drain show {seen.id}")
     if left := len(seen.not_started) + len(seen.under_way):
-        reason = f"{counted(left, 'instance')} not moved; see berth drains resume {seen.id}"
+        reason = f"{counted(left, 'instance')} not moved; see berth drain resume {seen.id}"
         return Stop(Exit.TIME, seen.code, reason)
     return None
 
@@ -259,15 +316,19 @@ def _counted(one: DrainProgress) -> str:
     return f"{one.state}: {counts}"
 
 
-def _row(one: DrainProgress) -> list[str | Text]:
+def _row(one: DrainProgress) -> list[Cell]:
     state = f"{one.state} ({one.code})" if one.code else one.state.value
     counts = ", ".join(f"{count} {name}" for name, count in one.counts.items())
-    return [one.id, printable(f"{one.target} {one.host}"), state, counts, str(one.hosts), utc(one.started_at), one.by]
+    of = printable(f"{one.target} {one.host}")
+    return [Id(one.id), of, state, counts, one.hosts, Time(one.started_at), one.by, one.reason]
 
 
-def _show(one: DrainProgress, as_json: bool) -> None:
-    if as_json:
-        print_json(one)
+DRAINS = Table("drain of state instances hosts begun by | reason", _row)
+
+
+def _show(one: DrainProgress, form: Form) -> None:
+    if form.is_data:
+        print_data(one, form)
     else:
         show_drain(one)
 
@@ -295,9 +356,9 @@ def show_drain(one: DrainProgress) -> None:
         render_rows(out, ["remaining", "code", "reason"], rows)
 
 
-def _show_plan(planned: DrainPlan, as_json: bool) -> None:
-    if as_json:
-        print_json(planned)
+def _show_plan(planned: DrainPlan, form: Form) -> None:
+    if form.is_data:
+        print_data(planned, form)
         return
     headers = ["instance", "on", "project", "flavor", "to, alternates", "cannot"]
     rows = [

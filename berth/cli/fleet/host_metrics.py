@@ -1,4 +1,4 @@
-"""`berth host-metrics`: the numbers that are known of a host, or a further one."""
+"""`berth host metrics`: the numbers that are known of a host, or a further one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ import msgspec
 import typer
 
 from berth.bus_client import BuildClient
-from berth.cli.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, out, print_json
+from berth.cli.common import (
+    QUERY_TIMEOUT_S,
+    Exit,
+    Stop,
+    client,
+)
+from berth.cli.output import (
+    As,
+    Form,
+    out,
+    print_data,
+)
 from berth.config.settings import Settings
 from berth.text import printable, render_rows
 from bus.contracts.host_metrics import (
@@ -38,7 +49,7 @@ async def host_metrics(
         typer.Option("--set", metavar="NAME=VALUE", help="Publish a number about it, as of now."),
     ] = None,
     source: Annotated[str, typer.Option(help="The program that has measured it, with --set.")] = "operator",
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Show or publish numbers about a host (power, temperature).
 
@@ -54,8 +65,8 @@ async def host_metrics(
         if values:
             reading = HostReading(host_uuid=found[0].host_uuid, at=time.time(), values=values)
             found = await _publish(berth, found, HostMetrics(source=name, readings=(reading,)))
-    if as_json:
-        print_json(found)
+    if form.is_data:
+        print_data(found, form)
         return
     headers = ["host", "metric", "value", "at", "source", ""]
     render_rows(out, headers, [row for record in found for row in _metric_rows(record)])

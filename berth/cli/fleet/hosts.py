@@ -1,4 +1,4 @@
-"""`berth hosts`, `services`, `workers`: what schedulers know of them, and decisions about them."""
+"""`berth host list`, `services`, `workers`: what schedulers know of them, and decisions about them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from msgspec import Struct
 from rich.text import Text
 
 from berth.bus_client import BuildClient
-from berth.cli.claims.quarantine import show_unknown
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
-    AsJson,
     By,
     Exit,
     Reason,
@@ -29,18 +27,26 @@ from berth.cli.common import (
     check_reason,
     client,
     decided_by,
-    err,
     explain,
-    out,
-    print_json,
-    print_line,
-    print_rows,
 )
-from berth.cli.options import CommandGroup
+from berth.cli.output import (
+    As,
+    Cell,
+    Form,
+    ListedItems,
+    ListOutput,
+    Table,
+    gibibytes,
+    mebibytes,
+    out,
+    print_data,
+    print_line,
+    print_list,
+    print_one,
+)
 from berth.config.settings import Settings
 from berth.fencing.fencer import MAX_HOSTS, Fencer
 from berth.fencing.plugin import FencingFailed, load
-from berth.text import counted, render_rows, utc
 from bus.clock import SystemClock
 from bus.contracts.build import HostRecord
 from bus.contracts.operations import (
@@ -50,16 +56,10 @@ from bus.contracts.operations import (
     HostAdminState,
     HostDeleted,
     ServiceDeleted,
-    ServiceRecord,
     SetAdminState,
 )
-from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
 from bus.faults import Fault, RequestRefused, Transient
 from bus.transport import BusError
-from cell_conductor.state.unknown_machine import UnknownMachineKind
-
-hosts = CommandGroup()
-services = CommandGroup()
 
 MAX_NAMED = 1000  # hosts or services of one command
 MAX_SILENT = 2
@@ -70,6 +70,7 @@ T = TypeVar("T")
 Refused = Sequence[tuple[str, Fault]]
 
 Hosts = Annotated[list[str], typer.Argument(help="Names or UUIDs of hosts.", metavar="HOST...")]
+InCell = Annotated[str | None, typer.Option("--cell", help="The cell in which the name is looked up.")]
 OnlyCell = Annotated[str | None, typer.Option(help="Only this cell's.")]
 CELL_OF_NAME = "The cell in which a name is looked up"
 
@@ -80,7 +81,7 @@ class HostOptions(Struct, frozen=True, kw_only=True):
     cell: Annotated[str | None, typer.Option("--cell", help=f"{CELL_OF_NAME}.")] = None
     by: By = None
     timeout: Timeout = 30.0
-    as_json: AsJson = False
+    form: As = Form.TABLE
 
 
 class FinalOptions(HostOptions, frozen=True, kw_only=True):
@@ -97,7 +98,6 @@ class FenceOptions(FinalOptions, frozen=True, kw_only=True):
     ] = None
 
 
-@hosts.default
 async def list_hosts(
     settings: Settings,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="At most this many hosts, the first by name.")] = 100,
@@ -105,43 +105,50 @@ async def list_hosts(
     up: Annotated[
         bool | None, typer.Option("--up/--down", help="Only hosts whose compute service is up, or is not.")
     ] = None,
-    unknown: Annotated[
-        bool, typer.Option("--unknown", help="Instead, the machines on hosts that no record has.")
-    ] = False,
-    as_json: AsJson = False,
-) -> int:
-    """List hosts as a scheduler sees them, or decide about them.
+    *,
+    listing: ListOutput,
+) -> None:
+    """List hosts as a scheduler sees them.
 
     Their state, the usage of each resource, and the operator's decision. A host that is `not reported` has been
     reported by no compute service since the scheduler that answers started.
     """
-    if unknown:
-        return await show_unknown(settings, cell, tuple(UnknownMachineKind), as_json)
     async with client(settings) as berth:
         await check_cell(berth, settings, cell)
-        page = await berth.hosts(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
-    if as_json:
-        print_json(page.hosts)
+
+        async def read() -> ListedItems[HostRecord]:
+            page = await berth.hosts(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
+            return ListedItems(page.hosts, {"--limit": str(min(limit * 10, MAX_HOSTS))} if page.more else None)
+
+        await print_list(read, HOSTS, listing)
+
+
+async def show_host(
+    settings: Settings,
+    name: Annotated[str, typer.Argument(help="Name or UUID of a host.", metavar="HOST")],
+    cell: InCell = None,
+    form: As = Form.TABLE,
+) -> None:
+    """Show one host: its state, usage, zone, aggregates, and the operator's decision."""
+    async with client(settings) as berth:
+        await check_cell(berth, settings, cell)
+        found = await named_host(berth, name, cell)
+    if form.is_data:
+        print_data(found, form)
     else:
-        show_hosts(page.hosts)
-    if page.more:
-        err.print(f"there are more than these {counted(len(page.hosts), 'host')}: --limit", soft_wrap=True)
-    return 0
+        print_one(HOSTS, found)
 
 
-@hosts.command()
 async def disable(settings: Settings, names: Hosts, reason: Reason, *, decision: HostOptions) -> int:
     """Place nothing new on these hosts; their instances stay. In effect on every scheduler at once."""
     return await _decide(settings, names, AdminState.DISABLED, reason, decision)
 
 
-@hosts.command()
 async def maintenance(settings: Settings, names: Hosts, reason: Reason, *, decision: HostOptions) -> int:
     """Disable these hosts for forced requests, too, which pass the filters."""
     return await _decide(settings, names, AdminState.MAINTENANCE, reason, decision)
 
 
-@hosts.command()
 async def fence(
     settings: Settings,
     names: Hosts,
@@ -158,7 +165,7 @@ async def fence(
     A decision made once, by a person. While a fenced host still runs, an evacuated instance runs twice: switch it off
     first, or let --switch-off do so; a host that is not proved to be off is not fenced then. A host whose compute
     service is up is refused without --force. Nothing is put onto a fenced host until it is enabled again. Leave it off
-    until its cell has acknowledged the fence as well: `berth hosts` shows that.
+    until its cell has acknowledged the fence as well: `berth fence list` shows that.
     """
     ask = "Switch off and fence" if switch_off else "Fence"
     return await _decide(
@@ -166,27 +173,23 @@ async def fence(
     )
 
 
-@hosts.command()
-async def enable(
-    settings: Settings,
-    names: Hosts,
-    reason: Reason = "",
-    force: Annotated[
-        bool, typer.Option("--force", help="End a fence without its cell's report: the cell is decommissioned.")
-    ] = False,
-    *,
-    decision: FinalOptions,
-) -> int:
+async def enable(settings: Settings, names: Hosts, reason: Reason = "", *, decision: HostOptions) -> int:
     """Use these hosts again.
 
-    A fenced host is used once it has destroyed its stale machines; until then it stays fenced, and `berth hosts` shows
-    how many machines are left. With --force and a reason it does not wait for that.
+    A fenced host is used once it has destroyed its stale machines; until then it stays fenced, and `berth fence list`
+    shows how many machines are left. `berth fence cancel --force` does not wait for that.
     """
+    return await _decide(settings, names, AdminState.ENABLED, reason, decision)
+
+
+async def end_fences(
+    settings: Settings, names: Sequence[str], reason: str, decision: FinalOptions, *, force: bool
+) -> int:
+    """Use fenced hosts again; force: without their cells' reports, after a prompt. Returns the exit status."""
     ask = "End the fence, without their cells' report, of" if force else ""
     return await _decide(settings, names, AdminState.ENABLED, reason, decision, force=force, ask=ask)
 
 
-@hosts.command("delete")
 async def delete_hosts(settings: Settings, names: Hosts, reason: Reason, *, decision: FinalOptions) -> int:
     """Delete these decommissioned hosts: their providers leave placement, their decisions the record.
 
@@ -200,27 +203,9 @@ async def delete_hosts(settings: Settings, names: Hosts, reason: Reason, *, deci
         command = DeleteHost(host=name, reason=reason, by=decided_by(decision.by), cell=decision.cell)
         return berth.delete_host(command, timeout_s=decision.timeout)
 
-    return finish("host", *await _delete_each(settings, names, decision, delete), show_deleted, decision.as_json)
+    return finish("host", *await _delete_each(settings, names, decision, delete), show_deleted, decision.form)
 
 
-@services.default
-async def list_services(
-    settings: Settings,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="So many, by cell and name.")] = 1000,
-    cell: OnlyCell = None,
-    up: Annotated[bool | None, typer.Option("--up/--down", help="Only those that are up, or not.")] = None,
-    as_json: AsJson = False,
-) -> int:
-    """List compute services, or delete some. Exit status 1 when a listed service is not up."""
-    async with client(settings) as berth:
-        await check_cell(berth, settings, cell)
-        page = await berth.services(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
-    headers = ["service", "cell", "state", "hosts", "enabled", "reported", "reason"]
-    print_rows(page.services, as_json, headers, _service_row)
-    return Exit.NO if any(not one.up for one in page.services) else 0
-
-
-@services.command("delete")
 async def delete_services(
     settings: Settings,
     names: Annotated[list[str], typer.Argument(help="Names of compute services.", metavar="SERVICE...")],
@@ -246,7 +231,7 @@ async def delete_services(
         return berth.delete_service(command, timeout_s=decision.timeout)
 
     done = await _delete_each(settings, names, decision, delete)
-    return finish("service", *done, show_deleted_service, decision.as_json)
+    return finish("service", *done, show_deleted_service, decision.form)
 
 
 def check_names(kind: str, names: Sequence[str], reason: str) -> None:
@@ -308,12 +293,12 @@ async def _delete_each(
         return await _each(dict.fromkeys(names), lambda name: delete(berth, name))
 
 
-def finish(kind: str, done: Sequence[T], refused: Refused, show: Callable[[T], None], as_json: bool) -> int:
+def finish(kind: str, done: Sequence[T], refused: Refused, show: Callable[[T], None], form: Form) -> int:
     """Print what was done and what was not, and return the exit status. Raises Stop when something was not."""
     stops = [explain(fault) or Stop(Exit.NO, fault.code, fault.reason) for _, fault in refused]
-    if as_json:
+    if form.is_data:
         rows = [{kind: name, "code": fault.code, "reason": fault.reason} for name, fault in refused]
-        print_json({f"{kind}s": done, "refused": rows})
+        print_data({f"{kind}s": done, "refused": rows}, form)
         return max((stop.status for stop in stops), default=0)
     for one in done:
         show(one)
@@ -349,7 +334,7 @@ async def _decide(
     }
     commands = [SetAdminState(host=name, **of) for name in dict.fromkeys(names)]
     done = await _set_states(settings, commands, decision.timeout, switch_off=switch_off)
-    return finish("host", *done, show_decision, decision.as_json)
+    return finish("host", *done, show_decision, decision.form)
 
 
 def show_deleted(one: HostDeleted) -> None:
@@ -399,22 +384,15 @@ async def named_host(berth: BuildClient, name: str, cell: str | None) -> HostRec
     return found[0]
 
 
-def show_hosts(hosts: Sequence[HostRecord]) -> None:
-    """Print hosts, a line each."""
-    headers = ["host", "cell", "service", "state", "failed builds", "used / capacity", "decided"]
-    render_rows(out, headers, [_host_row(host) for host in hosts])
-    if not all(host.reported for host in hosts):
-        out.print(f"{NOT_REPORTED}: by no compute service since this scheduler started", soft_wrap=True)
-
-
 def show_decision(one: HostAdminState) -> None:
     """Print what was decided about a host, and how long a fenced one has to stay off."""
-    print_line(f"{one.host}: {_decided_state(one)}, by {one.by}")
+    print_line(f"{one.host}: {decided_state(one)}, by {one.by}")
     if one.state is AdminState.FENCED and one.pending is None and not one.is_fence_acknowledged:
-        out.print("  leave it off until `berth hosts` shows that its cell has acknowledged the fence", soft_wrap=True)
+        out.print("  leave it off until `berth fence list` shows that its cell has acknowledged it", soft_wrap=True)
 
 
-def _decided_state(one: HostAdminState) -> str:
+def decided_state(one: HostAdminState) -> str:
+    """An operator's decision about a host, and how far a fence has come."""
     if one.state is not AdminState.FENCED:
         return one.state.value
     if one.pending is not None:
@@ -422,21 +400,44 @@ def _decided_state(one: HostAdminState) -> str:
     return "fenced" if one.is_fence_acknowledged else "fenced, not acknowledged by its cell yet"
 
 
-def _host_row(host: HostRecord) -> list[str | Text]:
+def _host_row(host: HostRecord) -> list[Cell]:
     state = Text("up", "green") if host.up and host.enabled else Text("disabled" if host.up else _down(host), "red")
     admin, decided = host.admin, ""
     if admin is not None and admin.state is not AdminState.ENABLED:
-        decision = _decided_state(admin)
+        decision = decided_state(admin)
         state = Text(decision, "yellow") if host.up else Text(f"{_down(host)}, {decision}", "red")
         decided = f"{admin.by}: {admin.reason}" if admin.reason else admin.by
     if host.not_in_placement:
         state = Text("not in placement", "red")
         decided = "; ".join(filter(None, (decided, host.not_in_placement)))
-    service = host.service or ""
     if host.claimed_also_by is not None:
-        service = f"{service} (refused: {host.claimed_also_by})"
-    used = "  ".join(f"{name} {u:g}/{c:g}" for name, (u, c) in sorted(host.resources.items()))
-    return [host.name, host.cell or "", service, state, str(host.failed_builds or ""), used, decided]
+        decided = "; ".join(filter(None, (decided, f"{host.claimed_also_by} is refused it")))
+    others = " ".join(_amounts(host, name) for name in sorted(host.resources.keys() - SIZES.keys()))
+    sizes = [_amounts(host, name) for name in SIZES]
+    where: list[Cell] = [
+        host.name,
+        host.cell or "",
+        state,
+        *sizes,
+        others,
+        decided,
+        host.zone or "",
+        host.service or "",
+    ]
+    return [*where, host.failed_builds or "", " ".join(host.aggregates), host.uuid]
+
+
+HOSTS = Table("host cell state vcpu memory disk others decided | zone service failed-builds aggregates uuid", _host_row)
+SIZES: Mapping[str, Callable[[float], str]] = {"VCPU": "{:g}".format, "MEMORY_MB": mebibytes, "DISK_GB": gibibytes}
+
+
+def _amounts(host: HostRecord, name: str) -> str:
+    """How much of a class is used, of how much; a class without a column of its own with its name."""
+    if name not in host.resources:
+        return ""
+    used, capacity = map(SIZES.get(name, "{:g}".format), host.resources[name])
+    amounts = f"{used}/{capacity}"
+    return amounts if name in SIZES else f"{name.removeprefix('CUSTOM_')} {amounts}"
 
 
 def _down(host: HostRecord) -> str:
@@ -448,41 +449,3 @@ def show_deleted_service(one: ServiceDeleted) -> None:
     """Print a service that is deleted."""
     what = "deleted" if one.removed else "nothing of it was on record"
     print_line(f"{one.service} of {one.cell}: {what}")
-
-
-def _service_row(one: ServiceRecord) -> list[str | Text]:
-    seen = f"{one.last_seen_s:.0f} s ago" if one.reported else "no"
-    state = Text("up", "green") if one.up else Text("down", "red")
-    reason = "" if one.up else f"{one.code}: {one.reason}" if one.reason else one.code
-    return [one.name, one.cell, state, str(one.hosts), str(one.enabled), seen, reason]
-
-
-async def workers(
-    settings: Settings,
-    role: Annotated[str | None, typer.Option(help="Only of this role.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="So many, by role, bus and name.")] = 1000,
-    as_json: AsJson = False,
-) -> int:
-    """List workers by their heartbeats. Exit status 1 when one is silent or not ready.
-
-    A worker that ended on purpose is listed as silent for an hour.
-    """
-    async with client(settings) as berth:
-        page = await berth.bus.request(WorkersQuery(role=role, limit=limit), WorkersPage, timeout_s=QUERY_TIMEOUT_S)
-    if as_json:
-        print_json(page)
-    else:
-        headers = ["role", "worker", "bus", "host", "pid", "version", "since (UTC)", "last seen", "state", "in hand"]
-        render_rows(out, headers, [_worker_row(one) for one in page.workers])
-    return Exit.NO if any(one.silent or one.heartbeat.not_ready for one in page.workers) else 0
-
-
-def _worker_row(one: WorkerRecord) -> list[str | Text]:
-    sent = one.heartbeat
-    state = Text(sent.phase, "green") if not sent.not_ready else Text("; ".join(sent.not_ready), "yellow")
-    if one.silent:
-        state = Text(f"silent, was {sent.phase}", "red")
-    in_flight = ", ".join(f"{queue} {count}" for queue, count in sorted(sent.in_flight.items()) if count)
-    since = utc(sent.started_at)
-    last_seen = f"{one.last_seen_s:.0f} s ago"
-    return [sent.role, sent.worker, one.bus, sent.host, str(sent.pid), sent.version, since, last_seen, state, in_flight]

@@ -14,8 +14,19 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from berth.cli.common import AsJson, Exit, Stop, err, make_directory, out, print_json
+from berth.cli.common import (
+    Exit,
+    Stop,
+    make_directory,
+)
 from berth.cli.objects.objects import read_file, valid_changes
+from berth.cli.output import (
+    As,
+    Form,
+    err,
+    out,
+    print_data,
+)
 from berth.cli.site.as_toml import as_toml
 from berth.config.at_up import lock_file
 from berth.config.rest_address import AtUp, for_up
@@ -53,7 +64,7 @@ async def up(
     placements: Count = None,
     conductors: Annotated[int | None, typer.Option(min=1, max=64, help="The same, for each cell.")] = None,
     computes: Annotated[int | None, typer.Option(min=1, max=64, help="The same, for each cell.")] = None,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> int:
     """Run everything until it is interrupted.
 
@@ -69,15 +80,15 @@ async def up(
     requested = {"schedulers": schedulers, "placements": placements, "conductors": conductors, "computes": computes}
 
     if processes:
-        return await _up_processes(settings, requested, as_json)
+        return await _up_processes(settings, requested, form)
     if any(number is not None for number in requested.values()):
         raise Stop(Exit.USAGE, "up.processes", "numbers of processes are for --processes; see also [up]")
     settings, stop = _prepare(settings)
     with for_up(settings) as rest:
-        return await _up_here(rest, stop, as_json)
+        return await _up_here(rest, stop, form)
 
 
-async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
+async def _up_here(rest: AtUp, stop: asyncio.Event, form: Form) -> int:
     starting = asyncio.create_task(_abandon(stop, asyncio.current_task()))
     try:
         async with (
@@ -85,7 +96,7 @@ async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
             ironic_of(here) as ironic_url,
         ):
             starting.cancel()
-            failed = await _run_here(here, ironic_url, rest, stop, as_json)
+            failed = await _run_here(here, ironic_url, rest, stop, form)
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:
@@ -96,7 +107,7 @@ async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
 
 
 async def _run_here(
-    here: Site, ironic_url: str | None, rest: AtUp, stop: asyncio.Event, as_json: bool
+    here: Site, ironic_url: str | None, rest: AtUp, stop: asyncio.Event, form: Form
 ) -> BaseException | None:
     """The workers in this process, until it is to stop or one has failed: then that one's fault."""
     system = LocalSystem(here)
@@ -108,9 +119,7 @@ async def _run_here(
         if starting.done():
             await starting
             async with serve(here, ironic_url), pages_of_up(here, wanted=here.settings.up.web) as pages:
-                _print_summary(
-                    {**one_process(here, system.computes, ironic_url, rest), "pages": pages or None}, as_json
-                )
+                _print_summary({**one_process(here, system.computes, ironic_url, rest), "pages": pages or None}, form)
                 waiting: set[asyncio.Future[Any]] = {stopped, system.in_process.failed}
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -144,7 +153,7 @@ def _prepare(settings: Settings) -> tuple[Settings, asyncio.Event]:
     return settings, stop
 
 
-async def _up_processes(settings: Settings, requested: Mapping[str, int | None], as_json: bool) -> int:
+async def _up_processes(settings: Settings, requested: Mapping[str, int | None], form: Form) -> int:
     settings, stop = _prepare(settings)
     cpus = len(os.sched_getaffinity(0))
     kept = settings.compute.state_dir
@@ -157,7 +166,7 @@ async def _up_processes(settings: Settings, requested: Mapping[str, int | None],
                 starting.cancel()
                 supervisor = Supervisor(started.processes, clock=started.site.clock, notify=_warn)
                 async with pages_of_up(started.site, wanted=settings.up.web) as pages:
-                    _print_summary({**as_processes(started, count, cpus, rest), "pages": pages or None}, as_json)
+                    _print_summary({**as_processes(started, count, cpus, rest), "pages": pages or None}, form)
                     await supervised(supervisor, stop)
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
@@ -179,7 +188,7 @@ async def config(
     objects: Annotated[
         Path | None, typer.Option("--objects", metavar="FILE", help="Check a file for `berth apply` as well.")
     ] = None,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Print the settings in force, secrets hidden.
 
@@ -193,8 +202,8 @@ async def config(
         change = ObjectsChange(changes=tuple(valid_changes(read_file(objects)[0])), actor="berth config")
         check_objects(settings.scheduler, change, cells)
     plain = redact(settings)
-    if as_json:
-        print_json(plain)
+    if form.is_data:
+        print_data(plain, form)
         return
     comments = describe(Settings, plain) if explain else {}
     out.print(as_toml(plain, comments), end="", markup=False, soft_wrap=True, highlight=False)
@@ -225,14 +234,14 @@ def _warn(summary: str) -> None:
     err.print(summary, soft_wrap=True, markup=False)
 
 
-def _print_summary(summary: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(summary)
+def _print_summary(summary: dict[str, Any], form: Form) -> None:
+    if form.is_data:
+        print_data(summary, form)
     else:
         out.print(block(summary), soft_wrap=True, markup=False)
 
 
-NEXT = ("berth boot --flavor m1.small --count 50 --wait", "berth list", "berth hosts", "berth check")
+NEXT = ("berth boot --flavor m1.small --count 50 --wait", "berth list", "berth host list", "berth check")
 END = "Ctrl-C drains and ends it."
 
 

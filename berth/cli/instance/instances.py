@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,40 +19,44 @@ from rich.text import Text
 from berth.bus_client import BuildClient, RequestWatch
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
-    AsJson,
     Exit,
+    InProject,
     Instance,
+    Page,
     Stop,
     Timeout,
-    Yes,
-    ask_first,
-    by_cell,
     check_cell,
     client,
     decided_by,
-    err,
-    open_in_time,
-    out,
+    instance_of,
     parse_uuid,
-    print_json,
+)
+from berth.cli.output import (
+    As,
+    Cell,
+    Form,
+    Id,
+    ListedItems,
+    ListOutput,
+    Table,
+    Time,
+    out,
+    print_data,
     print_line,
-    print_rows,
+    print_list,
 )
 from berth.config.settings import Settings
-from berth.config.site import Site, process_name, with_added_cells
 from berth.text import printable, render_funnel, render_rows, render_scores, render_stages, utc
 from bus.clock import new_uuid
 from bus.contracts.actions import ActionPage, ActionQuery, ActionRecord
 from bus.contracts.base import reason_of
-from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
-from bus.contracts.cell import CellDelete
+from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
 from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, NetworkRequest, VolumeRequest
 from bus.contracts.deploy import Volumes as VolumeRequests
 from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import MAX_MEMBERS, GroupPolicy, ServerGroup
 from bus.faults import RequestUnconfirmed
 from bus.transport import BusUnavailable, PublishRefused
-from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE
 
 MAX_COUNT = 100_000
 
@@ -67,7 +70,7 @@ ImageSha256 = Annotated[str | None, typer.Option("--image-sha256", help="Its SHA
 class BootOptions(Struct, frozen=True, kw_only=True):
     """The build requested, its placement, and the event to wait for."""
 
-    flavor: Annotated[str, typer.Option(help="The flavor to build; `berth flavors list` lists them.")]
+    flavor: Annotated[str, typer.Option(help="The flavor to build; `berth flavor list` lists them.")]
     count: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="How many.")] = 1
     gang: Annotated[
         bool, typer.Option("--gang", help="One request for all of them: they start together or not at all.")
@@ -127,7 +130,7 @@ class BootOptions(Struct, frozen=True, kw_only=True):
     ] = None
     wait: Annotated[bool, typer.Option("--wait", help="Wait for each build's end.")] = False
     timeout: Timeout = 300.0
-    as_json: AsJson = False
+    form: As = Form.TABLE
 
 
 async def boot(settings: Settings, *, options: BootOptions) -> int:
@@ -135,9 +138,9 @@ async def boot(settings: Settings, *, options: BootOptions) -> int:
     requests = requests_of(options)
     _check(requests[-1])
     async with client(settings) as berth:
-        watches = await publish_and_follow(berth, requests, timeout_s=options.timeout, as_json=options.as_json)
+        watches = await publish_and_follow(berth, requests, timeout_s=options.timeout, form=options.form)
         ended = not options.wait or await berth.wait(options.timeout)
-        report_requests(watches, as_json=options.as_json)
+        report_requests(watches, form=options.form)
     if not ended:
         raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in watches)} builds had not ended in time")
     return Exit.NO if options.wait and any(t.state != "active" for t in watches) else 0
@@ -269,95 +272,27 @@ def _check(request: BuildRequest) -> None:
         raise typer.BadParameter(rule, param_hint=option or None) from error
 
 
-async def delete(
-    settings: Settings,
-    uuids: Annotated[list[str], typer.Argument(help="The instances' UUIDs.", parser=parse_uuid, metavar="UUID")],
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until they are destroyed.")] = False,
-    cell: Annotated[
-        str | None,
-        typer.Option(
-            help="Command this cell itself, as operator: for an instance that it has active though the request has "
-            "ended (`unrequested` in `berth audit`)."
-        ),
-    ] = None,
-    timeout_s: Timeout = 120.0,
-    as_json: AsJson = False,
-    yes: Yes = False,
-) -> int:
-    """Delete machines, or stop their builds wherever they stand."""
-    requested = list(dict.fromkeys(uuids))
-    if cell is not None and (wait or as_json):
-        raise typer.BadParameter("the cell does not answer: leave --wait and --json away", param_hint="--cell")
-
-    site = Site(settings)
-    if cell is not None and cell not in settings.cells:
-        site = await with_added_cells(site)
-    async with client(site.settings) as berth:
-        records = [await _record(berth, uuid, timeout_s=min(timeout_s, QUERY_TIMEOUT_S)) for uuid in requested]
-    if cell is not None:
-        _check_ended(site, cell, records)
-    _ask_to_delete(records, cell, yes=yes)
-    if cell is not None:
-        await _delete_in_cell(site, cell, records)
-        return 0
-    async with client(settings) as berth:
-        watches = await berth.delete(records, by=decided_by(None), retry_for_s=timeout_s)
-        ended = not wait or await berth.wait(timeout_s)
-        report_requests(watches, as_json=as_json)
-    if not ended:
-        raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in watches)} were not destroyed in time")
-    return Exit.NO if wait and any(t.state != "deleted" for t in watches) else 0
-
-
-def _ask_to_delete(records: Sequence[BuildRecord], cell: str | None, *, yes: bool) -> None:
-    of_cells: dict[str, list[str]] = defaultdict(list)
-    for one in records:
-        of_cells[cell or one.cell or "in no cell"].append(one.instance_uuid)
-    ask_first(f"Delete {by_cell(of_cells, 'instance')}", yes=yes)
-
-
-def _check_ended(site: Site, cell: str, records: Sequence[BuildRecord]) -> None:
-    """Raises Stop: a client can delete one."""
-    site.check_cell(cell)
-    for record in records:
-        if record.state not in ENDED_WITHOUT_MACHINE:
-            reason = f"{record.instance_uuid} is {record.state}: delete it without --cell"
-            raise Stop(Exit.NO, "instance.requested", reason)
-
-
-async def _delete_in_cell(site: Site, cell: str, records: Sequence[BuildRecord]) -> None:
-    """Command the cell to delete instances whose requests have ended, so that no delete of a client reaches it."""
-    bus = site.bus(process_name("operator"), cell)
-    await open_in_time(bus.open())
-    try:
-        commands = [CellDelete(instance_uuid=one.instance_uuid, project_id=one.project_id) for one in records]
-        await bus.publish_all([(command, command.instance_uuid) for command in commands])
-    finally:
-        await bus.close()
-    for one in records:
-        out.print(f"{one.instance_uuid}: {cell} is commanded to delete it; `berth audit` lists what is left")
-
-
 async def show(
     settings: Settings,
-    uuid: Instance,
+    instance: Instance,
     history: Annotated[bool, typer.Option("--history", help="The whole timeline, a line each.")] = False,
-    as_json: AsJson = False,
+    project: InProject = None,
+    form: As = Form.TABLE,
 ) -> None:
     """Show one build: its state, and the reason."""
 
     async with client(settings) as berth:
-        record = await _record(berth, uuid)
+        record = await instance_of(berth, instance, project, timeout_s=QUERY_TIMEOUT_S)
         # Any project may name the uuid in a request of its own.
-        query = ActionQuery(instance_uuid=uuid, project_id=record.project_id, limit=1)
+        query = ActionQuery(instance_uuid=record.instance_uuid, project_id=record.project_id, limit=1)
         newest = await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)
-    if as_json:
-        print_json(record)
+    if form.is_data:
+        print_data(record, form)
     else:
         show_record(record, newest.unplaced, history=history)
 
 
-class ListOptions(Struct, frozen=True, kw_only=True):
+class InstanceListOptions(ListOutput, frozen=True, kw_only=True):
     """The options of `berth list`."""
 
     project: Annotated[str | None, typer.Option(help="Only of this project.")] = None
@@ -373,35 +308,53 @@ class ListOptions(Struct, frozen=True, kw_only=True):
     after: Annotated[datetime | None, typer.Option(help="Only requested then or later, UTC.")] = None
     before: Annotated[datetime | None, typer.Option(help="Only requested earlier, UTC.")] = None
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The most to list, newest first.")] = 50
-    as_json: AsJson = False
+    page: Page = None
 
-    def fields(self) -> dict[str, object]:
-        """The states of a BuildQuery."""
+    def query(self) -> BuildQuery:
+        """Raises BadParameter."""
         same = {name: getattr(self, name) for name in ("state", "host", "cell", "flavor", "code", "gang", "limit")}
-        moments = {
+        moments: dict[str, object] = {
             name: None if at is None else at.replace(tzinfo=UTC).timestamp()
             for name, at in (("after", self.after), ("before", self.before))
         }
-        return {"project_id": self.project, **same, **moments}
+        if self.page is not None:
+            before, _, last = self.page.partition("/")
+            try:
+                moments |= {"before": float(before), "before_instance": last or None}
+            except ValueError:
+                raise typer.BadParameter("take it from the list before", param_hint="--page") from None
+        return _query({"project_id": self.project, **same, **moments})
 
 
-async def list_builds(settings: Settings, *, options: ListOptions) -> None:
-    """List builds, newest first."""
-    query = _query(options.fields())
+async def list_builds(settings: Settings, *, options: InstanceListOptions) -> None:
+    """List instances, newest first."""
+    query = options.query()
 
     async with client(settings) as berth:
-        page = await berth.query(query, timeout_s=QUERY_TIMEOUT_S)
-        if not page.builds:  # else there was the cell, if there is none of this name any more
-            await check_cell(berth, settings, query.cell)
+
+        async def read() -> ListedItems[BuildRecord]:
+            page = await berth.query(query, timeout_s=QUERY_TIMEOUT_S)
+            if not page.builds:  # else there was the cell, if there is none of this name any more
+                await check_cell(berth, settings, query.cell)
+            return ListedItems(page.builds, _next_page(page, query.limit))
+
+        await print_list(read, INSTANCES, options)
+
+
+def _next_page(page: BuildPage, limit: int) -> dict[str, str] | None:
+    """Where a page ended: full, or after as many as a scheduler looks through."""
     if page.searched_to is not None:
-        err.print(f"searched back to {utc(page.searched_to)} UTC; older ones: --before")
-    columns = ["instance", "name", "flavor", "state", "cell", "host", "since (UTC)"]
-    print_rows(page.builds, options.as_json, columns, _build_row)
+        return {"--page": f"{page.searched_to!r}/{page.searched_to_instance or ''}"}
+    last = page.builds[-1] if len(page.builds) == limit else None
+    return None if last is None else {"--page": f"{last.created_at!r}/{last.instance_uuid}"}
 
 
-def _build_row(one: BuildRecord) -> list[str | Text]:
-    where: list[str | Text] = [_colour(one.shown_state), one.cell or "", one.host or ""]
-    return [one.instance_uuid, one.name, one.flavor, *where, utc(one.updated_at)]
+def _build_row(one: BuildRecord) -> list[Cell]:
+    named: list[Cell] = [Id(one.instance_uuid), one.name, one.flavor, _colour(one.shown_state), one.host or ""]
+    return [*named, Time(one.updated_at), one.cell or "", one.project_id, Time(one.created_at), one.code]
+
+
+INSTANCES = Table("instance name flavor state host since | cell project requested code", _build_row)
 
 
 def _query(fields: Mapping[str, object]) -> BuildQuery:
@@ -411,15 +364,8 @@ def _query(fields: Mapping[str, object]) -> BuildQuery:
         raise typer.BadParameter(reason_of(error)) from error
 
 
-async def _record(berth: BuildClient, uuid: str, *, timeout_s: float = QUERY_TIMEOUT_S) -> BuildRecord:
-    page = await berth.query(BuildQuery(instance_uuid=uuid), timeout_s=timeout_s)
-    if not page.builds:
-        raise Stop(Exit.NO, "instance.unknown", f"there is no build {uuid}")
-    return page.builds[0]
-
-
 async def publish_and_follow(
-    berth: BuildClient, requests: Sequence[BuildRequest], *, timeout_s: float, as_json: bool
+    berth: BuildClient, requests: Sequence[BuildRequest], *, timeout_s: float, form: Form
 ) -> list[RequestWatch]:
     """Publish all, waiting for a full queue to have space.
 
@@ -430,14 +376,14 @@ async def publish_and_follow(
     except (PublishRefused, BusUnavailable, RequestUnconfirmed):
         accepted = [watch for watch in berth.watches.values() if watch.published_at is not None]
         if accepted:
-            report_requests(accepted, as_json=as_json)
+            report_requests(accepted, form=form)
         raise
 
 
-def report_requests(watches: Sequence[RequestWatch], *, as_json: bool) -> None:
+def report_requests(watches: Sequence[RequestWatch], *, form: Form) -> None:
     """As JSON, or a line for each."""
-    if as_json:
-        print_json([_plain(watch) for watch in watches])
+    if form.is_data:
+        print_data([_plain(watch) for watch in watches], form)
         return
     show_requests(watches, out)
 
@@ -497,12 +443,12 @@ def show_record(record: BuildRecord, unplaced: ActionRecord | None = None, *, hi
         print_line(f"  attempt {attempt.attempt} on {attempt.host}: {outcome}")
     if history:
         out.print()
-        rows = [[_moment(line.at), line.actor, line.what, _detail(line)] for line in record.timeline]
+        rows = [[_moment(line.at), line.actor, line.what, detail_of(line)] for line in record.timeline]
         render_rows(out, ["at (UTC)", "actor", "what", ""], rows)
         render_stages([line.stage_times for line in record.timeline if line.stage_times is not None][-1:], out)
 
 
-def _detail(line: TimelineEntry) -> str:
+def detail_of(line: TimelineEntry) -> str:
     """The entry of the timeline, who asked, and the consumer of what was lost."""
     held_by = ", ".join(one.consumer for one in line.conflicting_consumers)
     parts = (line.detail, f"by {line.by}" if line.by else "", f"held by {held_by}" if held_by else "")

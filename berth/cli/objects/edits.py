@@ -1,4 +1,4 @@
-"""`berth flavors|rules|quotas|aggregates|groups`: `set` changes the fields that are named, and all others stay."""
+"""`berth flavor|rules|quotas|aggregates|groups`: `set` changes the fields that are named, and all others stay."""
 
 from __future__ import annotations
 
@@ -9,33 +9,36 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
+from msgspec import Struct
+from msgspec.structs import asdict
 from rich.text import Text
 
 from berth.bus_client.object_edits import Body, ObjectEdit, merged, project_usage, quota_uses, stored_objects
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
-    AsJson,
     Exit,
     Stop,
     client,
-    out,
     pairs_of,
     parse_uuid,
-    print_json,
-    print_rows,
 )
 from berth.cli.objects.objects import (
     ChangeOptions,
     ForcedOptions,
     Name,
-    aggregates,
     change_objects,
-    flavors,
-    groups,
     number,
-    quotas,
     read_object,
-    rules,
+)
+from berth.cli.output import (
+    As,
+    Form,
+    ListedItems,
+    ListOutput,
+    Table,
+    out,
+    print_data,
+    print_list,
 )
 from berth.cli.site.as_toml import NO_COMMENTS, Path, as_toml
 from berth.client.types import QuotaUse
@@ -55,25 +58,60 @@ from bus.contracts.objects import (
 from bus.contracts.placement import GroupPolicy
 from bus.contracts.placement_queries import GroupMembersPage, GroupMembersQuery
 
-__all__ = ["aggregates", "flavors", "groups", "quotas", "rules"]
-
 GroupName = Annotated[str, typer.Argument(help="PROJECT/NAME.", metavar="PROJECT/NAME")]
 Hosts = Annotated[list[str], typer.Argument(help="Hosts, by name or uuid.", metavar="HOST...")]
 V = TypeVar("V")
-DiskGb = Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="GiB; of a new flavor 0 unless it is named.")]
-ExtraSpec = Annotated[
-    list[str] | None, typer.Option(metavar="KEY=VALUE", help="An extra spec, as in Nova; repeatable.")
-]
-RemoveExtraSpec = Annotated[list[str] | None, typer.Option(metavar="KEY", help="Remove an extra spec; repeatable.")]
-Project = Annotated[list[str] | None, typer.Option(help="Only for this project, and those that it is for; repeatable.")]
 AggregateUuid = Annotated[
     str | None, typer.Option(help="The uuid of the provider aggregate with its hosts; else as it is, or new.")
 ]
-HostsInPlacement = Annotated[
-    bool, typer.Option("--hosts-in-placement", help="Name no hosts: its hosts are as Placement has them.")
-]
-Metadata = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Metadata, as in Nova; repeatable.")]
-RemoveMetadata = Annotated[list[str] | None, typer.Option(metavar="KEY", help="Remove metadata; repeatable.")]
+
+
+class FlavorFields(Struct, frozen=True, kw_only=True):
+    """The fields of a flavor."""
+
+    vcpus: Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="Virtual CPUs.")] = None
+    memory_mb: Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="MiB.")] = None
+    disk_gb: Annotated[
+        int | None, typer.Option(min=0, max=2**31 - 1, help="GiB; of a new flavor 0 unless it is named.")
+    ] = None
+    extra_spec: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An extra spec, as in Nova; repeatable.")
+    ] = None
+    project: Annotated[
+        list[str] | None, typer.Option(help="Only for this project, and those that it is for; repeatable.")
+    ] = None
+
+
+class AggregateFields(Struct, frozen=True, kw_only=True):
+    """The fields of a host aggregate."""
+
+    uuid: AggregateUuid = None
+    host: Annotated[list[str] | None, typer.Option(help="A further host of it, by name or uuid; repeatable.")] = None
+    hosts_in_placement: Annotated[
+        bool, typer.Option("--hosts-in-placement", help="Name no hosts: its hosts are as Placement has them.")
+    ] = False
+    metadata: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Metadata, as in Nova; repeatable.")
+    ] = None
+    zone: Annotated[str | None, typer.Option(help="Make it this availability zone.")] = None
+
+
+class GroupFields(Struct, frozen=True, kw_only=True):
+    """The fields of a server group."""
+
+    max_per_host: Annotated[
+        int | None,
+        typer.Option(min=1, max=1000, help="With anti-affinity: this many may share a host; 1 unless it is named."),
+    ] = None
+    uuid: Annotated[
+        str | None, typer.Option(parser=parse_uuid, metavar="UUID", help="Its uuid; else it follows from the name.")
+    ] = None
+
+    def given(self) -> Body:
+        """Those that are named."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
 # The sizes that a new flavor names, and the class of each, which an extra spec may state instead. A disk it need not
 # have: as in Nova it is 0 unless it is named, for instances that boot from a volume.
 SIZES = {"vcpus": "VCPU", "memory_mb": "MEMORY_MB"}
@@ -96,189 +134,254 @@ _RULE_FIELDS = {
 }
 
 
-@flavors.command("set")
-async def set_flavor(
-    settings: Settings,
-    name: Name,
-    vcpus: Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="Virtual CPUs.")] = None,
-    memory_mb: Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="MiB.")] = None,
-    disk_gb: DiskGb = None,
-    extra_spec: ExtraSpec = None,
-    remove_extra_spec: RemoveExtraSpec = None,
-    project: Project = None,
-    remove_project: Annotated[list[str] | None, typer.Option(help="No longer for this project; repeatable.")] = None,
-    every_project: Annotated[bool, typer.Option("--every-project", help="For every project.")] = False,
-    *,
-    decision: ForcedOptions,
-) -> None:
-    """Make a flavor, or change the named fields of one. A new one names --vcpus and --memory-mb."""
-    sizes = {"vcpus": vcpus, "memory_mb": memory_mb, "disk_gb": disk_gb}
-    named = {key: value for key, value in sizes.items() if value is not None}
-    specs = pairs_of(extra_spec, "--extra-spec")
-    _check_disjoint(specs, remove_extra_spec, "extra spec")
-    if every_project and (project or remove_project):
-        raise typer.BadParameter("name projects, or every one", param_hint="--every-project")
+async def create_flavor(settings: Settings, name: Name, *, fields: FlavorFields, decision: ForcedOptions) -> None:
+    """Make a flavor. It names --vcpus and --memory-mb."""
 
     def edit(known: StoredObject | None) -> Body:
-        before = {} if known is None else known.body
-        projects = before.get("projects", [])
-        kept = _members_of(projects, project, remove_project, f"flavor {name!r} is not for project")
-        if projects and not kept and not every_project:
-            reason = "without its last project it is for every project: name --every-project, or another project"
-            raise Stop(Exit.USAGE, "flavor.last_project", f"flavor {name!r}: {reason}")
-        own = _pairs(before.get("extra_specs", {}), specs, remove_extra_spec, f"flavor {name!r} has no extra spec")
-        body = {**before, **named, "extra_specs": own, "projects": [] if every_project else kept}
-        if known is None:
-            _check_sizes(name, body)
+        _check_new(ObjectKind.FLAVOR, name, known)
+        body = _flavor({}, fields)
+        _check_sizes(name, body)
         return body
 
     await change_objects(settings, ObjectEdit(ObjectKind.FLAVOR, name, edit), decision)
 
 
-@rules.command("set")
+async def set_flavor(
+    settings: Settings,
+    name: Name,
+    every_project: Annotated[bool, typer.Option("--every-project", help="For every project.")] = False,
+    *,
+    fields: FlavorFields,
+    decision: ForcedOptions,
+) -> None:
+    """Change the named fields of a flavor."""
+    if every_project and fields.project:
+        raise typer.BadParameter("name projects, or every one", param_hint="--every-project")
+
+    def edit(known: StoredObject | None) -> Body:
+        body = _flavor(_before(ObjectKind.FLAVOR, name, known), fields)
+        return {**body, "projects": []} if every_project else body
+
+    await change_objects(settings, ObjectEdit(ObjectKind.FLAVOR, name, edit), decision)
+
+
+async def unset_flavor(
+    settings: Settings,
+    name: Name,
+    extra_spec: Annotated[list[str] | None, typer.Option(metavar="KEY", help="An extra spec; repeatable.")] = None,
+    project: Annotated[list[str] | None, typer.Option(help="No longer for this project; repeatable.")] = None,
+    *,
+    decision: ForcedOptions,
+) -> None:
+    """Remove extra specs or projects of a flavor."""
+    _check_named(extra_spec, project)
+
+    def edit(known: StoredObject | None) -> Body:
+        before = _before(ObjectKind.FLAVOR, name, known)
+        kept = _members_of(before.get("projects", []), (), project, f"flavor {name!r} is not for project")
+        if project and not kept:
+            reason = f"without its last project it is for every project: berth flavor set {name} --every-project"
+            raise Stop(Exit.USAGE, "flavor.last_project", f"flavor {name!r}: {reason}")
+        specs = _pairs(before.get("extra_specs", {}), {}, extra_spec, f"flavor {name!r} has no extra spec")
+        return {**before, "extra_specs": specs, "projects": kept}
+
+    await change_objects(settings, ObjectEdit(ObjectKind.FLAVOR, name, edit), decision)
+
+
+def _flavor(before: Body, fields: FlavorFields) -> Body:
+    sizes = {"vcpus": fields.vcpus, "memory_mb": fields.memory_mb, "disk_gb": fields.disk_gb}
+    named = {key: value for key, value in sizes.items() if value is not None}
+    specs = {**before.get("extra_specs", {}), **pairs_of(fields.extra_spec, "--extra-spec")}
+    projects = _members_of(before.get("projects", []), fields.project, (), "")
+    return {**before, **named, "extra_specs": specs, "projects": projects}
+
+
 async def set_rules(
     settings: Settings,
     multiplier: Annotated[
         list[str] | None, typer.Option(metavar="WEIGHER=NUMBER", help="A weigher's multiplier; repeatable.")
-    ] = None,
-    remove_multiplier: Annotated[
-        list[str] | None, typer.Option(metavar="WEIGHER", help="Remove a weigher's multiplier; repeatable.")
     ] = None,
     filters: Annotated[
         list[str] | None, typer.Option("--filter", help="All enabled filters, in order; repeatable.")
     ] = None,
     weighers: Annotated[list[str] | None, typer.Option("--weigher", help="All enabled weighers; repeatable.")] = None,
     host_subset_size: Annotated[int | None, typer.Option(min=1, help="Choose among this many of the best.")] = None,
-    unset: Annotated[
-        list[RuleField] | None, typer.Option(help="As in the settings of each scheduler again; repeatable.")
-    ] = None,
     *,
     decision: ChangeOptions,
 ) -> None:
     """Set the named scheduling rules. Fields that no command has set are as in the settings of each scheduler."""
     numbers = {key: number(value, key, float) for key, value in pairs_of(multiplier, "--multiplier").items()}
-    _check_disjoint(numbers, remove_multiplier, "multiplier")
     given = {"enabled_filters": filters, "enabled_weighers": weighers, "host_subset_size": host_subset_size}
-    patch: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    cleared = {_RULE_FIELDS[field]: None for field in unset or ()}
-    _check_disjoint(patch | ({"multipliers": None} if numbers or remove_multiplier else {}), cleared, "rule")
-    patch |= cleared
-    if not (patch or numbers or remove_multiplier):
-        raise typer.BadParameter("name what is to be set (berth rules delete default: as in the settings again)")
+    named: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    _check_named(numbers, named)
 
     def edit(known: StoredObject | None) -> Body:
         body = {} if known is None else dict(known.body)
-        if numbers or remove_multiplier:
-            what = "there is no multiplier of weigher"
-            body["multipliers"] = _pairs(body.get("multipliers") or {}, numbers, remove_multiplier, what)
-        return merged(body, patch)
+        if numbers:
+            body["multipliers"] = {**(body.get("multipliers") or {}), **numbers}
+        return {**body, **named}
 
     await change_objects(settings, ObjectEdit(ObjectKind.SCHEDULING, SCHEDULING, edit), decision)
 
 
-@quotas.command("set")
+async def unset_rules(
+    settings: Settings,
+    fields: Annotated[list[RuleField] | None, typer.Argument(help="The rules.", metavar="[RULE]...")] = None,
+    multiplier: Annotated[
+        list[str] | None, typer.Option(metavar="WEIGHER", help="A weigher's multiplier; repeatable.")
+    ] = None,
+    *,
+    decision: ChangeOptions,
+) -> None:
+    """Have scheduling rules as in the settings of each scheduler again."""
+    _check_named(fields, multiplier)
+    if multiplier and RuleField.MULTIPLIERS in (fields or ()):
+        raise typer.BadParameter("name multipliers, or all of them", param_hint="--multiplier")
+
+    def edit(known: StoredObject | None) -> Body:
+        body = {} if known is None else dict(known.body)
+        if multiplier:
+            what = "there is no multiplier of weigher"
+            body["multipliers"] = _pairs(body.get("multipliers") or {}, {}, multiplier, what)
+        return merged(body, {_RULE_FIELDS[field]: None for field in fields or ()})
+
+    await change_objects(settings, ObjectEdit(ObjectKind.SCHEDULING, SCHEDULING, edit), decision)
+
+
 async def set_quota(
     settings: Settings,
     project: Annotated[str, typer.Argument(help=f"The project, or {DEFAULT_QUOTA!r}.")],
     limits: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[CLASS=AMOUNT]...", help="Resource classes, or INSTANCES for their number."),
-    ] = None,
-    remove: Annotated[
-        list[str] | None, typer.Option(metavar="CLASS", help="Remove the limit of this class; repeatable.")
-    ] = None,
+        list[str],
+        typer.Argument(metavar="CLASS=AMOUNT...", help="Resource classes, or INSTANCES for their number."),
+    ],
     *,
     decision: ChangeOptions,
 ) -> None:
     """Set limits of a project's quota. They apply from the next claim on; allocations beyond them stay."""
     numbers = {key: number(value, key) for key, value in pairs_of(limits, "CLASS=AMOUNT").items()}
-    _check_disjoint(numbers, remove, "limit")
-    if not (numbers or remove):
-        raise typer.BadParameter("name a limit", param_hint="CLASS=AMOUNT")
 
     def edit(known: StoredObject | None) -> Body:
         before = {} if known is None else known.body
-        what = f"quota {project!r} has no limit of"
-        limits = _pairs(before.get("limits", {}), numbers, remove, what)
+        return {**before, "limits": {**before.get("limits", {}), **numbers}}
+
+    await change_objects(settings, ObjectEdit(ObjectKind.QUOTA, project, edit), decision)
+
+
+async def unset_quota(
+    settings: Settings,
+    project: Annotated[str, typer.Argument(help=f"The project, or {DEFAULT_QUOTA!r}.")],
+    classes: Annotated[list[str], typer.Argument(metavar="CLASS...", help="The resource classes.")],
+    *,
+    decision: ChangeOptions,
+) -> None:
+    """Remove limits of a project's quota."""
+
+    def edit(known: StoredObject | None) -> Body:
+        before = _before(ObjectKind.QUOTA, project, known)
+        limits = _pairs(before.get("limits", {}), {}, classes, f"quota {project!r} has no limit of")
         if not limits:
-            reason = f"without its last limit nothing limits it: berth quotas delete {project}, or another limit"
+            reason = f"without its last limit nothing limits it: berth quota delete {project}, or another limit"
             raise Stop(Exit.USAGE, "quota.last_limit", f"quota {project!r}: {reason}")
         return {**before, "limits": limits}
 
     await change_objects(settings, ObjectEdit(ObjectKind.QUOTA, project, edit), decision)
 
 
-@aggregates.command("set")
-async def set_aggregate(
-    settings: Settings,
-    name: Name,
-    uuid: AggregateUuid = None,
-    host: Annotated[list[str] | None, typer.Option(help="A further host of it, by name or uuid; repeatable.")] = None,
-    hosts_in_placement: HostsInPlacement = False,
-    metadata: Metadata = None,
-    remove_metadata: RemoveMetadata = None,
-    zone: Annotated[str | None, typer.Option(help="Make it this availability zone.")] = None,
-    no_zone: Annotated[bool, typer.Option("--no-zone", help="Make it no availability zone.")] = False,
-    *,
-    decision: ForcedOptions,
-) -> None:
-    """Make a host aggregate, or change the named fields of one (its hosts leave by remove-host)."""
-    pairs = pairs_of(metadata, "--metadata") | ({} if zone is None else {ZONE_KEY: zone})
-    removed = [*(remove_metadata or ())]
-    _check_disjoint(pairs, [*removed, *([ZONE_KEY] if no_zone else [])], "metadata")
-    if hosts_in_placement and host:
-        raise typer.BadParameter("name hosts, or none", param_hint="--hosts-in-placement")
+async def create_aggregate(settings: Settings, name: Name, *, fields: AggregateFields, decision: ForcedOptions) -> None:
+    """Make a host aggregate."""
 
     def edit(known: StoredObject | None) -> Body:
-        before: Body = {"uuid": new_uuid(random.SystemRandom()), "name": name} if known is None else known.body
-        own = _pairs(before.get("metadata", {}), pairs, removed, f"aggregate {name!r} has no metadata")
-        if no_zone:
-            own.pop(ZONE_KEY, None)
-        body = {**before, "metadata": own} if uuid is None else {**before, "metadata": own, "uuid": uuid}
-        if host:
-            body["hosts"] = _members_of(body.get("hosts") or [], host, (), "")
-        if hosts_in_placement:
-            body.pop("hosts", None)
-        return body
+        _check_new(ObjectKind.AGGREGATE, name, known)
+        return _aggregate({"uuid": new_uuid(random.SystemRandom()), "name": name}, fields)
 
     await change_objects(settings, ObjectEdit(ObjectKind.AGGREGATE, name, edit), decision)
 
 
-@groups.command("set")
+async def set_aggregate(settings: Settings, name: Name, *, fields: AggregateFields, decision: ForcedOptions) -> None:
+    """Change the named fields of a host aggregate (its hosts leave by remove-host)."""
+
+    def edit(known: StoredObject | None) -> Body:
+        return _aggregate(_before(ObjectKind.AGGREGATE, name, known), fields)
+
+    await change_objects(settings, ObjectEdit(ObjectKind.AGGREGATE, name, edit), decision)
+
+
+async def unset_aggregate(
+    settings: Settings,
+    name: Name,
+    metadata: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Metadata; repeatable.")] = None,
+    zone: Annotated[bool, typer.Option("--zone", help="Make it no availability zone.")] = False,
+    *,
+    decision: ForcedOptions,
+) -> None:
+    """Remove metadata of a host aggregate, or its availability zone."""
+    _check_named(metadata, zone)
+
+    def edit(known: StoredObject | None) -> Body:
+        before = _before(ObjectKind.AGGREGATE, name, known)
+        kept = _pairs(before.get("metadata", {}), {}, metadata, f"aggregate {name!r} has no metadata")
+        if zone:
+            kept.pop(ZONE_KEY, None)
+        return {**before, "metadata": kept}
+
+    await change_objects(settings, ObjectEdit(ObjectKind.AGGREGATE, name, edit), decision)
+
+
+def _aggregate(before: Body, fields: AggregateFields) -> Body:
+    """Raises typer.BadParameter."""
+    if fields.hosts_in_placement and fields.host:
+        raise typer.BadParameter("name hosts, or none", param_hint="--hosts-in-placement")
+    pairs = pairs_of(fields.metadata, "--metadata") | ({} if fields.zone is None else {ZONE_KEY: fields.zone})
+    body = {**before, "metadata": {**before.get("metadata", {}), **pairs}}
+    if fields.uuid is not None:
+        body["uuid"] = fields.uuid
+    if fields.host:
+        body["hosts"] = _members_of(body.get("hosts") or [], fields.host, (), "")
+    if fields.hosts_in_placement:
+        body.pop("hosts", None)
+    return body
+
+
+Policy = Annotated[GroupPolicy, typer.Option(help="The policy of the group.")]
+WithMembers = Annotated[bool, typer.Option("--force", help="Also where it has members.")]
+
+
+async def create_group(
+    settings: Settings, name: GroupName, policy: Policy, *, fields: GroupFields, decision: ChangeOptions
+) -> None:
+    """Make a server group."""
+
+    def edit(known: StoredObject | None) -> Body:
+        _check_new(ObjectKind.GROUP, name, known)
+        return {"policy": policy.value, **fields.given()}
+
+    await change_objects(settings, ObjectEdit(ObjectKind.GROUP, name, edit), decision)
+
+
 async def set_group(
     settings: Settings,
     name: GroupName,
-    policy: Annotated[GroupPolicy | None, typer.Option(help="The policy of the group; a new one names it.")] = None,
-    max_per_host: Annotated[
-        int | None,
-        typer.Option(min=1, max=1000, help="With anti-affinity: this many may share a host; 1 unless it is named."),
-    ] = None,
-    uuid: Annotated[
-        str | None, typer.Option(parser=parse_uuid, metavar="UUID", help="Its uuid; else it follows from the name.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Also where it has members.")] = False,
+    policy: Annotated[GroupPolicy | None, typer.Option(help="The policy of the group.")] = None,
+    force: WithMembers = False,
     *,
+    fields: GroupFields,
     decision: ChangeOptions,
 ) -> None:
-    """Make a server group, or change the named fields of one. Members keep the rule that they were built under."""
-    given = {"policy": None if policy is None else policy.value, "max_per_host": max_per_host, "uuid": uuid}
-    named = {key: value for key, value in given.items() if value is not None}
+    """Change the named fields of a server group. Members keep the rule that they were built under."""
+    named = fields.given() | ({} if policy is None else {"policy": policy.value})
 
     def edit(known: StoredObject | None) -> Body:
-        if known is None and policy is None:
-            raise Stop(Exit.USAGE, "group.incomplete", f"group {name!r} is new: name --policy")
-        return {**({} if known is None else known.body), **named}
+        return {**_before(ObjectKind.GROUP, name, known), **named}
 
     await change_objects(settings, ObjectEdit(ObjectKind.GROUP, name, edit), decision, force=force)
 
 
-@aggregates.command("add-host")
 async def add_hosts(settings: Settings, name: Name, hosts: Hosts, *, decision: ForcedOptions) -> None:
     """Add hosts to an aggregate. Once it names hosts, it has those and no others."""
     await _change_hosts(settings, name, decision, named=hosts)
 
 
-@aggregates.command("remove-host")
 async def remove_hosts(settings: Settings, name: Name, hosts: Hosts, *, decision: ForcedOptions) -> None:
     """Remove hosts from an aggregate that names its hosts."""
     await _change_hosts(settings, name, decision, removed=hosts)
@@ -288,23 +391,21 @@ async def _change_hosts(
     settings: Settings, name: str, decision: ForcedOptions, *, named: Sequence[str] = (), removed: Sequence[str] = ()
 ) -> None:
     def edit(known: StoredObject | None) -> Body:
-        if known is None:
-            raise Stop(Exit.NO, "object.unknown", f"there is no aggregate {name!r}")
-        hosts = _members_of(known.body.get("hosts") or (), named, removed, f"aggregate {name!r} does not name")
-        return {**known.body, "hosts": hosts}
+        before = _before(ObjectKind.AGGREGATE, name, known)
+        hosts = _members_of(before.get("hosts") or (), named, removed, f"aggregate {name!r} does not name")
+        return {**before, "hosts": hosts}
 
     await change_objects(settings, ObjectEdit(ObjectKind.AGGREGATE, name, edit), decision)
 
 
-@groups.command("show")
-async def show_group(settings: Settings, name: GroupName, as_json: AsJson = False) -> None:
+async def show_group(settings: Settings, name: GroupName, form: As = Form.TABLE) -> None:
     """Show a server group and its members: instances, and the hosts that they are on."""
     async with client(settings) as berth:
         stored = await read_object(berth.bus, ObjectKind.GROUP, name)
         group = group_named(name, msgspec.convert(stored.body, GroupDefinition))
         members = [one async for one in _members(berth.bus, name.partition("/")[0], group.uuid)]
-    if as_json:
-        print_json({"group": stored, "uuid": group.uuid, "members": dict(members)})
+    if form.is_data:
+        print_data({"group": stored, "uuid": group.uuid, "members": dict(members)}, form)
         return
     rule = f"{group.policy.value}, max_per_host {group.max_per_host}, uuid {group.uuid}"
     out.print(Text(printable(f"{name}: {rule}")), soft_wrap=True)
@@ -324,25 +425,30 @@ async def _members(bus: Bus, project: str, group: str) -> AsyncIterator[tuple[st
         after = max(page.members)
 
 
-@quotas.command("list")
-async def list_quotas(settings: Settings, as_json: AsJson = False) -> None:
+QUOTAS = Table[QuotaUse](
+    "project quota used | version", lambda one: [one.project, one.quota or "", _uses(one), one.version or ""]
+)
+
+
+async def list_quotas(settings: Settings, *, listing: ListOutput) -> None:
     """List projects that have a quota or allocations, with limits and usage."""
     async with client(settings) as berth:
-        stored = [one async for one in stored_objects(berth.bus, ObjectKind.QUOTA, timeout_s=QUERY_TIMEOUT_S)]
-        found = quota_uses(stored, await project_usage(berth.bus, (), timeout_s=QUERY_TIMEOUT_S))
-    columns = ["project", "quota", "used of limit", "version"]
-    print_rows(found, as_json, columns, lambda one: [one.project, one.quota, _uses(one), str(one.version or "")])
+
+        async def read() -> ListedItems[QuotaUse]:
+            stored = [one async for one in stored_objects(berth.bus, ObjectKind.QUOTA, timeout_s=QUERY_TIMEOUT_S)]
+            return ListedItems(quota_uses(stored, await project_usage(berth.bus, (), timeout_s=QUERY_TIMEOUT_S)))
+
+        await print_list(read, QUOTAS, listing)
 
 
-@quotas.command("show")
-async def show_quota(settings: Settings, name: Name, as_json: AsJson = False) -> None:
+async def show_quota(settings: Settings, name: Name, form: As = Form.TABLE) -> None:
     """Show a quota as TOML, as `berth apply` reads it, with the project's usage."""
     async with client(settings) as berth:
         stored = await read_object(berth.bus, ObjectKind.QUOTA, name)
         used = {} if name == DEFAULT_QUOTA else await project_usage(berth.bus, [name], timeout_s=QUERY_TIMEOUT_S)
     (found,) = quota_uses([stored], used, [name])
-    if as_json:
-        print_json(found)
+    if form.is_data:
+        print_data(found, form)
         return
     comments: Mapping[Path, str] = {("quotas", name, key): f"{found.used.get(key, 0)} used" for key in found.limits}
     text = as_toml({"quotas": {name: found.limits}}, NO_COMMENTS if name == DEFAULT_QUOTA else comments)
@@ -365,10 +471,23 @@ def _check_sizes(name: str, body: Body) -> None:
         raise Stop(Exit.USAGE, "flavor.incomplete", f"flavor {name!r} is new: name {options} (0 is a size, too)")
 
 
-def _check_disjoint(named: Mapping[str, Any], removed: Iterable[str] | None, what: str) -> None:
-    """Raises typer.BadParameter where one is set and removed at once."""
-    if both := sorted(named.keys() & set(removed or ())):
-        raise typer.BadParameter(f"{what} {', '.join(both)} is set and removed")
+def _check_named(*given: object) -> None:
+    """Raises typer.BadParameter where nothing is named."""
+    if not any(given):
+        raise typer.BadParameter("name what is to be changed")
+
+
+def _check_new(kind: ObjectKind, name: str, known: StoredObject | None) -> None:
+    """Raises Stop: it is there."""
+    if known is not None:
+        raise Stop(Exit.NO, "object.exists", f"there is a {kind.value} {name!r}: berth {kind.value} set changes it")
+
+
+def _before(kind: ObjectKind, name: str, known: StoredObject | None) -> Body:
+    """Its body. Raises Stop: there is none of this name."""
+    if known is None:
+        raise Stop(Exit.NO, "object.unknown", f"there is no {kind.value} {name!r}")
+    return known.body
 
 
 def _pairs(before: Mapping[str, V], named: Mapping[str, V], removed: Iterable[str] | None, what: str) -> dict[str, V]:

@@ -1,4 +1,4 @@
-"""`berth import-nova`, `berth export-nova`: a Nova cloud's definitions as objects, and objects as Nova's."""
+"""`berth nova import`, `berth nova export`: a Nova cloud's definitions as objects, and objects as Nova's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,20 @@ from typing import Annotated, Any
 import typer
 
 from berth.bus_client.object_edits import stored_objects
-from berth.cli.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, err, out, print_json
+from berth.cli.common import (
+    QUERY_TIMEOUT_S,
+    Exit,
+    Stop,
+    client,
+)
 from berth.cli.objects.objects import SECTIONS, file_of, read_file
+from berth.cli.output import (
+    As,
+    Form,
+    err,
+    out,
+    print_data,
+)
 from berth.cli.site.as_toml import as_toml
 from berth.config.settings import Settings
 from berth.nova_objects.cloud import read_cloud
@@ -55,7 +67,7 @@ def config_of(url: str, environment: Mapping[str, str], *, insecure: bool = Fals
 async def import_nova(
     url: Annotated[str, typer.Argument(help="Nova's endpoint, as http://controller:8774/v2.1.", metavar="URL")],
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Write the TOML to this file; default: print it.")
+        Path | None, typer.Option("--to", metavar="FILE", help="Write the TOML to this file; default: print it.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report what would be written.")] = False,
     with_hosts: Annotated[
@@ -65,7 +77,7 @@ async def import_nova(
         list[str] | None, typer.Option(help="A project whose quota is read as well; may be given several times.")
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Do not verify certificates.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, with the objects.")] = False,
+    form: As = Form.TABLE,
 ) -> int:
     """Print a Nova cloud's definitions for `berth apply`.
 
@@ -83,11 +95,11 @@ async def import_nova(
     parts = parts_of(found)
     if not dry_run and output is not None:
         _write_parts(output, parts)
-    if as_json:
-        print_json({**_report(found), "objects": {} if dry_run else tree_of(found)})
+    if form.is_data:
+        print_data({**_report(found), "objects": {} if dry_run else tree_of(found)}, form)
     elif not dry_run and output is None:
         out.print("\n".join(as_toml(part) for part in parts), end="", markup=False, soft_wrap=True)
-    if not as_json:
+    if not form.is_data:
         _print_report(found)
     return Exit.NO if found.excluded else 0
 
@@ -150,9 +162,9 @@ def _print_report(found: Imported | Exported) -> None:
 async def export_nova(
     settings: Settings,
     file: Annotated[
-        Path | None, typer.Argument(help="TOML as `berth objects` prints it; default: the objects in force.")
+        Path | None, typer.Argument(help="TOML as `berth object export` prints it; default: the objects in force.")
     ] = None,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> int:
     """Print objects as commands of the `openstack` client.
 
@@ -168,8 +180,8 @@ async def export_nova(
                 (one.kind, one.name, one.body) async for one in stored_objects(berth.bus, timeout_s=QUERY_TIMEOUT_S)
             ]
     found = exported(objects)
-    if as_json:
-        print_json({"commands": found.commands, "excluded": found.excluded, "notes": found.notes})
+    if form.is_data:
+        print_data({"commands": found.commands, "excluded": found.excluded, "notes": found.notes}, form)
         return Exit.NO if found.excluded else 0
     for command in found.commands:
         out.print(command, markup=False, soft_wrap=True)

@@ -1,10 +1,10 @@
-"""`berth flavors`, `rules`, `apply`, `objects`, `audit-log`: operators' objects."""
+"""`berth flavor`, `rules`, `apply`, `objects`, `audit-log`: operators' objects."""
 
 from __future__ import annotations
 
 import tomllib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +16,9 @@ from rich.text import Text
 from berth.bus_client.object_edits import ObjectEdit, change_object, find_object, stored_objects
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
-    AsJson,
     By,
     Exit,
+    Page,
     Stop,
     Yes,
     ask_first,
@@ -26,20 +26,31 @@ from berth.cli.common import (
     check_reason,
     client,
     decided_by,
-    out,
-    print_json,
-    print_line,
-    print_rows,
 )
-from berth.cli.options import CommandGroup
+from berth.cli.output import (
+    As,
+    Cell,
+    Form,
+    ListedItems,
+    ListOutput,
+    Table,
+    Time,
+    gibibytes,
+    mebibytes,
+    out,
+    print_data,
+    print_line,
+    print_list,
+    rfc3339,
+)
 from berth.cli.site.as_toml import as_toml
 from berth.config.settings import Settings
-from berth.text import utc
 from bus.bus import Bus
 from bus.contracts.base import reason_of
 from bus.contracts.objects import (
     MAX_CHANGES,
     SCHEDULING,
+    ZONE_KEY,
     ChangedObject,
     ObjectChange,
     ObjectKind,
@@ -53,7 +64,7 @@ from bus.contracts.objects import (
 
 MAX_FILE_BYTES = 8 * 2**20
 
-# The sections of a file for `berth apply`, as `berth objects` prints them.
+# The sections of a file for `berth apply`, as `berth object export` prints them.
 SECTIONS = {
     "flavors": ObjectKind.FLAVOR,
     "aggregates": ObjectKind.AGGREGATE,
@@ -84,7 +95,7 @@ class ChangeOptions(Struct, frozen=True, kw_only=True):
     reason: LogReason = ""
     by: By = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the changes, and make none.")] = False
-    as_json: AsJson = False
+    form: As = Form.TABLE
 
 
 class ForcedOptions(ChangeOptions, frozen=True, kw_only=True):
@@ -95,56 +106,99 @@ class ForcedOptions(ChangeOptions, frozen=True, kw_only=True):
     ] = False
 
 
-def object_commands(kind: ObjectKind, what: str, *, lists: bool = True, shows: bool = True) -> CommandGroup:
-    """The commands that every kind has: list, show, delete. lists, shows: False for a kind with its own."""
-    one, several = NOUNS[kind]
-    app = CommandGroup(no_args_is_help=True, help=f"{what} An operator changes them while everything runs.")
+def list_of(kind: ObjectKind) -> Callable[..., Any]:
+    """The command that lists all of a kind."""
 
-    async def list_(settings: Settings, as_json: AsJson = False) -> None:
+    async def list_(settings: Settings, *, listing: ListOutput) -> None:
         async with client(settings) as berth:
-            found = [stored async for stored in stored_objects(berth.bus, kind, timeout_s=QUERY_TIMEOUT_S)]
-        print_rows(found, as_json, ["name", "body", "version", "changed"], _row)
 
-    async def show(settings: Settings, name: Name, as_json: AsJson = False) -> None:
+            async def read() -> ListedItems[StoredObject]:
+                return ListedItems([one async for one in stored_objects(berth.bus, kind, timeout_s=QUERY_TIMEOUT_S)])
+
+            await print_list(read, TABLES[kind], listing)
+
+    list_.__doc__ = f"List all {NOUNS[kind][1]}."
+    return list_
+
+
+def show_of(kind: ObjectKind) -> Callable[..., Any]:
+    """The command that shows one of a kind."""
+
+    async def show(settings: Settings, name: Name, form: As = Form.TABLE) -> None:
         async with client(settings) as berth:
             found = await read_object(berth.bus, kind, name)
-        _print_file([found], found, as_json)
+        _print_file([found], found, form)
 
-    if lists:
-        app.command("list", help=f"List all {several}.")(list_)
-    if shows:
-        app.command("show", help=f"Show one {one} as TOML, as `berth apply` reads it.")(show)
+    show.__doc__ = f"Show one {NOUNS[kind][0]} as TOML, as `berth apply` reads it."
+    return show
 
-    @app.command("delete", help=f"Delete {several}: all that are named, or none of them.")
+
+def delete_of(kind: ObjectKind) -> Callable[..., Any]:
+    """The command that deletes some of a kind."""
+
     async def delete(settings: Settings, names: Names, *, decision: ForcedOptions) -> None:
         changes = [ObjectChange(kind=kind, name=name) for name in dict.fromkeys(names)]
         await change_objects(settings, changes, decision)
 
-    return app
+    delete.__doc__ = f"Delete {NOUNS[kind][1]}: all that are named, or none of them."
+    return delete
 
 
-def _row(one: StoredObject) -> list[str]:
-    return [one.name, _compact(one.body), str(one.version), f"{utc(one.changed_at)} by {one.changed_by}"]
+list_flavors, show_flavor, delete_flavors = (of(ObjectKind.FLAVOR) for of in (list_of, show_of, delete_of))
+list_aggregates, show_aggregate, delete_aggregates = (of(ObjectKind.AGGREGATE) for of in (list_of, show_of, delete_of))
+list_rules, show_rules, delete_rules = (of(ObjectKind.SCHEDULING) for of in (list_of, show_of, delete_of))
+list_groups, delete_groups = list_of(ObjectKind.GROUP), delete_of(ObjectKind.GROUP)
+delete_quotas, delete_cells = delete_of(ObjectKind.QUOTA), delete_of(ObjectKind.CELL)
 
 
-def _print_file(objects: Sequence[StoredObject], as_plain: object, as_json: bool) -> None:
-    if as_json:
-        print_json(as_plain)
+def _table(columns: str, cells: Callable[[Mapping[str, Any]], Sequence[Cell]]) -> Table[StoredObject]:
+    """The table of a kind: its name, the cells of its body, and who changed it last."""
+
+    def row(one: StoredObject) -> list[Cell]:
+        return [one.name, *cells(one.body), Time(one.changed_at), one.changed_by, one.version]
+
+    return Table(f"name {columns} changed by | version", row)
+
+
+def _flavor_cells(body: Mapping[str, Any]) -> list[Cell]:
+    sizes = [body.get("vcpus", 0), mebibytes(body.get("memory_mb", 0)), gibibytes(body.get("disk_gb", 0))]
+    return [*sizes, _pairs_of(body.get("extra_specs", {})), " ".join(body.get("projects", []))]
+
+
+def _aggregate_cells(body: Mapping[str, Any]) -> list[Cell]:
+    metadata = dict(body.get("metadata", {}))
+    hosts = body.get("hosts")
+    zone = metadata.pop(ZONE_KEY, "")
+    return [zone, "as in Placement" if hosts is None else " ".join(hosts), _pairs_of(metadata)]
+
+
+def _group_cells(body: Mapping[str, Any]) -> list[Cell]:
+    return [body.get("policy", ""), body.get("max_per_host", 1)]
+
+
+def _pairs_of(pairs: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in pairs.items())
+
+
+TABLES = {
+    ObjectKind.FLAVOR: _table("vcpus memory disk specs projects", _flavor_cells),
+    ObjectKind.AGGREGATE: _table("zone hosts metadata", _aggregate_cells),
+    ObjectKind.GROUP: _table("policy max-per-host", _group_cells),
+    ObjectKind.SCHEDULING: _table("rules", lambda body: [_compact(body)]),
+}
+
+
+def _print_file(objects: Sequence[StoredObject], as_plain: object, form: Form) -> None:
+    if form.is_data:
+        print_data(as_plain, form)
     else:
         tree = file_of([(one.kind, one.name, one.body) for one in objects])
         out.print(Text(as_toml(tree)), end="", soft_wrap=True)
 
 
-flavors = object_commands(ObjectKind.FLAVOR, "Flavors, which clients may request.")
-aggregates = object_commands(ObjectKind.AGGREGATE, "Host aggregates and availability zones.")
-groups = object_commands(ObjectKind.GROUP, "Server groups, which requests name.", shows=False)
-rules = object_commands(ObjectKind.SCHEDULING, "Scheduling rules: filters, weighers and their multipliers.")
-quotas = object_commands(ObjectKind.QUOTA, "Quotas of projects.", lists=False, shows=False)
-
-
 async def apply(
     settings: Settings,
-    file: Annotated[Path, typer.Argument(help="TOML as `berth objects` prints it.")],
+    file: Annotated[Path, typer.Argument(help="TOML as `berth object export` prints it.")],
     prune: Annotated[
         bool,
         typer.Option(
@@ -173,40 +227,76 @@ async def apply(
     await change_objects(settings, changes, decision, prune=kinds if prune else ())
 
 
-async def objects(settings: Settings, as_json: AsJson = False) -> None:
+async def objects(settings: Settings, form: As = Form.TABLE) -> None:
     """Print all objects as TOML, for `berth apply`."""
     async with client(settings) as berth:
         found = [stored async for stored in stored_objects(berth.bus, timeout_s=QUERY_TIMEOUT_S)]
-    _print_file(found, found, as_json)
+    _print_file(found, found, form)
 
 
-async def audit_log(
+def _log_row(one: ObjectLogEntry) -> list[Cell]:
+    change = "; ".join(_differences(one.before, one.after)) + (" (forced)" if one.forced else "")
+    return [one.revision, Time(one.at), one.actor, f"{one.kind.value} {one.name}", change, one.reason]
+
+
+EVENTS = Table("revision at actor object change reason", _log_row)
+
+
+class EventOptions(ListOutput, frozen=True, kw_only=True):
+    """The options of `berth event list`."""
+
+    kind: Annotated[ObjectKind | None, typer.Option(help="Only of this kind.")] = None
+    name: Annotated[str | None, typer.Option(help="Only of this name.")] = None
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="So many, newest first.")] = 50
+    page: Page = None
+
+
+async def list_events(settings: Settings, *, options: EventOptions) -> None:
+    """List changes of objects and decisions: actor, time and reason."""
+    before, after = _after(options.page)
+    query = ObjectLogQuery(
+        kind=options.kind, name=options.name, before=before, before_object=after, limit=options.limit
+    )
+    async with client(settings) as berth:
+
+        async def read() -> ListedItems[ObjectLogEntry]:
+            page = await berth.bus.request(query, ObjectLogPage, timeout_s=QUERY_TIMEOUT_S)
+            last = page.entries[-1] if len(page.entries) == options.limit else None
+            token = None if last is None else {"--page": f"{last.revision}/{last.kind.value}/{last.name}"}
+            return ListedItems(page.entries, token)
+
+        await print_list(read, EVENTS, options)
+
+
+def _after(page: str | None) -> tuple[int | None, tuple[str, str] | None]:
+    """Where a page ended: the revision, and its object. Raises BadParameter."""
+    if page is None:
+        return None, None
+    revision, _, named = page.partition("/")
+    kind, _, name = named.partition("/")
+    if not (revision.isascii() and revision.isdigit() and kind and name):
+        raise typer.BadParameter("take it from the list before", param_hint="--page")
+    return int(revision), (kind, name)
+
+
+async def show_event(
     settings: Settings,
-    kind: Annotated[ObjectKind | None, typer.Option(help="Only of this kind.")] = None,
-    name: Annotated[str | None, typer.Option(help="Only of this name.")] = None,
-    before: Annotated[int | None, typer.Option(min=1, help="Only of earlier revisions.")] = None,
-    before_object: Annotated[
-        str | None,
-        typer.Option(metavar="KIND/NAME", help="With --before: of that revision, those after this object, too."),
-    ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="So many, newest first.")] = 50,
-    as_json: AsJson = False,
+    revision: Annotated[int, typer.Argument(min=1, help="The revision, as `list` shows it.")],
+    form: As = Form.TABLE,
 ) -> None:
-    """List changes of objects: actor, time and reason.
-
-    For the page after one, give the revision and the object of its last entry.
-    """
-    last = None if before_object is None else before_object.partition("/")
-    after = last and (last[0], last[2])
-    query = ObjectLogQuery(kind=kind, name=name, before=before, before_object=after, limit=limit)
+    """Show what one revision changed, before and after."""
+    query = ObjectLogQuery(before=revision + 1, limit=1000)
     async with client(settings) as berth:
         page = await berth.bus.request(query, ObjectLogPage, timeout_s=QUERY_TIMEOUT_S)
-    print_rows(page.entries, as_json, ["revision", "at (UTC)", "actor", "object", "change", "reason"], _log_row)
-
-
-def _log_row(one: ObjectLogEntry) -> list[str]:
-    change = "; ".join(_differences(one.before, one.after)) + (" (forced)" if one.forced else "")
-    return [str(one.revision), utc(one.at), one.actor, f"{one.kind.value} {one.name}", change, one.reason]
+    found = [one for one in page.entries if one.revision == revision]
+    if not found:
+        raise Stop(Exit.NO, "event.unknown", f"the log has no revision {revision}")
+    if form.is_data:
+        print_data(found, form)
+        return
+    for one in found:
+        print_line(f"{one.revision} {rfc3339(one.at)} {one.actor}: {one.reason}")
+        print_line(_message_of(one) + (" (forced)" if one.forced else ""))
 
 
 async def change_objects(
@@ -247,8 +337,8 @@ async def change_objects(
 
 
 def _print_changed(answer: ObjectsChanged, decision: ChangeOptions) -> None:
-    if decision.as_json:
-        print_json(answer)
+    if decision.form.is_data:
+        print_data(answer, decision.form)
         return
     for one in answer.changed:
         print_line(_message_of(one))

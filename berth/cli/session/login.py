@@ -13,8 +13,19 @@ from urllib.parse import urlsplit
 import typer
 from msgspec.structs import replace
 
-from berth.cli.http import calls_api, show_json, show_line, show_result, show_rows
-from berth.cli.options import CommandGroup
+from berth.cli.http import calls_api
+from berth.cli.output import (
+    As,
+    Cell,
+    Form,
+    ListedItems,
+    ListOutput,
+    Table,
+    print_data,
+    print_items,
+    print_line,
+    print_result,
+)
 from berth.cli.session.contexts import (
     MAX_TOKEN,
     Context,
@@ -29,7 +40,6 @@ from berth.cli.session.contexts import named as context_named
 from berth.client import ApiAddressInvalid
 from berth.client.http import checked_url
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 ContextArgument = Annotated[str, typer.Argument(help="The context.", metavar="NAME")]
 
 
@@ -39,7 +49,7 @@ def login(
     name: Annotated[str, typer.Option("--name", help="The context's name; else the host and port.")] = "",
     ca_file: Annotated[str, typer.Option("--ca-file", help="The certificates to trust, in PEM.")] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Plain http to another computer, too.")] = False,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Log in at an address, and use it from now on.
 
@@ -56,7 +66,7 @@ def login(
     set_context(contexts_file(os.environ), name, context)
     whose = f"{caller.name}, role {caller.role.value}" + (f" of project {caller.project}" if caller.project else "")
     line = f"logged in at {url} as {whose}; context {name} is in use{but_first(os.environ)}"
-    show_result({"context": name, "url": url, "caller": caller}, as_json, line)
+    print_result({"context": name, "url": url, "caller": caller}, form, line)
 
 
 def but_first(env: Mapping[str, str]) -> str:
@@ -76,42 +86,39 @@ def shown_token() -> str:
 @calls_api
 def logout(
     name: Annotated[str, typer.Argument(help="The context; else the one in use.", metavar="[NAME]")] = "",
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Delete a context with its token.
 
     The token stays valid: `berth token revoke` ends it.
     """
     deleted = delete_context(contexts_file(os.environ), name)
-    show_result({"context": deleted}, as_json, f"context {deleted} is deleted")
+    print_result({"context": deleted}, form, f"context {deleted} is deleted")
 
 
 @calls_api
-def list_contexts(as_json: AsJson = False) -> None:
+def list_contexts(*, listing: ListOutput) -> None:
     """List all contexts; the one in use is marked."""
     known = read_contexts(contexts_file(os.environ))
     rows = [
         {"name": name, "url": one.url, "in_use": name == known.current} for name, one in sorted(known.contexts.items())
     ]
 
-    def row(one: dict[str, Any]) -> list[str]:
-        return ["*" if one["in_use"] else "", one["name"], one["url"]]
-
-    show_rows(rows, as_json, ["", "context", "url"], row)
+    print_items(ListedItems(rows), CONTEXTS, listing)
 
 
 @calls_api
-def use(name: ContextArgument, as_json: AsJson = False) -> None:
+def use(name: ContextArgument, form: As = Form.TABLE) -> None:
     """Use another context from now on."""
     use_context(contexts_file(os.environ), name)
-    show_result({"context": name}, as_json, f"context {name} is in use{but_first(os.environ)}")
+    print_result({"context": name}, form, f"context {name} is in use{but_first(os.environ)}")
 
 
 @calls_api
 def show_context(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="The context; else the one in use.", metavar="[NAME]")] = "",
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Show a context, without its token: by default what commands use now, and where that is from."""
     config: Path | None = context.obj
@@ -122,14 +129,15 @@ def show_context(
         source, found = in_use.source, in_use.context
     shown = {"source": source, "has_token": bool(found.token)}
     shown |= {field: getattr(replace(found, token=""), field) for field in ("url", "ca_file", "insecure")}
-    if as_json:
-        show_json(shown)
+    if form.is_data:
+        print_data(shown, form)
         return
     for key, value in shown.items():
-        show_line(f"{key:<10} {value}")
+        print_line(f"{key:<10} {value}")
 
 
-context = CommandGroup(no_args_is_help=True, help="Addresses of berth, each with a token.")
-context.command("list")(list_contexts)
-context.command("use")(use)
-context.command("show")(show_context)
+def _row(one: dict[str, Any]) -> list[Cell]:
+    return [one["name"], one["url"], "yes" if one["in_use"] else ""]
+
+
+CONTEXTS = Table("context url in_use", _row)

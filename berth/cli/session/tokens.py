@@ -7,11 +7,9 @@ from typing import Annotated
 
 import typer
 
-from berth.cli.http import api, calls_api, show_json, show_line, show_result, show_rows
-from berth.cli.options import CommandGroup
-from berth.cli.session.login import AsJson
+from berth.cli.http import api, calls_api
+from berth.cli.output import As, Cell, Form, ListedItems, ListOutput, Table, Time, print_items, print_result
 from berth.client.types import TokenBody, TokenView
-from berth.text import utc
 from bus.contracts.objects import TokenRole
 
 _DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
@@ -38,40 +36,34 @@ def create_token(
     project: Annotated[str | None, typer.Option("--project", help="Of role project, the only one it sees.")] = None,
     expires: Annotated[str, typer.Option("--expires", help="From now: 90d, 12h, 30m.")] = "90d",
     reason: Annotated[str, typer.Option("--reason", help="The reason, for the log.")] = "",
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Make a token, and print it: nothing shows it again."""
     body = TokenBody(name=name, role=role, project=project, expires_in_s=seconds_of(expires), reason=reason)
     with api(context.obj) as client:
         made = client.create_token(body)
-    if as_json:
-        show_json(made)
-    else:
-        show_line(made.token)
+    print_result(made, form, made.token)
 
 
 @calls_api
-def list_tokens(context: typer.Context, as_json: AsJson = False) -> None:
+def list_tokens(context: typer.Context, *, listing: ListOutput) -> None:
     """List all tokens by name, those that have expired as well."""
     with api(context.obj) as client:
         found = client.list_tokens()
 
-    def row(one: TokenView) -> list[str]:
-        made = f"{utc(one.created_at)} by {one.created_by}"
-        return [one.name, one.role.value, one.project or "", utc(one.expires_at), made]
-
-    show_rows(found, as_json, ["token", "role", "project", "expires", "created"], row)
+    print_items(ListedItems(found), TOKENS, listing)
 
 
 @calls_api
-def revoke_token(context: typer.Context, name: TokenName, as_json: AsJson = False) -> None:
+def revoke_token(context: typer.Context, name: TokenName, form: As = Form.TABLE) -> None:
     """Revoke a token: it is refused within 5 s everywhere."""
     with api(context.obj) as client:
         revoked = client.revoke_token(name)
-    show_result(revoked, as_json, f"token {name} is revoked")
+    print_result(revoked, form, f"token {name} is revoked")
 
 
-token = CommandGroup(no_args_is_help=True, help="Tokens of the HTTP API. Operators make and revoke them.")
-token.command("create")(create_token)
-token.command("list")(list_tokens)
-token.command("revoke")(revoke_token)
+def _row(one: TokenView) -> list[Cell]:
+    return [one.name, one.role.value, one.project or "", Time(one.expires_at), Time(one.created_at), one.created_by]
+
+
+TOKENS = Table("token role project expires created by", _row)

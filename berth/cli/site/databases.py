@@ -8,25 +8,33 @@ from typing import Annotated
 
 import asyncpg
 import typer
+from msgspec import Struct
 
 from berth.backup.copying import connect, save
 from berth.backup.manifest import Manifest, SchemaCopy, read_manifest
 from berth.backup.restoring import restore as put_back
 from berth.cli.common import (
-    AsJson,
     Exit,
     Stop,
     Yes,
     ask_first,
     database_of,
-    err,
     make_directory,
     open_in_time,
-    out,
-    print_json,
-    print_rows,
 )
-from berth.cli.options import CommandGroup
+from berth.cli.output import (
+    As,
+    Cell,
+    Form,
+    ListedItems,
+    ListOutput,
+    Table,
+    err,
+    out,
+    print_data,
+    print_list,
+    print_one,
+)
 from berth.config.schemas import (
     CELL_PREFIX,
     IRONIC_SYNC,
@@ -49,8 +57,6 @@ from bus.persistence.address import CONNECTION_LOST
 from bus.persistence.database_faults import raise_fault
 from bus.persistence.revision import Revisions
 
-db = CommandGroup(no_args_is_help=True, help="The schemas of the database: revisions, check, upgrade.")
-
 # The message for a user about a schema that this version cannot use as it is.
 MESSAGES = {
     SchemaState.BEHIND: "is at revision {revision} and this berth needs {head}: berth db upgrade",
@@ -61,18 +67,40 @@ MESSAGES = {
 }
 
 
-@db.command()
-async def current(settings: Settings, as_json: AsJson = False) -> None:
-    """Show each schema: its revision, the oldest that runs there, the newest of this version, and how they stand."""
-    _print_schemas(await _read(database_of(settings)), as_json)
+def _schema_cells(one: SchemaRevision) -> list[Cell]:
+    return [one.schema, one.revision or "", one.oldest or "", one.head, one.state]
 
 
-@db.command()
-async def check(settings: Settings, as_json: AsJson = False) -> int:
+SCHEMAS = Table("schema revision runs-from newest is", _schema_cells)
+
+
+async def list_schemas(settings: Settings, *, listing: ListOutput) -> None:
+    """List the schemas: the revision of each, the oldest that runs there, the newest of this version, and its state."""
+
+    async def read() -> ListedItems[SchemaRevision]:
+        return ListedItems(await _read(database_of(settings)))
+
+    await print_list(read, SCHEMAS, listing)
+
+
+async def show_schema(
+    settings: Settings, name: Annotated[str, typer.Argument(help="The schema.")], form: As = Form.TABLE
+) -> None:
+    """Show one schema."""
+    found = next((one for one in await _read(database_of(settings)) if one.schema == name), None)
+    if found is None:
+        raise Stop(Exit.NO, "schema.unknown", f"there is no schema {name}")
+    if form.is_data:
+        print_data(found, form)
+    else:
+        print_one(SCHEMAS, found)
+
+
+async def check(settings: Settings, *, listing: ListOutput) -> int:
     """Print the reason for each schema that this version cannot use. Exit status 1 when there is one."""
     found = await _read(database_of(settings))
     wrong = [each for each in found if each.state in MESSAGES]
-    _print_schemas(found, as_json)
+    await _print_schemas(found, listing)
     for each in wrong:
         message = MESSAGES[each.state].format(
             revision=each.revision or "none", oldest=each.oldest or "none", head=each.head
@@ -81,11 +109,11 @@ async def check(settings: Settings, as_json: AsJson = False) -> int:
     return Exit.NO if wrong else 0
 
 
-@db.command()
 async def upgrade(
     settings: Settings,
     schema: Annotated[list[str] | None, typer.Option("--schema", help="Only this one; may be given again.")] = None,
-    as_json: AsJson = False,
+    *,
+    listing: ListOutput,
 ) -> None:
     """Make each schema of the settings, and bring it to the newest revision.
 
@@ -102,7 +130,7 @@ async def upgrade(
                 await database.open(package_of(name))
             finally:
                 await database.close()
-    _print_schemas(await _read(site), as_json)
+    await _print_schemas(await _read(site), listing)
 
 
 def _expected(site: Site) -> list[str]:
@@ -127,38 +155,62 @@ async def _read(site: Site) -> list[SchemaRevision]:
     return [found[name] for name in in_order(list(found))]
 
 
-def _print_schemas(found: list[SchemaRevision], as_json: bool) -> None:
-    columns = ["schema", "revision", "runs from", "newest", "is"]
-    print_rows(found, as_json, columns, lambda each: [each.schema, each.revision, each.oldest, each.head, each.state])
+async def _print_schemas(found: list[SchemaRevision], listing: ListOutput) -> None:
+    async def read() -> ListedItems[SchemaRevision]:
+        return ListedItems(found)
+
+    await print_list(read, SCHEMAS, listing)
 
 
-bus = CommandGroup(no_args_is_help=True, help="The address and owner of each bus; disown one.")
+class BusOwners(Struct, frozen=True, kw_only=True):
+    """A bus, and by role the identity of the database whose workers entered it."""
+
+    bus: str
+    owners: dict[str, str]
+
+
+BUSES = Table[BusOwners](
+    "bus owners", lambda one: [one.bus, ", ".join(f"{role} {owner}" for role, owner in one.owners.items())]
+)
+
 
 OWNER_NAMES = (SHARED_DATABASE, *OWNERS)
 
 BusName = Annotated[str | None, typer.Option("--bus", help="`api`, or a cell's name; default: all.")]
 
 
-@bus.command()
-async def owner(settings: Settings, bus_name: BusName = None, as_json: AsJson = False) -> None:
-    """Show which database each bus belongs to: by role, the identity of the database whose workers entered it.
+async def list_buses(settings: Settings, bus_name: BusName = None, *, listing: ListOutput) -> None:
+    """List which database each bus belongs to: by role, the identity of the database whose workers entered it.
 
     It is in the table `identity` of the role's schema. `shared_database` is the one that all roles above cells share.
     """
     site = Site(settings)
-    found = [(name, await _owners(site, name)) for name in _buses(site, bus_name)]
-    if as_json:
-        print_json([{"bus": name, "owners": owners} for name, owners in found])
-        return
-    rows = [[name, role, owner] for name, owners in found for role, owner in owners.items()]
-    render_rows(out, ["bus", "role", "database"], rows)
+
+    async def read() -> ListedItems[BusOwners]:
+        return ListedItems([BusOwners(bus=name, owners=await _owners(site, name)) for name in _buses(site, bus_name)])
+
+    await print_list(read, BUSES, listing)
 
 
-@bus.command()
+async def show_bus(
+    settings: Settings,
+    bus_name: Annotated[str, typer.Argument(help="`api`, or a cell's name.", metavar="BUS")],
+    form: As = Form.TABLE,
+) -> None:
+    """Show which database one bus belongs to, by role."""
+    site = Site(settings)
+    (name,) = _buses(site, bus_name)
+    found = BusOwners(bus=name, owners=await _owners(site, name))
+    if form.is_data:
+        print_data(found, form)
+    else:
+        render_rows(out, ["role", "database"], [*found.owners.items()])
+
+
 async def url(
     settings: Settings,
     bus_name: Annotated[str, typer.Option("--bus", help="`api`, or a cell's name.")] = API,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Print a bus's AMQP URL, with its password: for a program of your own on this computer.
 
@@ -170,18 +222,17 @@ async def url(
     if found == MEMORY:
         reason = "it is in the memory of `berth up`: with `--processes` there is a broker"
         raise Stop(Exit.NO, "bus.in_memory", f"bus {name!r} has no address: {reason}")
-    if as_json:
-        print_json({"bus": name, "url": found, "prefix": prefix})
+    if form.is_data:
+        print_data({"bus": name, "url": found, "prefix": prefix}, form)
     else:
         typer.echo(found)
 
 
-@bus.command()
 async def disown(
     settings: Settings,
     bus_name: Annotated[str, typer.Argument(help="`api`, or a cell's name.", metavar="BUS")],
     yes: Yes = False,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Remove the owner of a bus: the database whose workers start there next owns it.
 
@@ -193,8 +244,8 @@ async def disown(
     disowned = await _owners(site, name, disown=True)
     if not disowned:
         raise Stop(Exit.NO, "bus.unowned", f"bus {name!r} belongs to no database")
-    if as_json:
-        print_json({"bus": name, "disowned": disowned})
+    if form.is_data:
+        print_data({"bus": name, "disowned": disowned}, form)
         return
     render_rows(out, ["bus", "role", "was of database"], [[name, *row] for row in disowned.items()])
 
@@ -229,7 +280,7 @@ async def backup(
     directory: Annotated[Path, typer.Argument(help="Made by this command; it appears when the backup is whole.")],
     verify: Annotated[bool, typer.Option("--verify", help="Only check the backup that is there.")] = False,
     timeout_s: Limit = 3600.0,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Copy everything that lasts into a directory.
 
@@ -238,12 +289,12 @@ async def backup(
     with the settings of each, cells first.
     """
     if verify:
-        _print_manifest(await asyncio.to_thread(read_manifest, directory), as_json)
+        _print_manifest(await asyncio.to_thread(read_manifest, directory), form)
         return
     here = database_of(settings)
     assert here.database_url is not None
     async with asyncio.timeout(timeout_s):
-        _print_manifest(await save(here.database_url, directory), as_json)
+        _print_manifest(await save(here.database_url, directory), form)
 
 
 async def restore(
@@ -251,7 +302,7 @@ async def restore(
     directory: Annotated[Path, typer.Argument(help="A backup made by `berth backup`.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check backup and database; write nothing.")] = False,
     timeout_s: Limit = 3600.0,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Put a backup into an empty database.
 
@@ -267,18 +318,18 @@ async def restore(
         else:
             url = database_of(settings).database_url or ""
             manifest = await put_back(url, directory, dry_run=dry_run)
-    _print_manifest(manifest, as_json)
-    if not dry_run and not as_json:
+    _print_manifest(manifest, form)
+    if not dry_run and not form.is_data:
         out.print(
-            "Start the workers, then list the differences from the machines: berth check, berth hosts --unknown, "
-            "berth quarantine list, berth placement audit",
+            "Start the workers, then list the differences from the machines: berth check, "
+            "berth quarantine list --unknown, berth placement audit",
             soft_wrap=True,
         )
 
 
-def _print_manifest(manifest: Manifest, as_json: bool) -> None:
-    if as_json:
-        print_json(manifest)
+def _print_manifest(manifest: Manifest, form: Form) -> None:
+    if form.is_data:
+        print_data(manifest, form)
         return
     out.print(
         f"as of {manifest.at}, berth {manifest.berth}, PostgreSQL {manifest.server}", markup=False, soft_wrap=True

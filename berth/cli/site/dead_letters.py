@@ -1,4 +1,4 @@
-"""`berth dead-letters`: the messages that were dead-lettered, and the reasons; show, replay or purge them."""
+"""`berth dead-letter`: the messages that were dead-lettered, and the reasons; show, replay or purge them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,33 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import typer
-from rich.text import Text
+from msgspec import Struct
 
-from berth.cli.common import AsJson, Exit, Stop, Yes, ask_first, err, open_in_time, out, print_json, print_result
-from berth.cli.options import CommandGroup
+from berth.cli.common import (
+    Exit,
+    Stop,
+    Yes,
+    ask_first,
+    open_in_time,
+)
+from berth.cli.output import (
+    As,
+    Cell,
+    Form,
+    ListedItems,
+    ListOutput,
+    Table,
+    Time,
+    err,
+    out,
+    print_data,
+    print_list,
+    print_result,
+)
 from berth.config.settings import Settings
 from berth.config.site import Site, bus_transports
 from berth.dead_letters import send_back
-from berth.text import counted, printable, render_rows, utc
+from berth.text import counted, printable
 from bus.bus import API
 from bus.consuming import dead_letters as bus_dead_letters
 from bus.consuming.dead_letters import Counts, DeadLetter
@@ -30,7 +49,6 @@ BLOCKED = {
 
 T = TypeVar("T")
 
-dead_letters = CommandGroup(no_args_is_help=True, help="Dead letters: list, show, replay, purge.")
 
 Queue = Annotated[
     str,
@@ -40,7 +58,24 @@ BusName = Annotated[str, typer.Option("--bus", help="`api`, or a cell's name.")]
 Limit = Annotated[int, typer.Option(min=1, max=MAX_SHOWN, help="The most to list, oldest first.")]
 
 
-@dead_letters.command("list")
+class QueueCount(Struct, frozen=True, kw_only=True):
+    """How many dead letters a queue has."""
+
+    bus: str
+    queue: str
+    dead: int
+
+
+QUEUES = Table[QueueCount]("queue bus dead", lambda one: [one.queue, one.bus, one.dead])
+
+
+def _dead_row(one: DeadLetter) -> list[Cell]:
+    return [one.id, one.code, Time(one.died_at or 0.0), one.type, one.reason, one.routing_key]
+
+
+DEAD_LETTERS = Table("id code died type reason | routing-key", _dead_row)
+
+
 async def list_dead_letters(
     settings: Settings,
     queue: Annotated[str | None, typer.Argument(help="One queue; without it, all are counted.")] = None,
@@ -49,28 +84,40 @@ async def list_dead_letters(
         typer.Option("--bus", help="`api`, or a cell's name; without it, all, or `api` for one queue."),
     ] = None,
     limit: Limit = 100,
-    as_json: AsJson = False,
+    *,
+    listing: ListOutput,
 ) -> None:
     """Count dead letters by bus and by queue, or list those of one queue."""
     site = Site(settings)
+
+    async def count() -> ListedItems[QueueCount]:
+        counts = await _counts(site, bus)
+        _name_uncounted(counts)
+        return ListedItems(
+            [
+                QueueCount(bus=name, queue=of, dead=dead)
+                for name, found in counts.items()
+                for of, dead in found.by_queue.items()
+            ]
+        )
+
+    async def read() -> ListedItems[DeadLetter]:
+        found = await _on(site, bus or API, lambda of: bus_dead_letters.list_dead(of, queue or "", limit))
+        more = len(found) == limit and limit < MAX_SHOWN
+        return ListedItems(found, {"--limit": str(min(limit * 10, MAX_SHOWN))} if more else None)
+
     if queue is None:
-        _show_counts(await _counts(site, bus), as_json)
-        return
-    found = await _on(site, bus or API, lambda transport: bus_dead_letters.list_dead(transport, queue, limit))
-    if as_json:
-        print_json([_plain(dead_letter) for dead_letter in found])
-        return
-    rows = [[le.id, le.code, utc(le.died_at), le.type, le.routing_key, le.reason] for le in found]
-    render_rows(out, ["id", "code", "died at (UTC)", "type", "routing key", "reason"], rows)
+        await print_list(count, QUEUES, listing)
+    else:
+        await print_list(read, DEAD_LETTERS, listing, _plain)
 
 
-@dead_letters.command()
 async def show(
     settings: Settings,
     queue: Queue,
     dead_letter_id: Annotated[str, typer.Argument(help="Its id, as `list QUEUE` prints it.")],
     bus: BusName = API,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Show one dead letter whole. Its body may contain secrets."""
     found = await _on(Site(settings), bus, lambda transport: bus_dead_letters.list_dead(transport, queue, MAX_SHOWN))
@@ -78,14 +125,13 @@ async def show(
     if dead_letter is None:
         raise Stop(Exit.NO, "dead_letter.unknown", f"{queue} has no dead letter {dead_letter_id}")
     plain = {**_plain(dead_letter), "headers": {name: str(value) for name, value in dead_letter.headers.items()}}
-    if as_json:
-        print_json(plain)
+    if form.is_data:
+        print_data(plain, form)
         return
     for name, value in plain.items():
         out.print(f"{name:12} {printable(str(value))}", soft_wrap=True, markup=False)
 
 
-@dead_letters.command()
 async def replay(
     settings: Settings,
     queue: Queue,
@@ -95,7 +141,7 @@ async def replay(
         bool, typer.Option("--old", help="Also those that are too old: they may build a deleted instance again.")
     ] = False,
     bus: BusName = API,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
     yes: Yes = False,
 ) -> None:
     """Replay dead letters: send them back to their queue.
@@ -115,7 +161,7 @@ async def replay(
     )
     found = {"replayed": back.sent, "too_old": back.too_old, "blocked": back.blocked}
     stopped = f": {', '.join(back.sent)}" if back.fault is not None else ""
-    print_result(found, as_json, f"{len(back.sent)} sent back to {queue}{stopped}")
+    print_result(found, form, f"{len(back.sent)} sent back to {queue}{stopped}")
     if back.fault is not None:
         raise back.fault
     if unknown := sorted(set(ids or ()) - {*back.sent, *back.too_old, *back.blocked}):
@@ -132,13 +178,12 @@ def _named(ids: Sequence[str]) -> str:
     return ", ".join(ids[:MAX_NAMED]) + (", ..." if len(ids) > MAX_NAMED else "")
 
 
-@dead_letters.command()
 async def purge(
     settings: Settings,
     queue: Queue,
     yes: Yes = False,
     bus: BusName = API,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Purge the dead letters of a queue, for good.
 
@@ -152,7 +197,7 @@ async def purge(
         ]
         ask_first(f"Purge the oldest {counted(len(ids), 'dead letter')} of {queue} of bus {bus}", yes=yes)
     purged = await _on(site, bus, lambda transport: bus_dead_letters.purge(transport, queue, ids))
-    print_result({"purged": purged}, as_json, f"{purged} purged")
+    print_result({"purged": purged}, form, f"{purged} purged")
 
 
 async def _on(site: Site, bus: str, work: Callable[[Transport], Awaitable[T]]) -> T:
@@ -191,14 +236,7 @@ async def _counted(transport: Transport) -> Counts:
         return Counts({}, 0)
 
 
-def _show_counts(counts: dict[str, Counts], as_json: bool) -> None:
-    found = [(bus, queue, dead) for bus, counted in counts.items() for queue, dead in counted.by_queue.items()]
-    if as_json:
-        print_json([{"bus": bus, "queue": queue, "dead": dead} for bus, queue, dead in found])
-    else:
-        render_rows(
-            out, ["bus", "queue", "dead letters"], [[bus, queue, Text(str(n), "red")] for bus, queue, n in found]
-        )
+def _name_uncounted(counts: Mapping[str, Counts]) -> None:
     for bus, found_on in counts.items():
         if found_on.more:
             err.print(f"{bus}: {found_on.more} more behind the oldest {bus_dead_letters.MAX_COUNTED}", soft_wrap=True)

@@ -11,7 +11,18 @@ import msgspec
 import typer
 
 from berth.asyncapi import document
-from berth.cli.common import AsJson, Exit, Stop, err, out, print_json
+from berth.cli.common import (
+    Exit,
+    Stop,
+)
+from berth.cli.output import (
+    As,
+    Form,
+    err,
+    out,
+    print_data,
+    print_document,
+)
 from berth.config.settings import Settings
 from berth.config.site import Site
 from berth.database_rights import statements
@@ -47,7 +58,7 @@ async def permissions(
     users: Users = None,
     of_database: OfDatabase = False,
     remove: Annotated[bool, typer.Option("--remove", help="The end of a project's virtual host.")] = False,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Print the rights that each user needs.
 
@@ -56,31 +67,33 @@ async def permissions(
     administrator runs the SQL.
     """
     if of_database:
-        if role or project or cell or user or users or as_definitions or of_exchanges or as_json:
+        if role or project or cell or user or users or as_definitions or of_exchanges or form.is_data:
             raise Stop(Exit.USAGE, "permissions.database", "--database prints all roles of the settings: alone")
         for line in statements(settings):
             out.print(line, markup=False, highlight=False, soft_wrap=True)
         return
     if project or remove:
-        is_alone = not (role or cell or of_exchanges or users or (remove and (as_definitions or as_json)))
+        is_alone = not (role or cell or of_exchanges or users or (remove and (as_definitions or form.is_data)))
         vhosts = project or () if is_alone else ()
-        _print_vhosts(settings, vhosts, user, remove=remove, as_json=as_definitions or as_json)
+        _print_vhosts(settings, vhosts, user, remove=remove, as_json=as_definitions or form.is_data)
         return
     grants = _grants(settings, role, cell, user)
     if users is not None:
         _check_users(grants, users)
-    _print_grants(grants, settings, as_definitions=as_definitions, of_exchanges=of_exchanges, as_json=as_json)
+    _print_grants(grants, settings, as_definitions=as_definitions, of_exchanges=of_exchanges, form=form)
 
 
 def _print_grants(
-    grants: Sequence[Grant], settings: Settings, *, as_definitions: bool, of_exchanges: bool, as_json: bool
+    grants: Sequence[Grant], settings: Settings, *, as_definitions: bool, of_exchanges: bool, form: Form
 ) -> None:
     if (as_definitions or of_exchanges) and len({one.broker for one in grants}) > 1:
         raise Stop(Exit.USAGE, "permissions.brokers", "these users are of several brokers: give --role, or --cell")
     if of_exchanges:
-        print_json(exchanges(grants, settings))
-    elif as_json or as_definitions:
-        print_json(definitions(grants) if as_definitions else as_plain(grants))
+        print_document(exchanges(grants, settings))
+    elif as_definitions:
+        print_document(definitions(grants))
+    elif form.is_data:
+        print_data(as_plain(grants), form)
     else:
         for line in commands(grants):
             out.print(line, markup=False, soft_wrap=True)
@@ -100,7 +113,7 @@ def _print_vhosts(
     except ValueError as fault:
         raise Stop(Exit.USAGE, "project.invalid", str(fault)) from fault
     if as_json:
-        print_json(host_definitions(hosts))
+        print_document(host_definitions(hosts))
         for host in hosts:  # a definition of a user's limits would take its password away
             err.print(limiting(host), markup=False, soft_wrap=True)
         return
@@ -148,6 +161,6 @@ def asyncapi(
 ) -> None:
     """Print the bus as an AsyncAPI 3 document.
 
-    Each message, its key, its fields and its answer. `berth web` serves it at /api/v1/asyncapi.json.
+    Each message, its key, its fields and its answer. `berth serve web` serves it at /api/v1/asyncapi.json.
     """
-    print_json(document(public=public))
+    print_document(document(public=public))

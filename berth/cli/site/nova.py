@@ -18,20 +18,22 @@ import placement_worker.app
 from berth.cli.claims.placement import DEFAULT_API, placement_database
 from berth.cli.common import (
     SHADOW,
-    AsJson,
     Exit,
     Stop,
-    err,
     explain,
     host_and_port,
     in_shadow,
-    out,
-    print_json,
-    print_line,
     print_stop,
     settings_of,
 )
-from berth.cli.options import CommandGroup
+from berth.cli.output import (
+    As,
+    Form,
+    err,
+    out,
+    print_data,
+    print_line,
+)
 from berth.cli.site.as_toml import as_toml
 from berth.cli.site.run import health_address
 from berth.cli.site.serving import Tokens
@@ -56,10 +58,7 @@ from placement_worker.service import PlacementService
 from placement_worker.store.memory_rows import MemoryPlacementRows
 from placement_worker.store.memory_table import MemoryPlacementTable
 
-nova = CommandGroup(no_args_is_help=True, help="In front of an OpenStack Nova.")
 
-
-@nova.command()
 def serve(
     context: typer.Context,
     api: Annotated[str, typer.Option(help="Serve Placement's REST API at HOST:PORT.")] = DEFAULT_API,
@@ -81,7 +80,7 @@ def serve(
     claimed here meanwhile. The page "In front of Nova" has each step, and the rollback to the stock nova-scheduler.
 
     With --page it shows how each call was decided, and what the shadow would have done. Without --tokens that is on
-    loopback alone. With a whole berth: `berth run nova-scheduler`, and `berth web`, which has the same page.
+    loopback alone. With a whole berth: `berth run nova-scheduler`, and `berth serve web`, which has the same page.
     """
     try:
         # Between the two parts is the bus of this process, whatever other workers use.
@@ -100,12 +99,11 @@ def serve(
         _end(fault)
 
 
-@nova.command()
 def trial(
     context: typer.Context,
     page: Annotated[str, typer.Option(help="Show at HOST:PORT what berth would have done.")] = "",
     tokens: Tokens = None,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Decide a running Nova's calls, and change nothing there.
 
@@ -132,15 +130,15 @@ def trial(
     except (SettingsError, Stop, ServerFailed) as fault:
         _end(fault)
     for comparison in found:
-        _print_trial(comparison, as_json=as_json)
+        _print_trial(comparison, form=form)
     raise SystemExit(status)
 
 
-def _print_trial(comparison: AnswerComparison, *, as_json: bool) -> None:
+def _print_trial(comparison: AnswerComparison, *, form: Form) -> None:
     counts = {one.value: comparison.counts().get(one.value, 0) for one in Difference}
     mean_s = dict(zip(("berth", "stock"), comparison.mean_s(), strict=True))
-    if as_json:
-        print_json({"calls": counts, "mean_s": mean_s})
+    if form.is_data:
+        print_data({"calls": counts, "mean_s": mean_s}, form)
         return
     render_rows(out, ("calls", "count"), [(name, str(count)) for name, count in counts.items()])
     print_line(
@@ -159,10 +157,9 @@ def _end(fault: Exception) -> NoReturn:
     raise SystemExit(stop.status) from None
 
 
-@nova.command("settings")
 async def translated_settings(
     file: Annotated[Path, typer.Argument(help="A nova.conf.", metavar="FILE")],
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> int:
     """Print a nova.conf as settings of berth.
 
@@ -176,8 +173,8 @@ async def translated_settings(
         raise Stop(Exit.USAGE, error.code, f"{file}: {error.reason}") from None
     except OSError as error:
         raise Stop(Exit.USAGE, NovaConfUnreadable.code, f"{file}: {error.strerror}") from None
-    if as_json:
-        print_json(found)
+    if form.is_data:
+        print_data(found, form)
     else:
         sys.stdout.write(as_toml(found.settings))
         for one in found.left_out:

@@ -10,7 +10,17 @@ from typing import Annotated, BinaryIO
 import msgspec
 import typer
 
-from berth.cli.common import AsJson, Exit, Stop, out, print_json, print_line
+from berth.cli.common import (
+    Exit,
+    Stop,
+)
+from berth.cli.output import (
+    As,
+    Form,
+    out,
+    print_data,
+    print_line,
+)
 from berth.text import render_funnel, render_scores
 from bus.contracts.build import FunnelStep
 from bus.contracts.nova_calls import CallDecision, DecisionStep
@@ -26,7 +36,7 @@ async def explain(
     logs: Annotated[
         list[Path] | None, typer.Argument(help="Logs of the processes in front of Nova, as JSON; default: stdin.")
     ] = None,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> None:
     """Explain how a call of Nova's conductor was decided.
 
@@ -37,8 +47,8 @@ async def explain(
     found = list(_found(request_id, logs or ()))
     if not found:
         raise Stop(Exit.NO, "explain.unknown", f"the logs have no call of request {request_id}")
-    if as_json:
-        print_json(found)
+    if form.is_data:
+        print_data(found, form)
         return
     for one in found[:MAX_FOUND]:
         _show(one)

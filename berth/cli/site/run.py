@@ -20,13 +20,15 @@ from berth.cli.common import (
     Exit,
     Stop,
     database_of,
-    err,
     explain,
     host_and_port,
     in_shadow,
     make_directory,
     print_stop,
     settings_of,
+)
+from berth.cli.output import (
+    err,
 )
 from berth.config.rest_address import AtHttp, at_http, with_rest_at
 from berth.config.settings import MEMORY, Settings

@@ -1,4 +1,4 @@
-"""`berth web`, the pages and `/api/v1`, and `berth fencer`, which fences silent hosts: programs that run on."""
+"""`berth serve`: `web`, the pages and `/api/v1`, and `fencer`, which fences silent hosts; they run on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from typing import Annotated
 
 import typer
 
-from berth.cli.common import client, host_and_port, open_in_time, out, settings_of
+from berth.cli.common import (
+    client,
+    host_and_port,
+    open_in_time,
+    settings_of,
+)
+from berth.cli.output import (
+    out,
+)
 from berth.config.settings import Settings
 from berth.config.site import Site, process_name
 from berth.fencing.fencer import Fencer

@@ -12,8 +12,9 @@ from rich.text import Text
 
 from berth.bus_client.baremetal import flavor_classes
 from berth.bus_client.object_edits import stored_objects
-from berth.cli.common import CLOSE_TIMEOUT_S, AsJson, explain, out, print_json, print_line, print_stop, settings_of
+from berth.cli.common import CLOSE_TIMEOUT_S, explain, print_stop, settings_of
 from berth.cli.fleet.baremetal import records
+from berth.cli.output import As, Form, out, print_data, print_line
 from berth.client.status import Severity, StatusRow, SystemState, SystemStatus
 from berth.client.types import NodeRecord
 from berth.config.settings import Settings
@@ -40,7 +41,7 @@ async def status(
     per_part: Annotated[
         float, typer.Option("--timeout", min=0.1, max=60, help="Seconds for each part; all are read at once.")
     ] = PART_TIMEOUT_S,
-    as_json: AsJson = False,
+    form: As = Form.TABLE,
 ) -> int:
     """Show all that waits for a person.
 
@@ -57,8 +58,8 @@ async def status(
         print_stop(stop)
         return EXIT[SystemState.NOT_KNOWN]
     found = await read_status(settings, per_part)
-    if as_json:
-        print_json(found)
+    if form.is_data:
+        print_data(found, form)
     else:
         _show(found)
     return EXIT[found.state]

@@ -1,7 +1,7 @@
 """The HTTP API of what operators define at run time: flavors, aggregates, quotas, groups, rules, and their log.
 
 The bodies are the structs of the messages; a change is one `objects.change.v1`, so it is checked, logged and announced
-like one of `berth flavors set`.
+like one of `berth flavor set`.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> N
 
 @KINDS
 async def test_a_command_that_a_compute_service_gave_up_is_counted_under_its_queue(house: House) -> None:
-    """`berth dead-letters list` left the queues of compute services out."""
+    """`berth dead-letter list` left the queues of compute services out."""
     bus = await house.bus("c1")
     await house.consume(bus, "compute.{service}", Answering(lambda _: Refuse("compute.misrouted", "why")), service="s1")
     command = Destroy(instance_uuid=boot(1).instance_uuid, attempt=1, host_uuid=boot(2).instance_uuid, service="s1")

@@ -190,6 +190,17 @@ async def test_pages_of_builds_that_were_requested_together_leave_none_out(store
     assert await store.builds(BuildQuery(before=1.0)) == []
 
 
+async def test_builds_are_found_by_name_and_by_the_first_letters_of_a_uuid(store: SchedulerStore) -> None:
+    other = new(B)
+    await insert(store, new(A), replace(other, request=replace(other.request, name="web")), now=1.0)
+    await insert(store, new(C), now=2.0)
+    await decide(store, placed(A))
+    for name, uuids in {"n": [C, A], "web": [B], A[:4]: [A], B: [B], "w": [], "%": [], "_": []}.items():
+        assert [one.instance_uuid for one in await store.builds(BuildQuery(name=name))] == uuids, name
+    assert await store.builds(BuildQuery(name="web", project_id="q")) == []
+    assert await store.searched_to(BuildQuery(name="web")) is None
+
+
 async def test_builds_are_found_by_host_cell_flavor_code_and_time(store: SchedulerStore) -> None:
     for at, uuid in enumerate((A, B, C)):
         await insert(store, new(uuid), now=float(at))
@@ -448,7 +459,7 @@ def moved(request_id: str = B, uuid: str = A, **more: Any) -> RecordedAction:
 
 
 async def test_a_cell_that_an_instance_moves_to_has_it(store: SchedulerStore) -> None:
-    """`berth cells remove` counted the instances that are there, and removed the cell that a move was going to."""
+    """`berth cell remove` counted the instances that are there, and removed the cell that a move was going to."""
     async with store.unit() as unit:
         await unit.insert([new(A), new(C)], 1.0)
     leaving = moved(transfer=LEAVING)

@@ -183,7 +183,7 @@ async def test_a_plug_in_is_found_by_its_entry_point(tmp_path: Path, monkeypatch
 # --- HTTP as berth serves it: by httptools, and behind Keystone.
 
 
-# --- keystone's tokens at `berth web`: what their roles allow, when they end, and what a Keystone that is away means
+# --- keystone's tokens at `berth serve web`: what their roles allow, when they end, and a Keystone that is away
 HOUR = timedelta(hours=1)
 PROJECT = {"id": "0c8f0c9e3f0d4d9f8b589c2f6f0f2a11", "name": "demo"}
 
@@ -198,7 +198,7 @@ class Later(SystemClock):
 
 
 class Rig:
-    """A Keystone, and what `berth web` makes of its tokens."""
+    """A Keystone, and what `berth serve web` makes of its tokens."""
 
     def __init__(self, keystone: KeystoneStandIn, url: str) -> None:
         self.keystone = keystone

@@ -353,7 +353,7 @@ async def test_an_operators_word_frees_it_with_the_machine_and_not_before(world:
         await world.offers(16)
 
 
-# --- `berth hosts --unknown`, `berth quarantine` and `berth breaker` on a cell's schema, as an operator runs them.
+# --- `berth quarantine` and `berth breaker` on a cell's schema, as an operator runs them.
 
 
 CELL_NAME = "cell1"
@@ -368,8 +368,8 @@ async def berth(url: str, *words: str) -> tuple[int, Any]:
     env = {**os.environ, "BERTH_DATABASE__URL": url}
     done = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
     text = done.stdout
-    data = json.loads(text) if text[:1] in ("[", "{") else text + done.stderr
-    return done.returncode, data
+    data = json.loads(text) if text[:1] == "{" else text + done.stderr
+    return done.returncode, data["items"] if "-o" in words and "list" in words else data
 
 
 @pytest.mark.postgres
@@ -383,28 +383,28 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
     await safety.record("s", [ours, foreign], 1.0)
     await safety.trip(Breaker(service="s", tripped_at=1.0, lost=6))
 
-    status, listed = await berth(postgres_url, "hosts", "--unknown", "--cell", CELL_NAME, "--json")
+    status, listed = await berth(postgres_url, "quarantine", "list", "--unknown", "--cell", CELL_NAME, "-o", "json")
     assert status == 0 and [one["record"]["machine"]["kind"] for one in listed] == ["quarantined", "foreign"]
-    status, listed = await berth(postgres_url, "quarantine", "list", "--cell", CELL_NAME, "--json")
+    status, listed = await berth(postgres_url, "quarantine", "list", "--cell", CELL_NAME, "-o", "json")
     assert status == 0 and [one["record"]["machine"]["uuid"] for one in listed] == [A]
-    status, output = await berth(postgres_url, "quarantine", "release", B, "--destroy", "--cell", CELL_NAME)
+    status, output = await berth(postgres_url, "quarantine", "destroy", B, "--cell", CELL_NAME)
     assert status == 1 and "quarantine" in output, "a foreign machine is not for berth to destroy"
-    status, output = await berth(postgres_url, "quarantine", "release", A, "--cell", CELL_NAME)
-    assert status == 2 and "--protect" in output
-    status, output = await berth(postgres_url, "quarantine", "release", A, "--destroy", "--cell", CELL_NAME)
+    status, output = await berth(postgres_url, "quarantine", "destroy", A, "--cell", CELL_NAME)
     assert status == 2 and "command.unconfirmed" in output
-    status, _ = await berth(
-        postgres_url, "quarantine", "release", A, "--destroy", "--by", "op", "--cell", CELL_NAME, "--yes"
-    )
+    status, _ = await berth(postgres_url, "quarantine", "destroy", A, "--by", "op", "--cell", CELL_NAME, "--yes")
     assert status == 0 and {(one.decision, one.decided_by) for one in await safety.records()} == {
         ("destroy", "op"),
         ("", ""),
     }
 
-    status, listed = await berth(postgres_url, "breaker", "list", "--cell", CELL_NAME, "--json")
-    assert status == 1 and listed[0]["breaker"]["lost"] == 6
+    status, listed = await berth(postgres_url, "breaker", "list", "--cell", CELL_NAME, "-o", "json")
+    assert status == 0 and listed[0]["breaker"]["lost"] == 6
+    status, shown = await berth(postgres_url, "breaker", "show", "s", "--cell", CELL_NAME, "-o", "json")
+    assert (status, shown) == (0, listed[0])
+    status, shown = await berth(postgres_url, "quarantine", "show", A[:4], "--cell", CELL_NAME, "-o", "yaml")
+    assert status == 0 and f'"uuid": "{A}"' in shown
     status, reset = await berth(
-        postgres_url, "breaker", "reset", "s", "--by", "op", "--cell", CELL_NAME, "--json", "--yes"
+        postgres_url, "breaker", "reset", "s", "--by", "op", "--cell", CELL_NAME, "-o", "json", "--yes"
     )
     assert (status, reset) == (0, {"service": "s", "cells": [CELL_NAME]})
     assert (await safety.breakers())[0].reset_by == "op"
@@ -420,14 +420,14 @@ async def test_an_operator_sees_what_a_recovery_waits_for_and_decides(postgres_u
     stores = [PostgresInstances(Database(postgres_url, f"cell_{name}")) for name in ("cell1", "cell2")]
     for store in stores:
         await store.open()
-    status, shown = await berth(postgres_url, "recovery", "show", "--cell", CELL_NAME, "--json")
+    status, shown = await berth(postgres_url, "recovery", "list", "--cell", CELL_NAME, "-o", "json")
     assert (status, shown[0]["state"]) == (0, "open")
     async with stores[0].transaction() as transaction:
         await transaction.begin_recovery()
     async with stores[0].transaction() as transaction:
         await transaction.stop_recovery(Losses(6, (A, B)))
-    status, shown = await berth(postgres_url, "recovery", "show", "--cell", CELL_NAME, "--json")
-    assert (status, shown[0]["losses"]["count"]) == (1, 6)
+    status, shown = await berth(postgres_url, "recovery", "show", CELL_NAME, "-o", "json")
+    assert (status, shown["losses"]["count"]) == (1, 6)
     for losses, says in (("5", "recovery.not_waiting"), ("6", "command.unconfirmed")):
         status, output = await berth(postgres_url, "recovery", "accept", CELL_NAME, "--losses", losses)
         assert status and says in output
@@ -444,7 +444,7 @@ async def test_an_operator_sees_what_a_recovery_waits_for_and_decides(postgres_u
         arguments = "recovery", "without", CELL_NAME, service, "--by", "ann", "--yes"
         status, output = await berth(postgres_url, *arguments)
         assert status == code and says in output
-    status, shown = await berth(postgres_url, "recovery", "show", "--cell", CELL_NAME, "--json")
+    status, shown = await berth(postgres_url, "recovery", "list", "--cell", CELL_NAME, "-o", "json")
     assert shown[0]["absent"] == {"gone": True}
     async with schedulers.raw() as connection:
         rows = await connection.fetch("SELECT kind, name, actor, reason FROM object_log ORDER BY revision")
@@ -475,20 +475,20 @@ async def test_all_undecided_machines_of_a_service_are_decided_about_by_one_comm
     await store.safety.record("t", [replace(ours[0], uuid=A)], 1.0)
     await store.safety.decide([DecidedMachine(ours[0].uuid)], "destroy", "ann", 1.0)
 
-    status, listed = await berth(postgres_url, "quarantine", "list", "--cell", "added", "--json")
+    status, listed = await berth(postgres_url, "quarantine", "list", "--cell", "added", "-o", "json")
     assert (status, len(listed)) == (0, 1_219)
     assert (await berth(postgres_url, "quarantine", "list"))[0] == 3, "the cells of the settings have no record here"
-    assert (await berth(postgres_url, "quarantine", "release", "--protect"))[0] == 2
-    words = ("quarantine", "release", "--service", "s", "--protect", "--by", "op", "--json")
+    assert (await berth(postgres_url, "quarantine", "protect"))[0] == 2
+    words = ("quarantine", "protect", "--service", "s", "--by", "op", "-o", "json")
     status, decided = await berth(postgres_url, *words)
     assert (status, decided["machines"]) == (0, 1_217)
     decisions = {one.machine.uuid: one.decision for one in await store.safety.records()}
     assert (decisions.pop(A), decisions.pop(ours[0].uuid), set(decisions.values())) == ("", "destroy", {"protect"})
     assert (await berth(postgres_url, *words))[0] == 1, "none is undecided"
-    status, decided = await berth(postgres_url, "quarantine", "release", A, ours[0].uuid, "--protect", "--json")
+    status, decided = await berth(postgres_url, "quarantine", "protect", A, ours[0].uuid, "-o", "json")
     assert (status, decided["instances"]) == (0, [ours[0].uuid, A])
     # B was reported as kept, by name and by the exit status.
-    status, decided = await berth(postgres_url, "quarantine", "release", A, B, "--protect", "--json")
+    status, decided = await berth(postgres_url, "quarantine", "protect", A, B, "-o", "json")
     assert (status, decided["instances"]) == (1, [A])
     for one in (store, schedulers):
         await one.close()

@@ -476,7 +476,7 @@ def test_settings_without_a_user_are_refused(login: dict[str, str]) -> None:
         rest_client(config, SystemClock())
 
 
-# --- `berth baremetal` against the stand-in: which nodes serve nothing and why, and holding one back
+# --- `berth node` against the stand-in: which nodes serve nothing and why, and holding one back
 
 
 FOREIGN = "90000000-0000-4000-8000-000000000000"
@@ -513,7 +513,7 @@ def berth(commands_ironic: IronicStandIn, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(baremetal, "client", client)
 
     async def command(*arguments: str) -> Any:
-        return await asyncio.to_thread(CliRunner().invoke, app, ["baremetal", *arguments])
+        return await asyncio.to_thread(CliRunner().invoke, app, ["node", *arguments])
 
     return command
 
@@ -540,7 +540,7 @@ async def test_what_is_wrong_with_each_node_is_printed_in_ironics_words(
     }
     for name, fields in wrong.items():
         commands_ironic.pool.add(**{"name": name, "power_state": "power off", **fields})
-    result = await berth("problems", "--json")
+    result = await berth("check", "-o", "json")
     assert result.exit_code == 1, result.output
     answer = json.loads(result.output)
     assert {node["name"]: node["problems"] for node in answer["nodes"]} == {
@@ -552,19 +552,19 @@ async def test_what_is_wrong_with_each_node_is_printed_in_ironics_words(
     }
     assert {node["name"]: node["ironic_reason"] for node in answer["nodes"]}["broken"] == "disk 0 is dead"
     assert answer["flavors"] == []
-    assert "disk 0 is dead" in (await berth("problems")).output
+    assert "disk 0 is dead" in (await berth("check")).output
     assert "disk 0 is dead" in (await berth("show", "broken")).output
 
 
 async def test_nothing_wrong_prints_nothing(commands_ironic: IronicStandIn, berth: Any) -> None:
     commands_ironic.pool.plan(2)
-    result = await berth("problems")
+    result = await berth("check")
     assert (result.exit_code, result.output) == (0, "")
 
 
 async def test_flavors_that_no_node_serves_are_named(commands_ironic: IronicStandIn, berth: Any) -> None:
     commands_ironic.pool.plan(1, ("baremetal-gold",))
-    result = await berth("problems", "--json")
+    result = await berth("check", "-o", "json")
     assert result.exit_code == 1 and json.loads(result.output)["flavors"] == ["bm.silver"]
 
 
@@ -574,12 +574,12 @@ async def test_a_node_is_held_back_and_released_and_anothers_maintenance_is_left
     node = commands_ironic.pool.add(
         name="one", provision_state="available", power_state="power off", resource_class="gold"
     )
-    assert (await berth("quarantine", "one", "--reason", "it flaps")).exit_code == 0
+    assert (await berth("maintenance", "one", "--reason", "it flaps")).exit_code == 0
     assert (node["maintenance"], node["maintenance_reason"]) == (True, "berth quarantine: it flaps")
-    assert (await berth("release", "one")).exit_code == 0
+    assert (await berth("enable", "one")).exit_code == 0
     assert node["maintenance"] is False
     node.update(maintenance=True, maintenance_reason="a new fan")
-    result = await berth("release", "one")
+    result = await berth("enable", "one")
     assert result.exit_code == 1 and node["maintenance"] is True
 
 

@@ -270,7 +270,7 @@ COMMAND_TIMEOUT_S = 120.0
 
 async def audited(placement: Placement, *words: str) -> tuple[int, dict[str, Any]]:
     env = {**os.environ, "BERTH_DATABASE__URL": str(placement.database)}
-    words = ("placement", "audit", "--json", *words, *(["--yes"] if "--repair" in words else []))
+    words = ("placement", "audit", "-o", "json", *words, *(["--yes"] if "--repair" in words else []))
     done = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
     return done.returncode, json.loads(done.stdout) if done.stdout else {}
 
@@ -328,7 +328,7 @@ async def test_an_operator_gives_a_host_to_a_cell(placement: Placement) -> None:
 
     assert await move("cell1") == (0, f"{host}: no cell -> cell1\n")
     assert await move("cell1") == (0, f"{host}: cell1 already\n")
-    status, output = await move("cell1", "--json")
+    status, output = await move("cell1", "-o", "json")
     assert (status, json.loads(output)) == (0, {"provider": host, "before": "cell1", "cell": "cell1"})
     status, output = await move("nowhere")
     assert (status, "no cell 'nowhere'" in output) == (2, True)

@@ -493,7 +493,7 @@ def test_of_what_awaits_its_confirm_no_repair_is_proposed_that_leaves_it_alone(o
     (unconfirmed,) = findings(look(**{**FINDINGS_AWAITING, "allocations": {**held, **kept}}))
     (settled,) = findings(look(allocations=held))
     assert unconfirmed.key == settled.key
-    assert unconfirmed.repair == f"berth confirm, and then: {settled.repair.partition(': ')[2]}"
+    assert unconfirmed.repair == f"berth instance confirm, and then: {settled.repair.partition(': ')[2]}"
 
 
 def test_the_repair_of_a_machine_is_its_owners_or_an_operators() -> None:
@@ -501,7 +501,10 @@ def test_the_repair_of_a_machine_is_its_owners_or_an_operators() -> None:
     assert [one.repair for one in foreign] == ["left alone: it is not of this database"]
     kept = QuarantineFact("cell1", "s", FINDINGS_OTHER, B, "no record")
     (quarantined,) = findings(look(running=(RUNS, RunningFact(B, 1, FINDINGS_OTHER)), quarantine=(kept,)))
-    assert quarantined.repair == f"decide: berth quarantine release {B}" and "no record" in quarantined.reason
+    assert (
+        quarantined.repair == f"decide: berth quarantine destroy|protect|adopt {B}"
+        and "no record" in quarantined.reason
+    )
 
 
 def test_a_finding_counts_from_its_second_look_on_and_is_gone_with_the_first_without_it() -> None:

@@ -26,6 +26,7 @@ from berth.bus_client.host_pages import json_of, read_hosts
 from berth.bus_client.object_edits import project_usage
 from berth.cli.instance import instances
 from berth.cli.instance.instances import publish_and_follow
+from berth.cli.output import Form
 from berth.config.settings import CellSettings, Settings
 from berth.config.site import Site
 from berth.web.api import WebApi
@@ -212,17 +213,17 @@ async def test_of_many_builds_it_is_known_which_were_accepted_before_the_queue_w
     client_world.full = {2, 3, 4}
     with pytest.raises(PublishRefused):
         await publish_and_follow(
-            client_world.client, requests(1200), timeout_s=2 * CLIENT_PUBLISH.first_s, as_json=True
+            client_world.client, requests(1200), timeout_s=2 * CLIENT_PUBLISH.first_s, form=Form.JSON
         )
     accepted = [watch for watch in client_world.client.watches.values() if watch.published_at is not None]
     assert len(accepted) == 1000
-    shown = msgspec.json.decode(capsys.readouterr().out)
+    shown = msgspec.json.decode(capsys.readouterr().out)["items"]
     assert [one["instance_uuid"] for one in shown] == [watch.instance_uuid for watch in accepted]
 
 
 async def test_many_builds_wait_for_a_full_queue_to_have_room(client_world: ClientWorld) -> None:
     client_world.full = {2, 3}
-    watches = await publish_and_follow(client_world.client, requests(1200), timeout_s=20.0, as_json=True)
+    watches = await publish_and_follow(client_world.client, requests(1200), timeout_s=20.0, form=Form.JSON)
     assert all(watch.published_at is not None for watch in watches) and len(watches) == 1200
 
 

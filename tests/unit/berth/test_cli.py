@@ -19,10 +19,11 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from berth.bus_client import RequestWatch
-from berth.cli.common import Exit, Stop, explain, print_json
+from berth.cli.common import Exit, Stop, explain
 from berth.cli.instance.instances import BootOptions, requests_of, show_requests
 from berth.cli.main import app
 from berth.cli.options import CommandGroup
+from berth.cli.output import Form, print_data
 from berth.text import printable, render_rows, render_scores, render_stages
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep, HostScore
 from bus.contracts.deploy import NetworkRequest
@@ -51,13 +52,13 @@ def test_the_version_is_the_packages() -> None:
 
 # They run until they are stopped, or what they print is a document of a form of its own.
 NO_JSON = {
-    "run", "web", "fencer", "placement serve", "nova serve",
-    "asyncapi", "placement export", "placement openapi",
+    "run", "serve web", "serve fencer", "placement serve", "nova serve",
+    "bus asyncapi", "placement export", "placement openapi",
 }  # fmt: skip
 
 
 def test_every_command_with_a_result_takes_json() -> None:
-    takes = {path for path, command in leaves() if any("--json" in one.opts for one in command.params)}
+    takes = {path for path, command in leaves() if any("--output" in one.opts for one in command.params)}
     assert {path.removeprefix("berth ") for path, _ in leaves() if path not in takes} == NO_JSON
 
 
@@ -68,9 +69,9 @@ def test_help_cuts_nothing_off_in_80_columns() -> None:
     assert "`small=8,large=2,metal=1`" in re.sub(r"\s+", " ", text)
 
 
-@pytest.mark.parametrize("group", [(), ("dead-letters",), ("placement",), ("quarantine",), ("breaker",)])
+@pytest.mark.parametrize("group", [(), ("dead-letter",), ("placement",), ("quarantine",), ("breaker",)])
 def test_what_a_command_is_for_is_printed_whole(group: tuple[str, ...]) -> None:
-    commands = printed(*group, "--help").partition("Commands:")[2]
+    commands = printed(*group, "--help").partition("--help")[2]
     assert commands
     assert [line for line in commands.splitlines() if line.rstrip().endswith("...")] == []
 
@@ -84,7 +85,7 @@ def test_an_unavailable_database_has_the_status_of_what_is_out_of_reach() -> Non
 def test_json_holds_nothing_that_controls_a_terminal() -> None:
     hostile = "a\u202eb\u009bc\x7f\n\u2066"
     with redirect_stdout(io.StringIO()) as out:
-        print_json({"name": hostile})
+        print_data({"name": hostile}, Form.JSON)
     assert json.loads(out.getvalue()) == {"name": hostile}
     assert all(c.isprintable() or c == "\n" for c in out.getvalue())
 
@@ -115,9 +116,9 @@ def test_a_load_that_the_broker_did_not_take_whole_is_no_success(
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ("berth ce", "cells"),
-        ("berth cells ", "delete"),
-        ("berth cells set c1 dis", "disabled"),
+        ("berth ce", "cell"),
+        ("berth cell ", "delete"),
+        ("berth cell create c1 --dis", "--disabled"),
         ("berth list --ho", "--host"),
     ],
 )
@@ -129,7 +130,7 @@ def test_a_shell_completes_commands_options_and_values(words: str, offered: str)
 
 
 @pytest.mark.parametrize(
-    "arguments", [["fencer"], ["hosts", "fence", "h1", "--reason", "dead", "--switch-off", "--yes"]]
+    "arguments", [["serve", "fencer"], ["host", "fence", "h1", "--reason", "dead", "--switch-off", "--yes"]]
 )
 def test_nothing_is_switched_off_without_a_plug_in(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "berth.toml").write_text("")
@@ -260,7 +261,7 @@ def test_an_explanation_of_several_builds_comes_once() -> None:
 
 @pytest.mark.parametrize("state", ["refused", "failed"])
 def test_a_build_that_ended_without_a_funnel_shows_its_code(state: str) -> None:
-    """Only `--json` had the code of a refused build, and the page of codes is searched by it."""
+    """Only JSON had the code of a refused build, and the page of codes is searched by it."""
     event = BuildEvent(
         instance_uuid=str(uuid.UUID(int=1)),
         project_id="p",

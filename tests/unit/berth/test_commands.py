@@ -30,6 +30,7 @@ from berth.cli.instance.instances import show_record
 from berth.cli.main import app
 from berth.cli.objects import objects
 from berth.cli.objects.objects import MAX_FILE_BYTES, read_file
+from berth.cli.output import Form
 from berth.cli.site import dead_letters
 from berth.config.settings import FencingSettings, Settings
 from berth.config.site import Site
@@ -326,7 +327,7 @@ async def test_a_purge_leaves_the_letters_that_came_after_the_question(monkeypat
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(letters, "purge", once_arrived)
     purge = dead_letters.purge
-    await purge(Settings(), QUEUE, bus="api", yes=False, as_json=True)
+    await purge(Settings(), QUEUE, bus="api", yes=False, form=Form.JSON)
     assert "2 dead letters" in shown[0]
     assert [one.id for one in await letters.list_dead(there, QUEUE)] == ["again", "new"]
     await there.close()
@@ -352,7 +353,7 @@ async def test_an_audit_says_as_json_what_it_did_not_judge_and_did_not_repair(
     monkeypatch.setattr(audits, "database_of", lambda _: None)
     monkeypatch.setattr(audits, "watch", passes)
     monkeypatch.setattr(audits, "audited", blind)
-    assert await audits.audit(Settings(), repair=True, grace=0.0, as_json=True, yes=True) == common.Exit.UNAVAILABLE
+    assert await audits.audit(Settings(), repair=True, grace=0.0, form=Form.JSON, yes=True) == common.Exit.UNAVAILABLE
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["state"], one["code"]) for one in said] == [
         ("not_judged", "database.unavailable"),
@@ -384,7 +385,7 @@ async def test_a_reset_that_its_cell_has_not_taken_says_so(
     monkeypatch.setattr(safety.records, "read", read)
     monkeypatch.setattr(safety.records, "reset", reset)
     with pytest.raises(Stop) as stopped:
-        await safety.reset(Settings(), "s", by="op", as_json=True, yes=True)
+        await safety.reset(Settings(), "s", by="op", form=Form.JSON, yes=True)
     assert (stopped.value.status, stopped.value.code) == (common.Exit.NO, "breaker.not_open")
     assert capsys.readouterr().out == ""
 
@@ -402,10 +403,10 @@ def test_a_drain_that_was_stopped_is_resumed() -> None:
         hosts=1, planned=3,
         counts={"waiting": 1}, not_started=(INSTANCE,),
     )  # fmt: skip
-    with pytest.raises(Stop, match=f"1 instance not moved; see berth drains resume {DRAIN}"):
-        _ended(seen, as_json=False)
-    with pytest.raises(Stop, match=f"3 instances not moved; see berth drains resume {DRAIN}"):
-        _ended(replace(seen, under_way=(INSTANCE, DRAIN)), as_json=False)
+    with pytest.raises(Stop, match=f"1 instance not moved; see berth drain resume {DRAIN}"):
+        _ended(seen, form=Form.TABLE)
+    with pytest.raises(Stop, match=f"3 instances not moved; see berth drain resume {DRAIN}"):
+        _ended(replace(seen, under_way=(INSTANCE, DRAIN)), form=Form.TABLE)
 
 
 STUCK = DrainFailure(instance_uuid=INSTANCE, code="no_valid_host", reason="none of 3 hosts")
@@ -445,9 +446,9 @@ async def test_whoever_waits_for_a_drain_is_told_when_nothing_left_can_move(
     took_s = looks[-1] - looks[3]
     assert STUCK_S <= took_s < 2 * STUCK_S if code == "drain.left" else took_s > 90.0
     with pytest.raises(Stop) as stopped:
-        _ended(seen, as_json=False)
+        _ended(seen, form=Form.TABLE)
     assert (stopped.value.status, stopped.value.code) == (status, code)
-    assert _ended(seen, as_json=True) == status
+    assert _ended(seen, form=Form.JSON) == status
 
 
 @pytest.mark.parametrize(("moved", "left"), [(0, True), (1, False)])
@@ -480,7 +481,7 @@ async def test_a_drain_that_its_schedulers_have_forgotten_is_followed_no_more() 
     assert refused.value.code == "drain.unknown"
 
 
-# --- `berth quotas|rules|cells set`: what an operator names is done, or refused with a word
+# --- `berth quota|cell|rule`: what an operator names is done, or refused with a word
 
 
 class Bus:
@@ -523,39 +524,51 @@ def berth(*arguments: str) -> tuple[int, str]:
 
 def test_the_last_limit_of_a_quota_is_not_removed_in_silence(bus: Bus) -> None:
     bus.put(ObjectKind.QUOTA, "demo", {"limits": {"VCPU": 4}})
-    status, output = berth("quotas", "set", "demo", "--remove", "VCPU")
+    status, output = berth("quota", "unset", "demo", "VCPU")
     assert (status, bus.changes) == (2, [])
-    assert "(quota.last_limit)" in output and "berth quotas delete demo" in output
-    assert berth("quotas", "set", "demo", "MEMORY_MB=1", "--remove", "VCPU")[0] == 0
+    assert "(quota.last_limit)" in output and "berth quota delete demo" in output
+    bus.put(ObjectKind.QUOTA, "demo", {"limits": {"VCPU": 4, "MEMORY_MB": 1}})
+    assert berth("quota", "unset", "demo", "VCPU")[0] == 0
     assert bus.changes[0].changes[0].body == {"limits": {"MEMORY_MB": 1}}
 
 
 @pytest.mark.parametrize("state", ["disable", "enable"])
 def test_a_repeated_decision_about_a_cell_does_not_put_a_removed_one_back(bus: Bus, state: str) -> None:
     bus.put(ObjectKind.CELL, "cell2", {"state": CellState.REMOVED.value, "bus": {"prefix": "new."}})
-    status, output = berth("cells", state, "cell2", "--reason", "works")
+    status, output = berth("cell", state, "cell2", "--reason", "works")
     assert (status, "(cell.removed)" in output, bus.changes) == (1, True, [])
-    assert berth("cells", "set", "cell2", f"{state}d")[0] == 1
-    assert berth("cells", "remove", "cell2", "--reason", "again")[0] == 0
-    assert berth("cells", "add", "cell2")[0] == 0
+    assert berth("cell", "remove", "cell2", "--reason", "again")[0] == 0
+    assert berth("cell", "create", "cell2")[0] == 0
     assert bus.changes[-1].changes[0].body == {"state": "enabled", "reason": "", "bus": {"prefix": "new."}}
 
 
+def test_a_multiplier_and_all_multipliers_are_not_unset_at_once(bus: Bus) -> None:
+    bus.put(ObjectKind.SCHEDULING, "default", {"multipliers": {"ram": 2.0}})
+    assert berth("rule", "unset", "multipliers", "--multiplier", "ram")[0] == 2
+    assert bus.changes == []
+    assert berth("rule", "unset", "multipliers")[0] == 0
+    assert bus.changes[0].changes[0].body == {}
+
+
 @pytest.mark.parametrize(
-    ("option", "value", "field"),
+    ("words", "kind"),
     [
-        ("--filter", "ram", "filters"),
-        ("--weigher", "ram", "weighers"),
-        ("--host-subset-size", "3", "host-subset-size"),
-        ("--multiplier", "ram=1", "multipliers"),
-        ("--remove-multiplier", "ram", "multipliers"),
+        ("flavor create x --vcpus 1 --memory-mb 1", ObjectKind.FLAVOR),
+        ("aggregate create x", ObjectKind.AGGREGATE),
+        ("group create p/x --policy affinity", ObjectKind.GROUP),
     ],
 )
-def test_a_rule_that_is_set_and_unset_at_once_is_refused(bus: Bus, option: str, value: str, field: str) -> None:
-    bus.put(ObjectKind.SCHEDULING, "default", {"multipliers": {"ram": 2.0}})
-    status, output = berth("rules", "set", option, value, "--unset", field)
-    assert (status, bus.changes) == (2, [])
-    assert "set and removed" in output
+def test_what_is_there_is_not_made_again_and_what_is_not_there_is_not_changed(
+    bus: Bus, words: str, kind: ObjectKind
+) -> None:
+    noun, verb, name, *options = words.split()
+    status, output = berth(noun, "set", name, *options)
+    assert (status, "(object.unknown)" in output, bus.changes) == (1, True, [])
+    assert berth(*words.split())[0] == 0 and len(bus.changes) == 1
+    bus.put(kind, name, {"policy": "affinity"})
+    status, output = berth(noun, verb, name, *options)
+    assert (status, "(object.exists)" in output, len(bus.changes)) == (1, True, 1)
+    assert berth(noun, "set", name, *options)[0] == 0
 
 
 # --- files for `berth apply` that cannot be used: a sentence with the file, and no traceback
@@ -593,9 +606,9 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(
     "arguments",
     [
         ["breaker", "list"],
-        ["recovery", "show"],
+        ["recovery", "list"],
         ["quarantine", "list"],
-        ["quarantine", "release", "10000000-0000-4000-8000-000000000001", "--protect"],
+        ["quarantine", "protect", "10000000-0000-4000-8000-000000000001"],
     ],
 )
 def test_a_command_ends_with_a_sentence(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import typer
 
 import berth.cli.fleet.hosts as hosts_commands
 from berth.cli.common import Exit, Stop
+from berth.cli.output import Form
 from berth.config.settings import FencingSettings, Settings
 from bus.contracts.build import HostRecord
 from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord, SetAdminState
@@ -29,7 +30,7 @@ TEMPLATES = Path(hosts_commands.__file__).parents[2] / "web" / "templates"
 async def test_what_was_fenced_before_a_timeout_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`berth hosts fence h1 h2 h3`: h1 is fenced, no scheduler answers about h2. Nothing names h1 as fenced."""
+    """`berth host fence h1 h2 h3`: h1 is fenced, no scheduler answers about h2. Nothing names h1 as fenced."""
     asked: list[str] = []
 
     class Client:
@@ -50,9 +51,9 @@ async def test_what_was_fenced_before_a_timeout_is_printed(
     decided, refused = await hosts_commands._set_states(Settings(), commands, 1.0, switch_off=False)
     assert [one.host for one in decided] == ["h1", "h3"] and [name for name, _ in refused] == ["h2"]
     with pytest.raises(Stop) as stop:
-        hosts_commands.finish("host", decided, refused, hosts_commands.show_decision, as_json=False)
+        hosts_commands.finish("host", decided, refused, hosts_commands.show_decision, form=Form.TABLE)
     assert stop.value.status == Exit.TIME
-    assert hosts_commands.finish("host", decided, refused, hosts_commands.show_decision, as_json=True) == Exit.TIME
+    assert hosts_commands.finish("host", decided, refused, hosts_commands.show_decision, form=Form.JSON) == Exit.TIME
     assert "h1" in capsys.readouterr().out
 
 
@@ -99,7 +100,7 @@ PAGE = SimpleNamespace(
     [
         (partial(hosts_commands.fence, Settings(), ["h1", "h2", "h3", "h9"], "r"), ("c1 2: h1, h3", "c0 1: h2", "h9")),
         (partial(hosts_commands.delete_hosts, Settings(), ["h1"], "r"), ("1 host", "c1")),
-        (partial(hosts_commands.enable, Settings(), ["h1"], "r", force=True), ("1 host", "c1")),
+        (partial(hosts_commands.end_fences, Settings(), ["h1"], "r", force=True), ("1 host", "c1")),
         (partial(hosts_commands.delete_services, Settings(), ["s"], "r"), ("1 service", "c1 or c2")),
     ],
 )
@@ -139,7 +140,7 @@ def test_the_login_page_takes_a_token_of_keystone() -> None:
 
 
 def test_baremetal_goes_by_the_flavors_on_record() -> None:
-    """`berth baremetal problems` reads flavors of the settings file; those of `berth flavors set` do not count."""
+    """`berth node check` reads flavors of the settings file; those of `berth flavor set` do not count."""
     text = (Path(hosts_commands.__file__).parent / "baremetal.py").read_text()
     assert "settings.scheduler.flavors" not in text
 
@@ -160,10 +161,10 @@ async def test_a_uuid_names_the_host_that_has_it() -> None:
 
 
 def test_every_refused_host_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """`3 refused; h2: ...`: which the two others are is told with --json alone."""
+    """`3 refused; h2: ...`: which the two others are is told by JSON alone."""
 
     refused = [(name, RequestRefused("no", code="host.unknown")) for name in ("h2", "h3", "h4")]
     with pytest.raises(Stop) as stop:
-        hosts_commands.finish("host", [], refused, lambda _: None, as_json=False)
+        hosts_commands.finish("host", [], refused, lambda _: None, form=Form.TABLE)
     said = str(stop.value) + capsys.readouterr().out + capsys.readouterr().err
     assert all(name in said for name in ("h2", "h3", "h4"))

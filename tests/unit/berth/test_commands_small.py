@@ -62,7 +62,7 @@ def test_an_odd_digit_is_no_port() -> None:
     ],
 )
 def test_what_the_database_refuses_is_a_sentence(error: Exception, status: int, code: str) -> None:
-    """`berth db current` by a user without rights was a traceback."""
+    """`berth db list` by a user without rights was a traceback."""
     stop = explain(error)
     assert stop is not None and (stop.status, stop.code) == (status, code)
     assert explain(asyncpg.DivisionByZeroError("x")) is None
@@ -117,20 +117,25 @@ class TwoCells:
         return SimpleNamespace(machine=machine, service="compute", decision="")
 
 
-RELEASE = partial(safety.release, Settings(), None, True, "compute", by="me")
-RELEASE_ONE = partial(safety.release, Settings(), [INSTANCES[0], INSTANCES[1]], True, None, by="me")
+OF_SERVICE = safety.MachineOptions(service="compute", by="me")
+OF_ONE_CELL = safety.MachineOptions(service="compute", by="me", cell="b")
+DESTROY = partial(safety.destroy, Settings(), options=OF_SERVICE)
+DESTROY_IN_CELL = partial(safety.destroy, Settings(), options=OF_ONE_CELL)
+DESTROY_NAMED = partial(
+    safety.destroy, Settings(), [INSTANCES[0], INSTANCES[1]], options=safety.MachineOptions(by="me")
+)
 RESET = partial(safety.reset, Settings(), "compute", by="me")
 
 
 @pytest.mark.parametrize(
     ("command", "terminal", "answer", "code"),
     [
-        (RELEASE, True, True, "service.ambiguous"),  # the operator has looked at one of them
+        (DESTROY, True, True, "service.ambiguous"),  # the operator has looked at one of them
         (RESET, True, True, "service.ambiguous"),
-        (partial(RELEASE, yes=True), True, True, "service.ambiguous"),
-        (partial(RELEASE, cell="b"), True, False, "command.declined"),
-        (partial(RELEASE, cell="b"), False, True, "command.unconfirmed"),
-        (RELEASE_ONE, True, False, "command.declined"),
+        (partial(DESTROY, yes=True), True, True, "service.ambiguous"),
+        (DESTROY_IN_CELL, True, False, "command.declined"),
+        (DESTROY_IN_CELL, False, True, "command.unconfirmed"),
+        (DESTROY_NAMED, True, False, "command.declined"),
         (partial(RESET, cell="b"), True, False, "command.declined"),
         (partial(RESET, cell="b"), False, True, "command.unconfirmed"),
     ],
@@ -146,10 +151,10 @@ async def test_nothing_is_destroyed_in_a_cell_that_nobody_named_or_unasked(
 
 async def test_the_question_counts_by_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = TwoCells(monkeypatch, terminal=True, answer=True)
-    await RELEASE_ONE()
+    await DESTROY_NAMED()
     assert cells.told == [("destroy", {"a": 1, "b": 1})]
     assert "2 machines" in cells.asked[0] and "a 1" in cells.asked[0] and "b 1" in cells.asked[0]
-    await RELEASE(cell="b", yes=True)
+    await DESTROY_IN_CELL(yes=True)
     await RESET(cell="b", yes=True)
     assert len(cells.asked) == 1 and cells.told[1:] == [("destroy", {"b": 8}), [("b", "compute", 1.0)]]
 
@@ -194,14 +199,14 @@ async def test_what_another_operator_made_after_the_question_is_not_pruned(
 @pytest.mark.parametrize(
     ("words", "known", "field", "then"),
     [
-        ("flavors set x --remove-project p", {"projects": ["p"]}, "projects", "flavor.last_project"),
-        ("flavors set x --remove-project p --every-project", {"projects": ["p"]}, "projects", "usage"),
-        ("flavors set x --every-project", {"projects": ["p"]}, "projects", []),
-        ("flavors set x --remove-project p", {"projects": ["p", "q"]}, "projects", ["q"]),
-        ("flavors set x --vcpus 2", {"projects": []}, "projects", []),
-        ("aggregates set x --no-zone", {"hosts": ["h"]}, "hosts", ["h"]),
-        ("aggregates set x --host i", {"hosts": ["h"]}, "hosts", ["h", "i"]),
-        ("aggregates set x --hosts-in-placement", {"hosts": ["h"]}, "hosts", None),
+        ("flavor unset x --project p", {"projects": ["p"]}, "projects", "flavor.last_project"),
+        ("flavor set x --project p --every-project", {"projects": ["p"]}, "projects", "usage"),
+        ("flavor set x --every-project", {"projects": ["p"]}, "projects", []),
+        ("flavor unset x --project p", {"projects": ["p", "q"]}, "projects", ["q"]),
+        ("flavor set x --vcpus 2", {"projects": []}, "projects", []),
+        ("aggregate unset x --zone", {"hosts": ["h"]}, "hosts", ["h"]),
+        ("aggregate set x --host i", {"hosts": ["h"]}, "hosts", ["h", "i"]),
+        ("aggregate set x --hosts-in-placement", {"hosts": ["h"]}, "hosts", None),
     ],
 )
 def test_an_edit_leaves_what_it_does_not_name(
@@ -238,7 +243,7 @@ def test_a_worker_answers_where_it_is_told_to(
 
 
 @pytest.mark.parametrize(
-    ("words", "hints"), [("", True), ("--json", False), ("--dry-run", False), ("--dry-run --json", False)]
+    ("words", "hints"), [("", True), ("-o json", False), ("--dry-run", False), ("--dry-run -o json", False)]
 )
 def test_what_comes_after_a_restore_is_said_to_persons(
     monkeypatch: pytest.MonkeyPatch, words: str, hints: bool
@@ -331,7 +336,7 @@ def test_a_trial_says_what_it_has_counted(
     monkeypatch.setattr(nova, "_run", ran)
     file = tmp_path / "berth.toml"
     file.write_text(OF_TRIAL % address)
-    done = CliRunner().invoke(app, ["--config", str(file), "nova", "trial", "--json"])
+    done = CliRunner().invoke(app, ["--config", str(file), "nova", "trial", "-o", "json"])
     assert (done.exit_code, says in done.output) == (status, True), done.output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
@@ -26,10 +27,12 @@ from starlette.routing import Match, Route
 
 from berth.audit.findings import findings
 from berth.cli.claims.checks import show_finding
+from berth.cli.fleet import hosts
 from berth.cli.fleet.drains import show_begun, show_drain, show_progress
-from berth.cli.fleet.hosts import show_decision, show_deleted, show_deleted_service, show_hosts
-from berth.cli.main import app
+from berth.cli.fleet.hosts import show_decision, show_deleted, show_deleted_service
+from berth.cli.main import COMMANDS, app
 from berth.cli.objects.objects import SECTIONS, read_file
+from berth.cli.output import ListedItems, ListOutput, print_list
 from berth.config.settings import check_urls, read_settings
 from berth.web.api import API_ROOT, WebApi
 from berth.web.openapi import _operations, document
@@ -61,6 +64,7 @@ from scheduler_worker.records.object_records import ChangePlan
 from tests.kit.certificates import Authority
 from tests.kit.documents import PAGES as ALL_PAGES
 from tests.kit.documents import ROOT, blocks, blocks_of_all_pages, typed
+from tests.kit.sources import OURS
 from tests.unit.berth.test_audit import HELD, look
 
 # --- the derived pages hold what the code holds
@@ -180,7 +184,7 @@ UUID = "10000000-0000-4000-8000-000000000001"
 HOST = "cell1-c1-00003"
 BY = "ann@admin1"
 AUDIT, DRAINS, HOSTS_PAGE = "docs/operate/audit.md", "docs/operate/drains.md", "docs/operate/hosts.md"
-# The address that `berth web` prints: `tests/browser/pages.py` reads it.
+# The address that `berth serve web` prints: `tests/browser/pages.py` reads it.
 READ_ELSEWHERE = {"docs/use/web.md"}
 OMITTED = "..."
 AT = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ ")
@@ -230,18 +234,22 @@ def test_the_output_about_hosts_is_what_berth_prints(capsys: pytest.CaptureFixtu
     assert printed(capsys) == output_of(HOSTS_PAGE)
 
 
+def show_hosts(found: list[HostRecord]) -> None:
+    async def read() -> ListedItems[HostRecord]:
+        return ListedItems(found)
+
+    asyncio.run(print_list(read, hosts.HOSTS, ListOutput()))
+
+
 def test_a_fence_and_a_host_that_no_service_announces_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     show_decision(HostAdminState(host_uuid=UUID, host=HOST, state=AdminState.FENCED, by=BY, fence=2, acknowledged=1))
     show_hosts([HostRecord(uuid=UUID, name=HOST, reported=False, enabled=False, resources={"VCPU": (2, 16)})])
     lines = printed(capsys)
     assert lines[:2] == [
         f"{HOST}: fenced, not acknowledged by its cell yet, by {BY}",
-        "  leave it off until `berth hosts` shows that its cell has acknowledged the fence",
+        "  leave it off until `berth fence list` shows that its cell has acknowledged it",
     ]
-    assert lines[-2:] == [
-        f"{HOST}                 not reported                 VCPU 2/16",
-        "not reported: by no compute service since this scheduler started",
-    ]
+    assert lines[-1].split() == [HOST, "not", "reported", "2/16"]
 
 
 def test_the_output_of_a_drain_is_what_berth_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,11 +329,23 @@ def test_a_command_of_the_readme_is_understood(line: str) -> None:
     context = command.make_context("berth", list(words))
     while hasattr(command, "resolve_command"):
         left = [*context._protected_args, *context.args]
-        if not left and command.invoke_without_command:
-            break
         name, command, words = command.resolve_command(context, left)
         assert command is not None and name is not None
         context = command.make_context(name, list(words), parent=context)
+
+
+def test_every_command_that_a_text_names_is_there() -> None:
+    """Also those within a sentence: in a page, a docstring, a remedy, an alert."""
+    kinds = {".md", ".py", ".toml", ".yml", ".html", ".service"}
+    paths = [path for folder in (*OURS, "docs", "deploy", "lab") for path in (ROOT / folder).rglob("*")]
+    former = DOCS / "operate" / "upgrade.md"
+    wrong = []
+    for path in [ROOT / "README.md", *(one for one in paths if one.suffix in kinds and one != former)]:
+        for first, second in re.findall(r"`berth ([a-z][a-z-]*)(?:[ \n]+([a-z][a-z-]*))?", path.read_text()):
+            entry = COMMANDS.get(first)
+            if entry is None or (second and not isinstance(entry, str) and second not in entry.verbs):
+                wrong.append(f"{path.relative_to(ROOT)}: berth {first} {second}")
+    assert wrong == []
 
 
 def test_the_settings_of_the_how_to_are_settings(tmp_path: Path) -> None:
@@ -473,7 +493,7 @@ def test_json_is_a_message(text: str) -> None:
 
 
 def curls() -> Iterator[tuple[str, str]]:
-    """Requests of the documents to the HTTP API of `berth web`, a line each."""
+    """Requests of the documents to the HTTP API of `berth serve web`, a line each."""
     for where, text in SCRIPTS:
         for line in text.replace("\\\n", " ").splitlines():
             if line.startswith("curl ") and API_ROOT in line:

@@ -542,8 +542,8 @@ def test_a_publishers_patterns_take_requests_and_no_operators_rights() -> None:
 
 def test_the_command_prints_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    shown = RUNNER.invoke(app, ["permissions", "--role", "publisher", "--user", "me", "--json"])
-    (one,) = json.loads(shown.stdout)
+    shown = RUNNER.invoke(app, ["permissions", "--role", "publisher", "--user", "me", "-o", "json"])
+    (one,) = json.loads(shown.stdout)["items"]
     assert (one["user"], one["vhost"], one["role"]) == ("me", "berth", "publisher")
     shown = RUNNER.invoke(app, ["permissions"])
     assert shown.stdout.count("set_permissions") == 3 + 3 + 2 + 2 + 1 + 1 + 1 + 3 + 1

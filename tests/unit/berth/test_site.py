@@ -26,6 +26,7 @@ from berth import version as module
 from berth.cli.claims import placement
 from berth.cli.fleet import status as processes
 from berth.cli.main import app
+from berth.cli.output import Form
 from berth.cli.site import serving
 from berth.config.ports import free_port
 from berth.config.rest_address import LOOPBACK, AtUp, at_http, for_up
@@ -316,7 +317,7 @@ def test_two_services_of_one_machine_share_no_journal(tmp_path: Path) -> None:
         one.records.close()
 
 
-# --- the process of `berth web`
+# --- the process of `berth serve web`
 
 
 class Server:
@@ -344,7 +345,7 @@ def test_the_garbage_collector_does_not_traverse_what_was_loaded(monkeypatch: py
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     before = gc.get_threshold()
     try:
-        result = CliRunner().invoke(app, ["web", "--listen", "127.0.0.1:0"])
+        result = CliRunner().invoke(app, ["serve", "web", "--listen", "127.0.0.1:0"])
     finally:
         gc.set_threshold(*before)
         for number, handler in handlers.items():
@@ -460,7 +461,7 @@ def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Up:
 
     def up_here(system: TwoWorkers, stop: asyncio.Event) -> Awaitable[int]:
         monkeypatch.setattr(processes, "LocalSystem", system)
-        return processes._up_here(AtUp(settings=settings), stop, as_json=True)
+        return processes._up_here(AtUp(settings=settings), stop, form=Form.JSON)
 
     monkeypatch.setattr(processes, "site", here)
     monkeypatch.setattr(processes, "ironic_of", no_ironic)

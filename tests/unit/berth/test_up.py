@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from berth.cli.fleet import status as commands
 from berth.cli.fleet.status import as_processes, block, one_process
+from berth.cli.output import Form
 from berth.config.ports import ServerFailed, free_port
 from berth.config.rest_address import AtUp
 from berth.config.settings import CellSettings, Settings, UpSettings
@@ -172,7 +173,7 @@ async def test_item_29_a_signal_while_a_worker_is_waited_for_ends_up(
     monkeypatch.setattr(commands, "_prepare", lambda _: (Settings(state_dir=str(tmp_path)), stop))
     monkeypatch.setattr(commands, "running", running)
     with pytest.raises(KeyboardInterrupt):
-        await commands._up_processes(cast("Any", None), NOTHING, as_json=True)
+        await commands._up_processes(cast("Any", None), NOTHING, form=Form.JSON)
 
 
 async def test_item_29_a_worker_that_dies_again_and_again_is_reported_and_ends_up(
@@ -190,7 +191,7 @@ async def test_item_29_a_worker_that_dies_again_and_again_is_reported_and_ends_u
     monkeypatch.setattr(commands, "as_processes", lambda *_: {})
     monkeypatch.setattr(commands, "_warn", logged.append)
     with pytest.raises(ServerFailed, match="scheduler1 died with status 7, 5 times"):
-        await commands._up_processes(cast("Any", None), NOTHING, as_json=True)
+        await commands._up_processes(cast("Any", None), NOTHING, form=Form.JSON)
     assert len(logged) == MAX_DEATHS and "scheduler1 died with status 7; started again" in logged[0]
 
 

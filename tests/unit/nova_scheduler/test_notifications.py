@@ -213,8 +213,8 @@ def test_no_host_is_explained_with_the_hosts_that_each_step_rejected(tmp_path: P
     assert "h0 (h0.local), h1 (h1.local) are too small in MEMORY_MB" in text
     assert "h2 (h2.local) were ignored as requested" in text
     assert "are not among the hosts that were requested" in text
-    status, text = explained("req-1", str(path), "--json")
-    first, second = json.loads(text)
+    status, text = explained("req-1", str(path), "-o", "json")
+    first, second = json.loads(text)["items"]
     assert (first["funnel"][0]["step"], first["funnel"][-1]["step"]) == ("providers", "claim")
     assert first["instances"] == second["instances"] == [VMS[0]]
 

@@ -300,7 +300,7 @@ async def test_a_supervisor_that_reads_nothing_or_is_gone_ends_no_worker(supervi
 async def test_a_command_that_runs_on_sends_them_too(
     supervisor: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`berth web` is a service of systemd as the workers are."""
+    """`berth serve web` is a service of systemd as the workers are."""
     monkeypatch.setenv("NOTIFY_SOCKET", address_of(supervisor))
     monkeypatch.setenv("WATCHDOG_USEC", "40000")
 

@@ -1,0 +1,75 @@
+"""`berth zone`: the availability zones that host aggregates make."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from msgspec import Struct
+
+from berth.bus_client import BuildClient
+from berth.bus_client.object_edits import stored_objects
+from berth.cli.common import QUERY_TIMEOUT_S, Exit, Stop, client
+from berth.cli.output import As, Form, ListedItems, ListOutput, Table, print_data, print_list, print_one
+from berth.config.settings import Settings
+from berth.fencing.fencer import MAX_HOSTS
+from bus.contracts.objects import ZONE_KEY, ObjectKind
+
+
+class ZoneHosts(Struct, frozen=True, kw_only=True):
+    """An availability zone: the aggregates that make it, and the hosts that a scheduler has in it."""
+
+    name: str
+    aggregates: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    up: int = 0
+
+
+def _row(one: ZoneHosts) -> list[str | int]:
+    return [one.name, len(one.hosts), one.up, " ".join(one.aggregates), " ".join(one.hosts)]
+
+
+ZONES = Table("zone hosts up aggregates | names", _row)
+
+
+async def list_zones(settings: Settings, *, listing: ListOutput) -> None:
+    """List availability zones, with their hosts and aggregates."""
+    async with client(settings) as berth:
+
+        async def read() -> ListedItems[ZoneHosts]:
+            return ListedItems(await _zones(berth))
+
+        await print_list(read, ZONES, listing)
+
+
+async def show_zone(
+    settings: Settings, name: Annotated[str, typer.Argument(help="The zone.", metavar="ZONE")], form: As = Form.TABLE
+) -> None:
+    """Show one availability zone."""
+    async with client(settings) as berth:
+        found = next((one for one in await _zones(berth) if one.name == name), None)
+    if found is None:
+        raise Stop(Exit.NO, "zone.unknown", f"there is no availability zone {name!r}")
+    if form.is_data:
+        print_data(found, form)
+    else:
+        print_one(ZONES, found)
+
+
+async def _zones(berth: BuildClient) -> list[ZoneHosts]:
+    """By name. A host that is in no aggregate with a zone is in none of these."""
+    page = await berth.hosts(limit=MAX_HOSTS, timeout_s=QUERY_TIMEOUT_S)
+    aggregates: dict[str, list[str]] = {}
+    async for one in stored_objects(berth.bus, ObjectKind.AGGREGATE, timeout_s=QUERY_TIMEOUT_S):
+        if zone := one.body.get("metadata", {}).get(ZONE_KEY):
+            aggregates.setdefault(zone, []).append(one.name)
+    found = {zone: [host for host in page.hosts if host.zone == zone] for zone in aggregates}
+    return [
+        ZoneHosts(
+            name=zone,
+            aggregates=tuple(sorted(aggregates[zone])),
+            hosts=tuple(host.name for host in hosts),
+            up=sum(host.up and host.enabled for host in hosts),
+        )
+        for zone, hosts in sorted(found.items())
+    ]

@@ -1,0 +1,216 @@
+"""`berth delete` and `berth instance stop`: of instances that are named, or chosen by project, state and name."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from msgspec import Struct
+from msgspec.structs import replace
+
+from berth.bus_client import BuildClient
+from berth.cli.common import (
+    QUERY_TIMEOUT_S,
+    Exit,
+    InProject,
+    Stop,
+    Timeout,
+    Yes,
+    ask_first,
+    by_cell,
+    client,
+    decided_by,
+    instance_of,
+    open_in_time,
+)
+from berth.cli.instance.actions import RequestOptions, request_all
+from berth.cli.instance.instances import INSTANCES, report_requests
+from berth.cli.output import (
+    As,
+    Form,
+    ListedItems,
+    ListOutput,
+    out,
+    print_list,
+)
+from berth.config.settings import Settings
+from berth.config.site import Site, process_name, with_added_cells
+from bus.contracts.actions import ActionKind, Condition
+from bus.contracts.build import BuildQuery, BuildRecord, BuildState
+from bus.contracts.cell import CellDelete
+from scheduler_worker.records.build_record import DELETE_REQUESTED, ENDED_WITHOUT_MACHINE
+
+MAX_CHOSEN = 1000  # of one command
+PAGE = 1000
+
+Instances = Annotated[
+    list[str] | None,
+    typer.Argument(help="Names or UUIDs of instances, or their first letters.", metavar="[INSTANCE]..."),
+]
+
+CommandedCell = Annotated[
+    str | None,
+    typer.Option(
+        help="Command this cell itself, as operator: for an instance that it has active though the request has ended "
+        "(`unrequested` in `berth audit`)."
+    ),
+]
+
+
+class InstanceChoice(Struct, frozen=True, kw_only=True):
+    """Instances that are not named one by one."""
+
+    state: Annotated[
+        str | None, typer.Option("--state", help="Instead of names: all in this state, as `berth list` shows it.")
+    ] = None
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="PATTERN", help="Instead of names: all of such a name (web-*).")
+    ] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the instances, and do nothing.")] = False
+
+
+async def delete(
+    settings: Settings,
+    instances: Instances = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until they are destroyed.")] = False,
+    cell: CommandedCell = None,
+    project: InProject = None,
+    timeout_s: Timeout = 120.0,
+    form: As = Form.TABLE,
+    yes: Yes = False,
+    *,
+    choice: InstanceChoice,
+) -> int:
+    """Delete machines, or stop their builds wherever they stand.
+
+    By name, or all of a --project, --state and --name; those are printed before the question.
+    """
+    if cell is not None and (wait or form.is_data):
+        raise typer.BadParameter("the cell does not answer: leave --wait and -o away", param_hint="--cell")
+
+    site = Site(settings)
+    if cell is not None and cell not in settings.cells:
+        site = await with_added_cells(site)
+    async with client(site.settings) as berth:
+        records = await _chosen(berth, instances or (), project, choice, min(timeout_s, QUERY_TIMEOUT_S))
+    if not instances:
+        records = [one for one in records if one.state not in DELETE_REQUESTED]
+    if cell is not None:
+        _check_ended(site, cell, records)
+    if not await _agreed("Delete", instances or (), records, choice, cell, form, yes=yes):
+        return 0
+    if cell is not None:
+        await _delete_in_cell(site, cell, records)
+        return 0
+    async with client(settings) as berth:
+        watches = await berth.delete(records, by=decided_by(None), retry_for_s=timeout_s)
+        ended = not wait or await berth.wait(timeout_s)
+        report_requests(watches, form=form)
+    if not ended:
+        raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in watches)} were not destroyed in time")
+    return Exit.NO if wait and any(t.state != "deleted" for t in watches) else 0
+
+
+async def stop(
+    settings: Settings,
+    instances: Instances = None,
+    yes: Yes = False,
+    *,
+    choice: InstanceChoice,
+    request: RequestOptions,
+) -> int:
+    """Stop instances; they keep their allocations.
+
+    By name, or all of a --project, --state and --name; those are printed before the question.
+    """
+    async with client(settings) as berth:
+        records = await _chosen(berth, instances or (), request.project, choice, QUERY_TIMEOUT_S)
+    if not instances:
+        running = {BuildState.ACTIVE.value, Condition.ACTIVE.value}
+        records = [one for one in records if one.state is BuildState.ACTIVE and one.shown_state in running]
+        if not await _agreed("Stop", (), records, choice, None, request.form, yes=yes):
+            return 0
+    return await request_all(settings, ActionKind.STOP, records, request)
+
+
+async def _chosen(
+    berth: BuildClient, named: Sequence[str], project: str | None, choice: InstanceChoice, timeout_s: float
+) -> list[BuildRecord]:
+    """The instances that are named, or all of a choice. Raises Stop, BadParameter."""
+    if named:
+        if choice.state is not None or choice.name is not None:
+            raise typer.BadParameter("name instances, or choose them", param_hint="[INSTANCE]...")
+        found = [await instance_of(berth, one, project, timeout_s=timeout_s) for one in named]
+        return [*{one.instance_uuid: one for one in found}.values()]
+    if (project, choice.state, choice.name) == (None, None, None):
+        raise typer.BadParameter("name instances, or give --project, --state or --name", param_hint="[INSTANCE]...")
+    state = BuildState(choice.state) if choice.state in {one.value for one in BuildState} else None
+    if state is None and choice.state is not None:
+        state = BuildState.ACTIVE  # the conditions of an instance are what became of an active one
+    query, chosen = BuildQuery(project_id=project, state=state, limit=PAGE), list[BuildRecord]()
+    while True:
+        page = await berth.query(query, timeout_s=timeout_s)
+        chosen += [one for one in page.builds if _is_chosen(one, choice)]
+        if len(chosen) > MAX_CHOSEN:
+            raise Stop(Exit.USAGE, "choice.too_many", f"more than {MAX_CHOSEN} instances are chosen: choose fewer")
+        if len(page.builds) < PAGE:
+            return chosen
+        last = page.builds[-1]
+        query = replace(query, before=last.created_at, before_instance=last.instance_uuid)
+
+
+def _is_chosen(one: BuildRecord, choice: InstanceChoice) -> bool:
+    if choice.state not in (None, one.shown_state):
+        return False
+    return choice.name is None or fnmatch.fnmatchcase(one.name, choice.name)
+
+
+async def _agreed(
+    verb: str,
+    named: Sequence[str],
+    records: Sequence[BuildRecord],
+    choice: InstanceChoice,
+    cell: str | None,
+    form: Form,
+    *,
+    yes: bool,
+) -> bool:
+    """Print those that were chosen, and ask; whether there is something to do. Raises Stop."""
+    if choice.dry_run or not (named or form.is_data):  # else the form is that of the result
+
+        async def plan() -> ListedItems[BuildRecord]:
+            return ListedItems(records)
+
+        await print_list(plan, INSTANCES, ListOutput(form=form))
+    if choice.dry_run or not records:
+        return False
+    of_cells: dict[str, list[str]] = defaultdict(list)
+    for one in records:
+        of_cells[cell or one.cell or "in no cell"].append(one.instance_uuid)
+    ask_first(f"{verb} {by_cell(of_cells, 'instance')}", yes=yes)
+    return True
+
+
+def _check_ended(site: Site, cell: str, records: Sequence[BuildRecord]) -> None:
+    """Raises Stop: a client can delete one."""
+    site.check_cell(cell)
+    for record in records:
+        if record.state not in ENDED_WITHOUT_MACHINE:
+            reason = f"{record.instance_uuid} is {record.state}: delete it without --cell"
+            raise Stop(Exit.NO, "instance.requested", reason)
+
+
+async def _delete_in_cell(site: Site, cell: str, records: Sequence[BuildRecord]) -> None:
+    """Command the cell to delete instances whose requests have ended, so that no delete of a client reaches it."""
+    bus = site.bus(process_name("operator"), cell)
+    await open_in_time(bus.open())
+    try:
+        commands = [CellDelete(instance_uuid=one.instance_uuid, project_id=one.project_id) for one in records]
+        await bus.publish_all([(command, command.instance_uuid) for command in commands])
+    finally:
+        await bus.close()
+    for one in records:
+        out.print(f"{one.instance_uuid}: {cell} is commanded to delete it; `berth audit` lists what is left")
