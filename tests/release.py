@@ -150,12 +150,12 @@ def build_wheel(root: Path, directory: Path) -> Path:
         command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(directory), str(tree)]
         env = {**os.environ, "SOURCE_DATE_EPOCH": moment}
         subprocess.run(command, check=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=env)
-    return max(directory.glob("berth-*.whl"), key=lambda path: path.stat().st_mtime)
+    return max(directory.glob("berth_scheduler-*.whl"), key=lambda path: path.stat().st_mtime)
 
 
 def wheel_findings(root: Path, version: str, wheel: Path) -> Iterator[Finding]:
     """The name of the wheel, and the parts of berth's packages that it lacks."""
-    yield Finding("the wheel has the version", wheel.name.startswith(f"berth-{version}-"), wheel.name)
+    yield Finding("the wheel has the version", wheel.name.startswith(f"berth_scheduler-{version}-"), wheel.name)
     packages = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
     places = [f"{name.removesuffix('*')}/" for name in packages]
     wanted = {path for path in git(root, "ls-files", *places).splitlines() if not path.endswith(".md")}

@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from berth.cli.common import explain, print_stop
+from berth.cli.extras import add_absent
 from berth.cli.options import as_command
 
 # The command's name: its module in `berth.cli`, and there the function, or the application of several commands.
@@ -100,12 +102,16 @@ class Commands(TyperGroup):
 def load(name: str) -> Any:
     """Import a command of COMMANDS."""
     module, attribute = COMMANDS[name]
-    found = getattr(importlib.import_module(module), attribute)
     alone = typer.Typer(**PLAIN)
-    if isinstance(found, typer.Typer):
-        alone.add_typer(found, name=name)
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as fault:
+        add_absent(alone, name, fault)
     else:
-        alone.command(name)(as_command(found))
+        if isinstance(found, typer.Typer):
+            alone.add_typer(found, name=name)
+        else:
+            alone.command(name)(as_command(found))
     return typer.main.get_group(alone).commands[name]
 
 
@@ -149,4 +155,11 @@ def _options(
 
 def main() -> None:
     """Entry point of the `berth` command."""
-    app()
+    try:
+        app()
+    except ModuleNotFoundError as fault:  # of an extra that is not installed; a defect is re-raised
+        found = explain(fault)
+        if found is None:
+            raise
+        print_stop(found)
+        sys.exit(found.status)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from inspect import Parameter
 from typing import Any, TypeVar, get_type_hints
@@ -12,7 +13,6 @@ import typer
 from msgspec import NODEFAULT, Struct, structs
 
 from berth.cli.common import run, settings_of
-from berth.config.settings import Settings
 
 B = TypeVar("B", bound=Callable[..., Any])
 
@@ -27,9 +27,11 @@ def as_command(body: Callable[..., Any]) -> Callable[..., Any]:
     shown: list[Parameter] = []
     groups: dict[str, tuple[type[Struct], list[str]]] = {}
     reads = ""
+    # Only a command whose module has imported them reads settings: the client alone has none.
+    settings = getattr(sys.modules.get("berth.config.settings"), "Settings", None)
     for parameter in inspect.signature(body, eval_str=True).parameters.values():
         kind = parameter.annotation
-        if kind is Settings:
+        if kind is settings:
             reads = parameter.name
             shown.append(Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context))
         elif isinstance(kind, type) and issubclass(kind, Struct):

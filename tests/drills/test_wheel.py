@@ -36,7 +36,7 @@ class Installed:
             sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(place / "dist"), self._sources(place)
         )
         self.run(sys.executable, "-m", "venv", str(self.bin.parent))
-        (wheel,) = (place / "dist").glob("berth-*.whl")
+        (wheel,) = (place / "dist").glob("berth_scheduler-*.whl")
         constraints = str(ROOT / "constraints.txt")
         self.run(str(self.bin / "pip"), "install", "-q", "-c", constraints, f"{wheel}[embedded]")
 
