@@ -18,7 +18,7 @@ from berth.config.settings import read_settings
 from berth.up.worker_processes import STALL_S
 from tests.release import ANCHOR, findings, git
 
-# --- `scripts/nightly release` in a scratch repository: what holds, and what each mistake breaks
+# --- `scripts/release` in a scratch repository: what holds, and what each mistake breaks
 
 
 VERSION = "0.2.0"
