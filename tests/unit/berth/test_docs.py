@@ -391,6 +391,7 @@ PROGRAMS = {
     "cp",
     "createdb",
     "curl",
+    "dpkg",
     "journalctl",
     "ln",
     "nova-manage",
