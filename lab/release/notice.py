@@ -19,7 +19,8 @@ What an installation of berth-scheduler[embedded] brings besides, each under the
 def licence_of(found: Distribution) -> str:
     """What its metadata state: the expression, else the first line of the text, else the classifiers; "": nothing."""
     metadata = found.metadata
-    text = (metadata.get("License-Expression") or metadata.get("License") or "").strip()
+    texts = [text for name in ("License-Expression", "License") for text in metadata.get_all(name) or ()]
+    text = next(filter(None, texts), "").strip()
     kinds = [one.rpartition(" :: ")[2] for one in metadata.get_all("Classifier") or () if one.startswith("License ::")]
     return text.partition("\n")[0] if text and text != "UNKNOWN" else ", ".join(kinds)
 
