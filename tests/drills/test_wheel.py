@@ -1,5 +1,5 @@
-"""README's wheel, installed into empty virtualenvs outside of any clone: with [embedded] `berth up` and a life cycle; without
-an extra the client, and what it brings.
+"""README's wheel, installed into empty virtualenvs outside of any clone: with [embedded] `berth up` and a life cycle;
+without an extra the client, and what it brings.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_a_wheel_in_an_empty_virtualenv_runs_a_whole_berth(installed: Installed)
 
 def listed(installed: Installed) -> list[dict[str, str]]:
     found = json.loads(installed.berth("list", "--json"))
-    return [one for one in found["builds"] if one["state"] == "active"]
+    return [one for one in found if one["state"] == "active"]
 
 
 # What a person's computer gets for a token and an address.
