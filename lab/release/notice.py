@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import Distribution, PackagePath, distributions
 from pathlib import Path
 
 from bus.distribution import DISTRIBUTION
@@ -32,7 +32,11 @@ def texts_of(found: Distribution) -> list[str]:
         for path in found.files or ()
         if ".dist-info" in str(path.parent) and path.name.upper().startswith(LICENCE_NAMES)
     ]
-    return [Path(str(path.locate())).read_text(errors="replace").strip() for path in sorted(named)]
+    return [_text(path) for path in sorted(named)]
+
+
+def _text(path: PackagePath) -> str:
+    return Path(str(path.locate())).read_text(errors="replace").strip()
 
 
 def notice(site: Path) -> tuple[str, list[str]]:
@@ -40,7 +44,9 @@ def notice(site: Path) -> tuple[str, list[str]]:
     found = sorted(distributions(path=[str(site)]), key=lambda one: one.name.lower())
     parts, unstated = [HEADING], []
     for one in found:
-        if one.name == DISTRIBUTION:
+        if one.name == DISTRIBUTION:  # of others' files in its own it has the licences beside them
+            kept = [path for path in one.files or () if path.suffix == ".LICENSE"]
+            parts += ["\n".join(["-" * 72, str(path), "", _text(path), ""]) for path in kept]
             continue
         licence, texts = licence_of(one), texts_of(one)
         if not licence and not texts:
