@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from importlib import metadata
 from itertools import zip_longest
 from typing import Any
 
@@ -19,6 +18,7 @@ from bus.codec import CAUSE, TRACEPARENT
 from bus.contracts.base import Message, Refusal, tag_of
 from bus.contracts.catalogue import MESSAGES, REPLIES, MessageRow
 from bus.contracts.queues import COMMANDS, EVENTS, Where
+from bus.distribution import version
 
 _SCHEMA = "#/components/schemas/{name}"
 REPLY_CHANNEL = "replies"
@@ -55,7 +55,7 @@ def document(*, public: bool = False) -> dict[str, Any]:
         "asyncapi": "3.0.0",
         "info": {
             "title": "berth's bus",
-            "version": metadata.version("berth"),
+            "version": version(),
             "description": _DESCRIPTION,
             "license": {"name": "Apache-2.0"},
         },

@@ -61,6 +61,9 @@ STEPS = {
     "mutants.xml": _of_pytest("{} tests of deliberate defects"),
     "drills.xml": _of_pytest("{} drills"),
     "postgresql-16.xml": _of_pytest("{} tests on PostgreSQL 16.2"),
+    "supported-trixie.xml": _of_pytest("{} tests on Python 3.13, RabbitMQ 4.0 and PostgreSQL 17"),
+    "supported-sid.xml": _of_pytest("{} tests on Python 3.13, RabbitMQ 4.3 and PostgreSQL 18"),
+    "supported-mixed.xml": _of_pytest("{} tests on Python 3.11, RabbitMQ 4.3 and PostgreSQL 16"),
     "ironic.xml": _of_pytest("Ironic {} tests"),
     "ironic-drill.xml": _of_pytest("Ironic {} drills"),
     "demo.json": Step(

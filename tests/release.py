@@ -1,12 +1,11 @@
-"""The content of a release, and whether all parts agree on it: `python -m tests.release [VERSION]` (a nightly step).
+"""The content of a release, and whether all parts agree on it: `scripts/release`.
 
-Nothing is changed but the directory that the wheel goes into, and nothing is tagged or pushed.
+Nothing is changed but the directory that sdist and wheel go into, and nothing is tagged or pushed.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import re
 import subprocess
@@ -137,8 +136,10 @@ def pages(root: Path) -> Finding:
     return Finding("the features and the derived pages are up to date", done.returncode == 0, last[0])
 
 
-def build_wheel(root: Path, directory: Path) -> Path:
-    """The wheel of the commit, with the commit's time in it. Raises CalledProcessError."""
+def build(root: Path, directory: Path, builder: str) -> Path:
+    """The sdist of the commit, with the commit's time in it, and the wheel that is built from that sdist; returns the
+    wheel. builder: a Python that has `build`. Raises CalledProcessError.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     moment = git(root, "log", "-1", "--format=%ct")
     with tempfile.TemporaryDirectory(prefix="berth-release-") as place:
@@ -147,15 +148,20 @@ def build_wheel(root: Path, directory: Path) -> Path:
         tree = Path(place) / "tree"
         tree.mkdir()
         subprocess.run(["tar", "-xf", str(archive), "-C", str(tree)], check=True, timeout=LIMIT_S)
-        command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(directory), str(tree)]
+        command = [builder, "-m", "build", "--outdir", str(directory), str(tree)]
         env = {**os.environ, "SOURCE_DATE_EPOCH": moment}
-        subprocess.run(command, check=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=env)
-    return max(directory.glob("berth-*.whl"), key=lambda path: path.stat().st_mtime)
+        done = subprocess.run(
+            command, check=False, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=env, capture_output=True, text=True
+        )
+        if done.returncode:
+            sys.stderr.write(done.stdout[-2000:] + done.stderr[-2000:])
+        done.check_returncode()
+    return max(directory.glob("berth_scheduler-*.whl"), key=lambda path: path.stat().st_mtime)
 
 
 def wheel_findings(root: Path, version: str, wheel: Path) -> Iterator[Finding]:
     """The name of the wheel, and the parts of berth's packages that it lacks."""
-    yield Finding("the wheel has the version", wheel.name.startswith(f"berth-{version}-"), wheel.name)
+    yield Finding("the wheel has the version", wheel.name.startswith(f"berth_scheduler-{version}-"), wheel.name)
     packages = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
     places = [f"{name.removesuffix('*')}/" for name in packages]
     wanted = {path for path in git(root, "ls-files", *places).splitlines() if not path.endswith(".md")}
@@ -169,7 +175,8 @@ def main() -> int:
     """Look, build, and print what to type. 1: something does not hold."""
     parser = argparse.ArgumentParser(description="What a release would be.")
     parser.add_argument("version", nargs="?", help="default: that of pyproject.toml")
-    parser.add_argument("--wheel", type=Path, default=ROOT / "dist", metavar="DIRECTORY")
+    parser.add_argument("--into", type=Path, default=ROOT / "dist", metavar="DIRECTORY", help="of sdist and wheel")
+    parser.add_argument("--builder", default=sys.executable, help="a Python that has the package build")
     arguments = parser.parse_args()
     version = arguments.version or version_of(ROOT)
     found = []
@@ -184,14 +191,12 @@ def main() -> int:
         note(one)
     note(pages(ROOT))
     try:
-        wheel = build_wheel(ROOT, arguments.wheel)
+        wheel = build(ROOT, arguments.into, arguments.builder)
     except subprocess.CalledProcessError as error:
-        note(Finding("the wheel is built", False, f"pip ended with {error.returncode}"))
+        note(Finding("sdist and wheel are built", False, f"build ended with {error.returncode}"))
     else:
         for one in wheel_findings(ROOT, version, wheel):
             note(one)
-        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        sys.stdout.write(f"{wheel}, {wheel.stat().st_size:,} bytes, sha256 {digest}\n")
     broken = sum(not one.holds for one in found)
     commit = git(ROOT, "rev-parse", "HEAD")
     if broken:

@@ -13,7 +13,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -31,6 +30,7 @@ from berth.backup.manifest import (
     write_manifest,
 )
 from berth.config.schemas import SchemaRevision, SchemaState, find_schemas, quoted
+from bus.distribution import version
 from bus.persistence.address import CONNECTION_LOST, parse_database_url
 from bus.persistence.database import CONNECT_TIMEOUT_S
 from bus.persistence.database_faults import raise_fault
@@ -131,7 +131,7 @@ async def _copy_all(url: str, directory: Path) -> Manifest:
         raise_fault(error, closed=connection.is_closed())
     finally:
         await connection.close()
-    return Manifest(format=FORMAT, at=at, berth=metadata.version("berth"), server=server, schemas=schemas)
+    return Manifest(format=FORMAT, at=at, berth=version(), server=server, schemas=schemas)
 
 
 def _require_known(found: list[SchemaRevision]) -> None:

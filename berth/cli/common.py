@@ -12,22 +12,17 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
-import asyncpg
 import msgspec
 import typer
-import uvloop
 from rich.text import Text
 
-from berth.bus_client import BuildClient
+from berth.cli.extras import ABSENT, absent_extra, extra_message
 from berth.cli.output import err
 from berth.config.ports import ServerFailed
-from berth.config.settings import Settings, check_urls, read_settings
-from berth.config.site import Site, process_name
 from berth.text import counted, printable, printable_lines
 from berth.up.embedded.process import DirectoryInaccessible, ServerMissing
-from berth.up.local_workers import WorkerEnded
 from bus.bus_ownership import BusOwnedByAnother
 from bus.contracts.base import MAX_REASON, reason_of
 from bus.contracts.build import BuildQuery, BuildRecord, BuildState
@@ -41,13 +36,15 @@ from bus.faults import (
     RequestUnconfirmed,
     Transient,
 )
-from bus.persistence.database_faults import raise_fault
-from bus.rabbitmq.errors import BrokerUntrusted
-from bus.service.environment import CellAddressInvalid, NotConfigured
 from bus.service.settings import SettingsError
-from bus.service.telemetry import configure_logging
-from bus.service.watchdog import watchdog_of, watched_loop
 from bus.transport import BusError, BusForbidden, BusUnavailable, PublishRefused, Unroutable
+
+# The client alone is installed without what a site's programs need (broker, database, workers), and its commands import
+# this module, too. Functions for a site's commands import the rest when they are called.
+if TYPE_CHECKING:
+    from berth.bus_client import BuildClient
+    from berth.config.settings import Settings
+    from berth.config.site import Site
 
 
 class Exit(IntEnum):
@@ -59,6 +56,8 @@ class Exit(IntEnum):
     TIME = 4  # time ran out
 
 
+# What has the bus runs as a worker does: on uvloop, with structured logs and a watchdog.
+SITE = "bus.bus"
 OPEN_TIMEOUT_S = 10.0
 QUERY_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
@@ -166,6 +165,8 @@ def in_shadow(settings: Settings, shadow: bool) -> Settings:
 
 def settings_of(context: typer.Context, *, bus: str | None = None) -> Settings:
     """The settings in force, from --config or where `read_settings` looks; `bus`: another URL. Raises SettingsError."""
+    from berth.config.settings import check_urls, read_settings  # noqa: PLC0415
+
     path: Path | None = context.obj
     settings = read_settings(path)
     if bus is not None:
@@ -231,9 +232,13 @@ def check_reason(reason: str, *, least: int = 0) -> None:
 
 def run(body: Callable[[], Coroutine[Any, Any, int | None]]) -> NoReturn:
     """Run a command's coroutine and exit with its status; faults become a message on standard error."""
-    configure_logging(process="berth", role="cli", level=os.environ.get("BERTH_CLI_LOG", "error"), style="pretty")
     try:
-        status = uvloop.run(_watched(body)) or 0
+        if SITE in sys.modules:
+            from berth.cli.site_process import run_in_site  # noqa: PLC0415
+
+            status = run_in_site(body) or 0
+        else:
+            status = asyncio.run(body()) or 0
     except KeyboardInterrupt:
         status = 130
     except Exception as fault:  # those that have a message for a user; others are re-raised
@@ -245,23 +250,19 @@ def run(body: Callable[[], Coroutine[Any, Any, int | None]]) -> NoReturn:
     raise SystemExit(status)
 
 
-async def _watched(body: Callable[[], Coroutine[Any, Any, int | None]]) -> int | None:
-    async with watched_loop(watchdog_of(os.environ, pid=os.getpid())):
-        return await body()
-
-
 def print_stop(stop: Stop) -> None:
     """The message of a Stop on standard error, with its stable code."""
     message = Text.assemble(("berth: ", "red"), printable_lines(str(stop)), (f" ({stop.code})", "dim"))
     err.print(message, soft_wrap=True)
 
 
-# Faults in the words of a user, first match first: (fault, exit status, message; `{}` is the fault's own text).
-_MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
+# Faults in the words of a user, first match first: (fault, exit status, message; `{}` is the fault's own text). A class
+# that the client alone cannot import is named.
+_MEANINGS: tuple[tuple[type[BaseException] | str, int, str], ...] = (
     (SettingsError, Exit.USAGE, "{}"),
     (Unroutable, Exit.UNAVAILABLE, "the bus has no queue for this yet: has a scheduler ever been started?"),
     (PublishRefused, Exit.UNAVAILABLE, "the queue is full: publish more slowly"),
-    (BrokerUntrusted, Exit.USAGE, "the broker is not trusted: {}"),
+    ("bus.rabbitmq.errors.BrokerUntrusted", Exit.USAGE, "the broker is not trusted: {}"),
     (BusOwnedByAnother, Exit.USAGE, "{}"),
     (BusForbidden, Exit.USAGE, "the broker refuses these credentials: {}"),
     (BusUnavailable, Exit.UNAVAILABLE, "the bus is out of reach: {}"),
@@ -269,8 +270,8 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
     (RequestTimeout, Exit.TIME, "no answer in time: is a scheduler running?"),
     (DatabaseUnprepared, Exit.UNAVAILABLE, "no worker has prepared this database yet: {}"),
     (Forbidden, Exit.USAGE, "{}"),
-    (NotConfigured, Exit.USAGE, "{}"),
-    (CellAddressInvalid, Exit.USAGE, "{}"),
+    ("bus.service.environment.NotConfigured", Exit.USAGE, "{}"),
+    ("bus.service.environment.CellAddressInvalid", Exit.USAGE, "{}"),
     (DatabaseUnavailable, Exit.UNAVAILABLE, "the database is out of reach: {}"),
     (Transient, Exit.UNAVAILABLE, "{}"),
     (ServerMissing, Exit.USAGE, "{}"),
@@ -282,13 +283,22 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
 )
 
 
+_WORKER_ENDED = "berth.up.local_workers.WorkerEnded"
+_POSTGRES_ERROR = "asyncpg.exceptions._base.PostgresError"
+
 # Stable codes for faults that have none of their own.
-_CODES: dict[type[BaseException], str] = {
+_CODES: dict[type[BaseException] | str, str] = {
     ServerMissing: "server.missing",
     DirectoryInaccessible: "directory.inaccessible",
     ServerFailed: "server.failed",
     TimeoutError: "timeout",
 }
+
+
+def _is(fault: BaseException, kind: type[BaseException] | str) -> bool:
+    if isinstance(kind, str):
+        return any(f"{one.__module__}.{one.__qualname__}" == kind for one in type(fault).__mro__)
+    return isinstance(fault, kind)
 
 
 def explain(fault: BaseException) -> Stop | None:
@@ -297,18 +307,24 @@ def explain(fault: BaseException) -> Stop | None:
         return fault
     if isinstance(fault, BaseExceptionGroup):
         return explain(fault.exceptions[0])
-    if isinstance(fault, asyncpg.PostgresError):
+    if isinstance(fault, ModuleNotFoundError):
+        extra = absent_extra(fault)
+        return Stop(Exit.USAGE, ABSENT, extra_message(extra)) if extra else None
+    if isinstance(fault, Exception) and _is(fault, _POSTGRES_ERROR):
+        from bus.persistence.database_faults import raise_fault  # noqa: PLC0415
+
         try:
             raise_fault(fault)
         except Exception as raised:  # the fault itself, where it is a defect of berth
             return None if raised is fault else explain(raised)
-    if isinstance(fault, WorkerEnded):
+    if _is(fault, _WORKER_ENDED):
         stop = explain(fault.__cause__) if fault.__cause__ is not None else None
         status = Exit.NO if stop is None else stop.status
         return Stop(status, "up.worker_died" if stop is None else stop.code, f"{fault}; see the log above")
     for kind, status, message in _MEANINGS:
-        if isinstance(fault, kind):
-            code = _CODES.get(kind) or str(getattr(fault, "code", kind.__name__))
+        if _is(fault, kind):
+            name = kind if isinstance(kind, str) else kind.__name__
+            code = _CODES.get(kind) or str(getattr(fault, "code", name))
             return Stop(status, code, message.replace("{}", str(fault)))
     return None
 
@@ -316,6 +332,9 @@ def explain(fault: BaseException) -> Stop | None:
 @contextlib.asynccontextmanager
 async def client(settings: Settings) -> AsyncIterator[BuildClient]:
     """A connected client of the API bus. Raises Stop when the bus does not answer within OPEN_TIMEOUT_S."""
+    from berth.bus_client import BuildClient  # noqa: PLC0415
+    from berth.config.site import Site, process_name  # noqa: PLC0415
+
     site = Site(settings)
     process = process_name("cli")
     made = BuildClient(site.bus(process), clock=site.clock, process=process)
@@ -345,6 +364,8 @@ async def open_in_time(opening: Coroutine[Any, Any, None]) -> None:
 
 def database_of(settings: Settings) -> Site:
     """A site whose database is known. Raises Stop when it is embedded and no `berth up` runs."""
+    from berth.config.site import Site  # noqa: PLC0415
+
     site = Site(settings)
     if site.database_url is None:
         raise Stop(

@@ -16,6 +16,8 @@ import typer
 from msgspec import Struct
 from typer.core import TyperGroup
 
+from berth.cli.common import explain, print_stop
+from berth.cli.extras import add_absent
 from berth.cli.options import as_command
 
 
@@ -383,7 +385,10 @@ def _made(word: str, entry: str | Noun) -> Any:
         alone.add_typer(typer.Typer(cls=cls, help=entry.help, no_args_is_help=True, **PLAIN), name=word)
     else:
         module, _, function = entry.partition(":")
-        alone.command(word)(as_command(getattr(importlib.import_module(module), function)))
+        try:
+            alone.command(word)(as_command(getattr(importlib.import_module(module), function)))
+        except ModuleNotFoundError as fault:
+            add_absent(alone, word, fault)
     return typer.main.get_group(alone).commands[word]
 
 
@@ -428,4 +433,11 @@ def _options(
 
 def main() -> None:
     """Entry point of the `berth` command."""
-    app()
+    try:
+        app()
+    except ModuleNotFoundError as fault:  # of an extra that is not installed; a defect is re-raised
+        found = explain(fault)
+        if found is None:
+            raise
+        print_stop(found)
+        sys.exit(found.status)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import socket
-from importlib import metadata
 from urllib.parse import urlsplit
 
 from berth.config.settings import TraceSettings
+from bus.distribution import version
 from bus.service.settings import SettingsError
 from bus.tracing.tracer import Tracer
 
@@ -24,7 +24,7 @@ def make_tracer(settings: TraceSettings, process: str, role: str = "") -> Tracer
         "service.namespace": "berth",
         "service.name": role or (named[0] if named else process),
         "service.instance.id": process,
-        "service.version": metadata.version("berth"),
+        "service.version": version(),
         "host.name": socket.gethostname(),
     }
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any, Literal
 
 import msgspec
@@ -69,6 +68,7 @@ from bus.contracts.objects import (
 )
 from bus.contracts.operations import HostAdminState, HostDeleted, ServiceDeleted, ServiceRecord
 from bus.contracts.workers import WorkerRecord
+from bus.distribution import version
 
 _REF = "#/components/schemas/{name}"
 
@@ -237,7 +237,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
             path[method.lower()] = _operation(route, operations[route.name], of_kind)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "berth", "version": metadata.version("berth")},
+        "info": {"title": "berth", "version": version()},
         "servers": [{"url": "/api/v1"}],
         "security": [{"token": []}],
         "paths": paths,

@@ -7,12 +7,12 @@ import gc
 import os
 import signal
 from collections.abc import Callable
-from importlib import metadata
 
 import structlog
 import uvloop
 
 from bus import metrics
+from bus.distribution import version
 from bus.faults import BrokenInvariant, Forbidden
 from bus.retrying import needs_grant
 from bus.service.environment import Environment, NotConfigured
@@ -61,7 +61,7 @@ def run_process(
     """
     show_stacks_on_abort()
     configure_logging(process=process, role=role, level=log_level, style=log_style)
-    metrics.WORKER.labels(role, process, metadata.version("berth")).set(1)
+    metrics.WORKER.labels(role, process, version()).set(1)
     try:
         uvloop.run(live(build, environment, http=http))
     except BrokenInvariant as fault:

@@ -6,11 +6,11 @@ import asyncio
 import os
 import socket
 from contextlib import suppress
-from importlib import metadata
 
 from bus.bus import Bus
 from bus.clock import event_or_time
 from bus.contracts.workers import STOPPED, WorkerHeartbeat
+from bus.distribution import version
 from bus.service.environment import Environment
 from bus.service.service import WorkerRuntime
 from bus.transport import BusError
@@ -38,7 +38,7 @@ class WorkerHeartbeats:
         self._role = role
         self._every_s = every_s
         self._started_at = bus.clock.time()
-        self._version = metadata.version("berth")[:MAX_TEXT]
+        self._version = version()[:MAX_TEXT]
         self._host = socket.gethostname()[:MAX_TEXT]
         self._left = False
 

@@ -6,9 +6,10 @@ import os
 import platform
 import socket
 from collections import Counter
-from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from statistics import median
 
+from bus import distribution
 from lab.load.record import STAGES, LoadSettings, MachineInfo, Operations, Totals
 from lab.load.report.summary import percentiles
 from lab.load.run import LoadRun
@@ -102,8 +103,8 @@ def settings_of(run: LoadRun, **more: object) -> LoadSettings:
 def machine() -> MachineInfo:
     """This one."""
     try:
-        version = metadata.version("berth")
-    except metadata.PackageNotFoundError:
+        version = distribution.version()
+    except PackageNotFoundError:
         version = ""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return MachineInfo(

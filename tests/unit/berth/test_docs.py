@@ -295,6 +295,8 @@ def test_no_page_installs_berth_by_its_name() -> None:
     by_name = re.compile(r"pip install[^\n]* '?berth(\[|['\s`]|$)", re.MULTILINE)
     sources = [path for package in ("berth", "bus") for path in (ROOT / package).rglob("*.py")]
     assert [path for path in (*ALL_PAGES, *sources) if by_name.search(path.read_text())] == []
+    wheels = {name for path in ALL_PAGES for name in re.findall(r"(\w+)-[\d.]+-py3-none-any\.whl", path.read_text())}
+    assert wheels == {"berth_scheduler"}
 
 
 # --- the commands in README and the pages are ones that berth takes: command lines,
@@ -411,6 +413,7 @@ PROGRAMS = {
     "cp",
     "createdb",
     "curl",
+    "dpkg",
     "journalctl",
     "ln",
     "nova-manage",

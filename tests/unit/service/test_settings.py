@@ -18,7 +18,7 @@ import pytest
 import structlog
 from msgspec import Struct
 
-from berth.cli.common import _watched
+from berth.cli.site_process import _watched
 from bus.service.settings import HIDDEN, Secret, SettingsError, hide_password, load, redact
 from bus.service.telemetry import MAX_TEXT, configure_logging
 from bus.service.watchdog import MAX_LIMIT_S, Watchdog, watchdog_of, watched_loop

@@ -18,7 +18,7 @@ from berth.config.settings import read_settings
 from berth.up.worker_processes import STALL_S
 from tests.release import ANCHOR, findings, git
 
-# --- `scripts/nightly release` in a scratch repository: what holds, and what each mistake breaks
+# --- `scripts/release` in a scratch repository: what holds, and what each mistake breaks
 
 
 VERSION = "0.2.0"
@@ -197,7 +197,7 @@ def test_the_image_has_every_package_and_installs_it_as_the_tests_do() -> None:
     assert packages | {"pyproject.toml", "constraints.txt", project["project"]["readme"]} <= sources
     (install,) = [shlex.split(text) for name, text in instructions() if name == "RUN" and "pip install" in text]
     assert install[install.index("--constraint") + 1] == "/src/constraints.txt"
-    assert install[-1] == "/src"  # without extras
+    assert install[-1] == "/src[server]"  # without a PostgreSQL
     (entry,) = [text for name, text in instructions() if name == "ENTRYPOINT"]
     assert Path(yaml.safe_load(entry)[0]).name in project["project"]["scripts"]
     assert ("USER", "berth") in instructions()

@@ -1,0 +1,1 @@
+"""The files of a release beside wheel and sdist."""
