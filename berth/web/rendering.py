@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Hashable
+from collections.abc import Coroutine, Hashable
 from datetime import UTC, datetime
 from typing import Any, TypeVar, cast
 
@@ -22,6 +22,8 @@ from bus.transport import BusError
 
 T = TypeVar("T")
 UNANSWERED = (429, 503, 504)  # statuses of problems that end by themselves
+NO_SCHEDULER = 504
+SILENT_FOR_S = 5.0
 # Answers that are kept for pages without a scheduler: the newest of so many questions.
 MAX_KEPT = 64
 HOSTS = (None, "hosts")  # all hosts, which several pages show
@@ -56,6 +58,18 @@ class LastAnswers:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._kept: dict[Hashable, tuple[float, Any]] = {}
+        self._silence: tuple[float, Problem] | None = None
+
+    def note_silence(self, problem: Problem) -> None:
+        """No scheduler has answered in time: for SILENT_FOR_S pages do not wait for one again."""
+        self._silence = self._clock.monotonic(), problem
+
+    @property
+    def silence(self) -> Problem | None:
+        """Why no scheduler need be asked just now."""
+        if self._silence is None or self._clock.monotonic() - self._silence[0] > SILENT_FOR_S:
+            return None
+        return self._silence[1]
 
     def keep(self, question: Hashable, answer: object) -> None:
         """Keep this one; that which has not been asked for longest goes."""
@@ -80,17 +94,25 @@ class Asked:
         self._last = last
         self._sees = None if caller is None else caller.sees
 
-    async def of(self, answer: Awaitable[T], *, without: T, question: Hashable = None) -> T:
+    async def of(
+        self, answer: Coroutine[Any, Any, T], *, without: T, question: Hashable = None, by_others: bool = False
+    ) -> T:
         """The answer, the last one to this question that the caller's project may see, or what the page shows without
-        any. Raises Fault of a refusal.
+        any. by_others: no scheduler gives it. Raises Fault of a refusal.
         """
+        silence = None if self._last is None or by_others else self._last.silence
         try:
+            if silence is not None:
+                answer.close()
+                raise Problem(silence.status, silence.code, silence.detail)
             found = await answer
         except (Fault, BusError, Transient, Problem) as fault:
             problem = problem_of(fault)
             if problem is None or problem.status not in UNANSWERED:
                 raise
             self.problem = problem
+            if self._last is not None and problem.status == NO_SCHEDULER and not by_others and silence is None:
+                self._last.note_silence(problem)
             kept = None if self._last is None or question is None else self._last.find((self._sees, question))
             if kept is None:
                 return without

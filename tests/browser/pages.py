@@ -81,13 +81,13 @@ def berth_up(berth: str, hosts: int, directory: Path) -> Iterator[tuple[str, str
             web = subprocess.Popen(command, env=env, cwd=directory, stdout=subprocess.PIPE, stderr=log, text=True)
 
             def stop() -> None:
-                up.send_signal(signal.SIGTERM)
-                up.wait(STOP_TIMEOUT_S)
+                up.send_signal(signal.SIGSTOP)
 
             yield line_starting_with(web, "berth is at ").split()[-1], link, env, stop
         finally:
             for process in (web, up):
                 if process is not None and process.poll() is None:
+                    up.send_signal(signal.SIGCONT)  # without it neither would end
                     process.send_signal(signal.SIGTERM)
                     process.wait(STOP_TIMEOUT_S)
 
@@ -446,7 +446,7 @@ def host_is_drained_by_its_plan(person: Person) -> None:
     expect("it is elsewhere", person.api(f"/api/v1/builds/{instance}")["host"] != name)
     person.open("/operations")
     expect("it is listed", name in person.text("#drains") and "ended" in person.text("#drains"))
-    expect("its host is held", name in person.text("#held"))
+    person.until("its host is held", lambda: (person.open("/operations"), name in person.text("#held"))[1])
     person.open("/actions")
     expect("the move is listed", instance[:8] in person.text() and "live-migrate" in person.text())
 
@@ -533,6 +533,7 @@ def keyboard_and_reader_find_their_way(person: Person) -> None:
         person.driver.find_element(By.TAG_NAME, "body").send_keys(Keys.TAB)
         expect(f"{path}: skip link", person.driver.switch_to.active_element.get_attribute("class") == "skip")
         expect(f"{path}: one h1", len(person.driver.find_elements(By.TAG_NAME, "h1")) == 1)
+        person.driver.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
         for field in person.driver.find_elements(
             By.CSS_SELECTOR, "input:not([type=hidden]), select, textarea, meter, progress, #map"
         ):
@@ -576,7 +577,8 @@ def pages_work_without_a_scheduler(person: Person) -> None:
         person.open(path)
         expect(f"{path} names the pages", person.driver.find_elements(By.CSS_SELECTOR, "header nav a"))
         if not path.endswith("/drain"):
-            expect(f"{path} says it", "answer" in person.text("#unanswered, #status"))
+            shown = person.text("#unanswered, #status")
+            expect(f"{path} says it: {shown}", "answer" in shown)
     person.open("/fleet")
     expect("the hosts are shown", f"{person.hosts - NODES:,} hosts" in person.text())
     expect("with their age", "as of" in person.text("#unanswered"))

@@ -82,10 +82,10 @@ class OperatorPages:
                 asked.of(self._actions.actions(under_way), without=ActionPage(), question=under_way),
             ),
             asyncio.gather(
-                asked.of(self._safety.counts(), without=SafetyCounts({}, {}), question="safety"),
-                asked.of(self._safety.breakers(None, True), without=[], question="breakers"),
-                asked.of(self._safety.recoveries(), without=[], question="recoveries"),
-                asked.of(self._dead_letters.counts(), without=[], question="dead letters"),
+                asked.of(self._safety.counts(), without=SafetyCounts({}, {}), question="safety", by_others=True),
+                asked.of(self._safety.breakers(None, True), without=[], question="breakers", by_others=True),
+                asked.of(self._safety.recoveries(), without=[], question="recoveries", by_others=True),
+                asked.of(self._dead_letters.counts(), without=[], question="dead letters", by_others=True),
             ),
         )
         open_drains = [one for one in drains if one.state is not DrainState.ENDED]
@@ -184,7 +184,7 @@ class OperatorPages:
         """How many dead letters each queue has."""
         need(caller_of(request), WebRole.READER)
         asked = Asked(self._last)
-        counts = await asked.of(self._dead_letters.counts(), without=[], question="dead letters")
+        counts = await asked.of(self._dead_letters.counts(), without=[], question="dead letters", by_others=True)
         return self._page(request, "dead_letters.html", asked=asked, counts=counts)
 
     async def dead_letters(self, request: Request) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ from berth.web.pages.figures import (
 from berth.web.pages.login import page_of
 from berth.web.pages.object_pages import FORMS, filled
 from berth.web.problems import Problem
-from berth.web.rendering import MAX_KEPT, TEMPLATES, Asked, LastAnswers
+from berth.web.rendering import MAX_KEPT, SILENT_FOR_S, TEMPLATES, Asked, LastAnswers
 from berth.web.sign_in_sessions import WebCaller, WebRole
 from bus.clock import SystemClock
 from bus.contracts.build import BuildRecord, BuildState, HostRecord
@@ -123,6 +123,9 @@ class HandClock(SystemClock):
     def time(self) -> float:
         return self.now
 
+    def monotonic(self) -> float:
+        return self.now
+
 
 async def answer(value: str) -> str:
     return value
@@ -132,18 +135,37 @@ async def silence() -> str:
     raise RequestTimeout("no reply")
 
 
-async def ask(last: LastAnswers, made: Awaitable[str], caller: WebCaller | None = None) -> tuple[str, Asked]:
+async def ask(last: LastAnswers, made: Coroutine[Any, Any, str], caller: WebCaller | None = None) -> tuple[str, Asked]:
     asked = Asked(last, caller)
     return await asked.of(made, without="not known", question="q"), asked
 
 
 async def test_the_last_answer_stands_in_for_one_that_does_not_come() -> None:
-    last = LastAnswers(HandClock())
+    last = LastAnswers(clock := HandClock())
     assert await (first := Asked(last)).of(silence(), without="not known", question="q") == "not known"
     assert first.status == 504 and first.as_of is None
+    clock.now += 60
     assert (await ask(last, answer("hosts")))[0] == "hosts"
+    clock.now += 60
     shown, asked = await ask(last, silence())
-    assert (shown, asked.status, asked.as_of) == ("hosts", 504, 100.0)
+    assert (shown, asked.status, asked.as_of) == ("hosts", 504, 160.0)
+    assert await Asked(last).of(answer("4 dead letters"), without="", by_others=True) == "4 dead letters"
+
+
+async def test_pages_do_not_wait_one_after_the_other_while_no_scheduler_answers() -> None:
+    last, waited = LastAnswers(clock := HandClock()), 0
+
+    async def wait_in_vain() -> str:
+        nonlocal waited
+        waited += 1
+        return await silence()
+
+    for _ in range(3):
+        assert (await ask(last, wait_in_vain()))[1].status == 504
+    assert waited == 1
+    clock.now += SILENT_FOR_S + 1
+    assert (await ask(last, answer("hosts")))[0] == "hosts", "it is asked again"
+    assert (await ask(last, wait_in_vain()))[0] == "hosts" and waited == 2
 
 
 async def test_a_project_is_not_shown_what_another_was_answered() -> None:
