@@ -51,6 +51,8 @@ from bus.persistence.address import parse_database_url
 from bus.rabbitmq.address import parse_bus_url
 from lab.reference.messages import _type
 from lab.reference.pages import PAGES
+from nova_scheduler.app import PCI_WEIGHER
+from nova_scheduler.config import DEVICE_FILTERS
 from placement_worker.domain.server_groups import permitted
 from scheduler_worker.config import (
     DEFAULT_FILTERS,
@@ -96,7 +98,7 @@ def test_features_has_the_filters_and_weighers_that_there_are_and_no_other() -> 
     """Names in code type are there; ProjectHostFilter is berth's own."""
     page = (DOCS / "reference" / "features.md").read_text()
     named = set(re.findall(r"`(\w*(?:Filter|Weigher|Isolation))`", page))
-    there = {path.rpartition(".")[2] for path in LISTED}
+    there = {path.rpartition(".")[2] for path in (*LISTED, PCI_WEIGHER)} | set(DEVICE_FILTERS)
     assert named == there - {"ProjectHostFilter"}
 
 

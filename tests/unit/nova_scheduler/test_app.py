@@ -17,9 +17,13 @@ from bus.service.service import WorkerRuntime
 from nova_scheduler import app
 from nova_scheduler.cloud.api_config import NovaApiConfig
 from nova_scheduler.config import NovaConfig
+from nova_scheduler.decide.decision_log import CallRecorder
+from placement_worker.replica.follower import Follower
+from placement_worker.replica.replica import Replica
 from scheduler_worker import plugins
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.fleet.metrics_listener import add_host_metrics
+from scheduler_worker.placement_client import BusClaims
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
 
 CELL = "ce110000-0000-4000-8000-000000000001"
@@ -53,6 +57,41 @@ def test_a_front_reads_the_cells_databases_that_are_named(databases: dict[str, s
     api = NovaApiConfig(cells={CELL: ("h0",)}, cell_databases=databases)
     service = app.build(env, NovaConfig(transport_url="amqp://nova.invalid", api=api), SchedulerConfig())
     assert ("host facts" in {name for name, _ in service._task_makers}) == bool(databases)
+
+
+@pytest.mark.parametrize(
+    ("databases", "fallback", "pci", "expected"),
+    [
+        (DATABASES, "", {}, (["ComputeFilter", "NUMATopologyFilter", "PciPassthroughFilter"], True, True)),
+        (DATABASES, "amqp://stock", {}, (["ComputeFilter", "NUMATopologyFilter", "PciPassthroughFilter"], True, True)),
+        ({}, "", {}, (["ComputeFilter"], False, False)),
+        ({}, "amqp://stock", {"pci": 2.0}, (["ComputeFilter"], False, True)),
+    ],
+)
+def test_numa_and_pci_are_decided_where_the_cells_databases_are_read(
+    databases: dict[str, str], fallback: str, pci: dict[str, float], expected: tuple[list[str], bool, bool]
+) -> None:
+    clock, rng, broker = SystemClock(), random.Random(1), MemoryBroker(SystemClock())
+    env = Environment("nova", transports=lambda _: MemoryTransport(broker, "nova"), clock=clock, rng=rng)
+    bus, replica = env.bus(API), Replica()
+    config = NovaConfig(
+        enabled_filters=("ComputeFilter", "NUMATopologyFilter", "PciPassthroughFilter"),
+        fallback_url=fallback,
+        api=NovaApiConfig(cells={CELL: ("h0",)}, cell_databases=databases),
+    )
+    follower = Follower(bus, replica, process="nova", clock=clock)
+    decides = app.deciding(
+        env,
+        config,
+        SchedulerConfig(multipliers=pci),
+        app.PlacementAccess(replica, follower, BusClaims(bus, timeout_s=1.0)),
+        notifier=app.notifier_of(env, config, MemoryTransport(broker, "x")),  # type: ignore[arg-type]
+        recorder=CallRecorder(),
+    )
+    selector = decides.selector
+    weighers = {one.weigher.name for one in selector.config.weighings}
+    found = [one.name for one in selector.config.filters], selector.in_flight is not None, "pci" in weighers
+    assert found == expected
 
 
 async def test_a_frontend_takes_metrics_of_hosts() -> None:
