@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import structlog
@@ -49,6 +49,7 @@ from scheduler_worker.config import HOST_FACT_FILTERS, NOVA_WEIGHERS, SchedulerC
 from scheduler_worker.fleet.metrics_listener import add_host_metrics
 from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.placement_client import BusClaims, ClaimPort
+from scheduler_worker.selection.plugin import Filter
 from scheduler_worker.selection.selector import Selector
 from scheduler_worker.selection.selector_config import SelectorConfig
 
@@ -69,8 +70,14 @@ class DecisionSettings:
     """How hosts are filtered and weighed: as the settings have it, with the aggregates that Nova has now."""
 
     def __init__(
-        self, selector: Selector, nova_state: NovaState, requests: PlacerRequests, scheduler: SchedulerConfig
+        self,
+        selector: Selector,
+        nova_state: NovaState,
+        requests: PlacerRequests,
+        scheduler: SchedulerConfig,
+        filters_of: Callable[[NovaConfig, SchedulerConfig], Sequence[Filter]],  # raises SettingsError
     ) -> None:
+        self._filters_of = filters_of
         self._selector = selector
         self._nova_state = nova_state
         self._requests = requests
@@ -96,7 +103,7 @@ class DecisionSettings:
     def apply(self, config: NovaConfig, scheduler: SchedulerConfig) -> None:
         """Decide by these filters, weighers and multipliers from now on. Raises SettingsError; nothing is changed."""
         scheduler, lacking = _scheduler_settings(scheduler, config)
-        filters, _ = plugins.filters(scheduler), plugins.weighings(scheduler)
+        filters, _ = self._filters_of(config, scheduler), plugins.weighings(scheduler)
         self._requests.enable(config, lacking)
         self._scheduler = scheduler
         self._reloads += 1
@@ -173,7 +180,7 @@ def deciding(
     requests = PlacerRequests(
         selector, nova_state, config, lacking=lacking, outdated=lambda: facts.outdated(env.clock.monotonic())
     )
-    settings = DecisionSettings(selector, nova_state, requests, scheduler)
+    settings = DecisionSettings(selector, nova_state, requests, scheduler, filters_of)
     destinations = Destinations(
         placer,
         selector,
@@ -238,6 +245,11 @@ def _add_follower(service: WorkerRuntime, follower: Follower) -> None:
     service.add_task("replica", follower.run)
     service.add_preparation(follower.ready.wait)
     service.add_check("replica", follower.ready.is_set)
+
+
+def filters_of(_config: NovaConfig, scheduler: SchedulerConfig) -> Sequence[Filter]:
+    """The filters that are run. Raises SettingsError."""
+    return plugins.filters(scheduler)
 
 
 def _selector(replica: Replica, table: HostTable, scheduler: SchedulerConfig) -> Selector:

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from berth.config.settings import Settings, TelemetrySettings
 from bus.clock import new_uuid
 from bus.service.settings import SettingsError
-from nova_scheduler.app import DecisionSettings
+from nova_scheduler.app import DecisionSettings, filters_of
 from nova_scheduler.cloud.state import NovaAggregate
 from nova_scheduler.config import NovaConfig
 from nova_scheduler.decide.placer_requests import PlacerRequests
@@ -86,7 +86,7 @@ def test_a_wrong_file_changes_nothing() -> None:
 async def test_a_filter_that_is_enabled_rejects_from_the_next_call_on() -> None:
     here = await Cloud([PLENTY] * 2, nova=NovaConfig(enabled_filters=("ComputeFilter",))).open()
     requests = PlacerRequests(here.selector, here.facts, here.nova)
-    settings = DecisionSettings(here.selector, here.facts, requests, here.config)
+    settings = DecisionSettings(here.selector, here.facts, requests, here.config, filters_of)
     settings.configure()
     before = here.selector.config
     with pytest.raises(SettingsError):
@@ -108,9 +108,8 @@ async def test_a_filter_that_is_enabled_rejects_from_the_next_call_on() -> None:
 
 async def test_an_option_of_a_filter_is_the_new_one() -> None:
     here = await Cloud([PLENTY]).open()
-    settings = DecisionSettings(
-        here.selector, here.facts, PlacerRequests(here.selector, here.facts, here.nova), here.config
-    )
+    requests = PlacerRequests(here.selector, here.facts, here.nova)
+    settings = DecisionSettings(here.selector, here.facts, requests, here.config, filters_of)
     config = NovaConfig(enabled_filters=("IsolatedHostsFilter",))
     settings.apply(config, SchedulerConfig(isolated_hosts=("h0",), isolated_images=("i",)))
     (found,) = here.selector.config.filters
