@@ -134,9 +134,10 @@ class RecordReconciler:
                 found[uuid] = record, Reconciled(None, leftovers(record, listing.machines.get(uuid, ()), hosts))
                 continue
             result = self._reconcile(uuid, record, known.get(uuid), listing, decisions.get(uuid), hosts)
-            if not is_recovering and record is not None and loss_of(record, result, known.get(uuid)) is Loss.INSTANCE:
+            lost = result.record if loss_of(record, result, known.get(uuid)) is Loss.INSTANCE else None
+            if not is_recovering and record is not None and lost is not None and _is_reported(record, listing):
                 # As of any instance: nobody accepts what is lost now, and its service's breaker counts it.
-                result = result if _cannot_report(record, listing) else Reconciled(replace(record, blocked_reason=""))
+                result = Reconciled(replace(record, blocked_reason="", highest_attempt=lost.last_attempt))
             found[uuid] = record, result
         return found
 
@@ -233,11 +234,11 @@ class RecordReconciler:
         return made
 
 
-def _cannot_report(record: Instance, listing: MachineListing) -> bool:
-    """Whether no report of its host would show that this instance is lost."""
+def _is_reported(record: Instance, listing: MachineListing) -> bool:
+    """Whether reports of its host show that this instance is lost."""
     is_expected = desired_state_of(record).current is MachineTarget.RUNNING and record.action is None
     is_listed = record.host_uuid in listing.hosts and record.service not in listing.silent | listing.without
-    return not (is_expected and is_listed)
+    return is_expected and is_listed
 
 
 async def _locked(
