@@ -21,8 +21,9 @@ from cell_conductor.engine import FencePort, MarksPort, Sender
 from cell_conductor.hosts.lease_controller import LeaseController
 from cell_conductor.recovery.machine_listing import MachineListing
 from cell_conductor.rules.reconcile import reconcile
-from cell_conductor.rules.recovered import leftovers, recovered, restatement
+from cell_conductor.rules.recovered import Loss, leftovers, loss_of, recovered, restatement
 from cell_conductor.rules.recovery_facts import KnownInstance, OperatorDecision, Reconciled, Verb
+from cell_conductor.state.desired_state import MachineTarget, desired_state_of
 from cell_conductor.state.instance import BlockedReason, Instance
 from cell_conductor.state.step import StepContext
 from cell_conductor.store.keyed import Unrecognised
@@ -132,7 +133,12 @@ class RecordReconciler:
             if not is_recovering and record is not None and not record.blocked_reason:
                 found[uuid] = record, Reconciled(None, leftovers(record, listing.machines.get(uuid, ()), hosts))
                 continue
-            found[uuid] = record, self._reconcile(uuid, record, known.get(uuid), listing, decisions.get(uuid), hosts)
+            result = self._reconcile(uuid, record, known.get(uuid), listing, decisions.get(uuid), hosts)
+            lost = result.record if loss_of(record, result, known.get(uuid)) is Loss.INSTANCE else None
+            if not is_recovering and record is not None and lost is not None and _is_reported(record, listing):
+                # As of any instance: nobody accepts what is lost now, and its service's breaker counts it.
+                result = Reconciled(replace(record, blocked_reason="", highest_attempt=lost.last_attempt))
+            found[uuid] = record, result
         return found
 
     def _reconcile(  # noqa: PLR0917  (one caller)
@@ -226,6 +232,13 @@ class RecordReconciler:
             await transaction.send_later(outgoing)
         self._relay.send(transaction.rows, outgoing)
         return made
+
+
+def _is_reported(record: Instance, listing: MachineListing) -> bool:
+    """Whether reports of its host show that this instance is lost."""
+    is_expected = desired_state_of(record).current is MachineTarget.RUNNING and record.action is None
+    is_listed = record.host_uuid in listing.hosts and record.service not in listing.silent | listing.without
+    return is_expected and is_listed
 
 
 async def _locked(

@@ -616,6 +616,20 @@ async def test_a_service_that_was_away_with_the_highest_mark_lists_late_and_begi
     assert (settled.state, settled.host_uuid, settled.attempt, settled.blocked_reason) == (State.ACTIVE, host(3), 7, "")
 
 
+async def test_what_a_service_lists_late_without_it_is_lost_by_its_reports_alone() -> None:
+    """Seed 651: a service that came back empty lost all of its instances at once, and no breaker counted them."""
+    world = World(told=known(3, 7))
+    world.services = {"s1", "s2"}
+    at_3 = replace(selection(3), service="s3")
+    cell = await cell_of(world, replace(ACTIVE, selections=(at_3,), selection_index=0, attempt=7, highest_attempt=7))
+    found = await cell.recover()
+    assert found is not None and found.blocked_reason == BlockedReason.HOST_ABSENT
+    world.services |= {"s3"}
+    settled = await cell.look_again()
+    assert settled is not None and cell.table.absent == {}
+    assert (settled.phase, settled.blocked_reason, settled.host_uuid) == ((State.ACTIVE, None), "", host(3))
+
+
 @pytest.mark.parametrize("by", ["without", "forget"])
 async def test_a_service_that_has_nothing_by_an_operators_word_is_waited_for_by_nobody(by: str) -> None:
     world = World(told=known(2))

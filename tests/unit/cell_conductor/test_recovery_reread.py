@@ -110,7 +110,7 @@ async def test_a_host_is_not_empty_because_another_service_has_one_of_its_uuid()
     world = World(told=known(2))
     world.services = {"s1", "s3"}
     world.also = {"s3": (host(2),)}
-    cell = await cell_of(world, ACTIVE)
+    cell = await cell_of(world, replace(ACTIVE, selections=(replace(ELSEWHERE, service="s2"),), selection_index=0))
     found = await cell.recover()
     assert found is not None and found.blocked_reason == BlockedReason.HOST_ABSENT
     cell.gone = {"s2"}
