@@ -194,12 +194,15 @@ def small() -> Iterator[Small]:
             made.processes.stop()
 
 
-def berth(small: Small, *arguments: str) -> Any:
+def berth(small: Small, *arguments: str) -> list[Any]:
+    """Run a command that waits, and return what it printed of each instance."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
     env = {**kept, **variables(small.settings)}
     done = run_berth(*arguments, "--wait", "-o", "json", env=env, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, (arguments, done.stdout, done.stderr)
-    return msgspec.json.decode(done.stdout)
+    found = msgspec.json.decode(done.stdout)
+    items: list[Any] = found.get("items", [found])
+    return items
 
 
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL"])
@@ -211,7 +214,7 @@ def test_a_compute_service_that_is_restarted_has_its_machines(small: Small, end:
     worker = small.processes.restart(COMPUTE)  # SIGTERM where it still runs
     small.ready(COMPUTE)
     for kind in ("stop", "start"):  # what a machine that is there can do
-        assert berth(small, kind, instance)["state"] == "done"
+        assert [one["state"] for one in berth(small, "instance", kind, instance)] == ["done"]
     assert "compute.in_memory" not in worker.log.read_text()
     assert list((small.processes.directory / "state" / "machines").iterdir())
     berth(small, "delete", instance, "--yes")
