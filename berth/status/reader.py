@@ -383,9 +383,9 @@ _AWAY = {
 }
 _FOLLOWING = {
     Server.DATABASE: "berth db check",
-    Server.SCHEDULER: "berth workers",
+    Server.SCHEDULER: "berth worker list",
     Server.BROKER: "berth config",
-    Server.IRONIC: "berth baremetal list",
+    Server.IRONIC: "berth node list",
 }
 
 

@@ -36,26 +36,26 @@ _NEXT: Mapping[StatusKind, tuple[str, str]] = {
     StatusKind.SCHEDULER_AWAY: ("berth run scheduler", ""),
     StatusKind.PLACEMENT_AWAY: ("berth run placement", "/system"),
     StatusKind.CONDUCTOR_AWAY: ("berth run conductor --cell {subject}", "/system"),
-    StatusKind.RECOVERY_WAITS: ("berth recovery show --cell {subject}", "/operations"),
+    StatusKind.RECOVERY_WAITS: ("berth recovery show {subject}", "/operations"),
     StatusKind.BREAKER_OPEN: ("berth breaker list --cell {subject}", "/quarantine?cell={subject}"),
     StatusKind.INSTANCES_LOST: (
         f"berth list --state failed --code {INSTANCE_LOST}",
         "/builds?state=failed&code=" + INSTANCE_LOST,
     ),
-    StatusKind.SERVICES_SILENT: ("berth services --cell {subject} --down", "/system"),
-    StatusKind.FENCER_HELD: ("berth hosts --down --cell {subject}", "/fleet?cell={subject}"),
-    StatusKind.FENCE_UNACKNOWLEDGED: ("berth hosts --cell {subject}", "/operations"),
+    StatusKind.SERVICES_SILENT: ("berth service list --cell {subject} --down", "/system"),
+    StatusKind.FENCER_HELD: ("berth host list --down --cell {subject}", "/fleet?cell={subject}"),
+    StatusKind.FENCE_UNACKNOWLEDGED: ("berth host list --cell {subject}", "/operations"),
     StatusKind.QUARANTINE: ("berth quarantine list --cell {subject}", "/quarantine?cell={subject}"),
-    StatusKind.CELL_RECOVERING: ("berth recovery show --cell {subject}", "/operations"),
-    StatusKind.DRAIN_STUCK: ("berth drains show {subject}", "/drains/{subject}"),
-    StatusKind.DEAD_LETTERS: ("berth dead-letters list --bus {subject}", "/dead-letters"),
+    StatusKind.CELL_RECOVERING: ("berth recovery show {subject}", "/operations"),
+    StatusKind.DRAIN_STUCK: ("berth drain show {subject}", "/drains/{subject}"),
+    StatusKind.DEAD_LETTERS: ("berth dead-letter list --bus {subject}", "/dead-letters"),
     StatusKind.AUDIT_FINDINGS: ("berth audit", ""),
-    StatusKind.HOSTS_NOT_IN_PLACEMENT: ("berth hosts --cell {subject}", "/fleet?cell={subject}"),
-    StatusKind.HOSTS_NOT_REPORTED: ("berth hosts", "/fleet"),
-    StatusKind.NO_HOSTS: ("berth services", "/system"),
-    StatusKind.NODE_PROBLEMS: ("berth baremetal problems", "/metal"),
-    StatusKind.WORKERS_SILENT: ("berth workers", "/system"),
-    StatusKind.WORKERS_NOT_READY: ("berth workers", "/system"),
+    StatusKind.HOSTS_NOT_IN_PLACEMENT: ("berth host list --cell {subject}", "/fleet?cell={subject}"),
+    StatusKind.HOSTS_NOT_REPORTED: ("berth host list", "/fleet"),
+    StatusKind.NO_HOSTS: ("berth service list", "/system"),
+    StatusKind.NODE_PROBLEMS: ("berth node check", "/metal"),
+    StatusKind.WORKERS_SILENT: ("berth worker list", "/system"),
+    StatusKind.WORKERS_NOT_READY: ("berth worker list", "/system"),
 }
 
 
@@ -246,7 +246,13 @@ def _of_cell(kind: StatusKind, what: str, cell: str, detail: str, since: float |
     if cell:
         return row(kind, what, subject=cell, detail=detail, began_at=since)
     return StatusRow(
-        severity=Severity.WARNING, kind=kind, what=what, detail=detail, since=since, next="berth hosts", page="/fleet"
+        severity=Severity.WARNING,
+        kind=kind,
+        what=what,
+        detail=detail,
+        since=since,
+        next="berth host list",
+        page="/fleet",
     )
 
 

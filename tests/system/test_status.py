@@ -156,7 +156,7 @@ def test_dead_letters(small: Small) -> None:
     asyncio.run(park())
     found = row_of(seen(small, has(StatusKind.DEAD_LETTERS)), StatusKind.DEAD_LETTERS)
     assert (found.severity, found.subject) == (Severity.WARNING, API)
-    assert found.next == "berth dead-letters list --bus api"
+    assert found.next == "berth dead-letter list --bus api"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
     purge = ("dead-letters", "purge", "placement.inventory", "--yes")
     assert run_berth(*purge, env={**kept, **variables(small.settings)}, timeout_s=TIMEOUT_S).returncode == 0
@@ -198,7 +198,7 @@ def test_a_silent_compute_service(small: Small) -> None:
     small.processes.kill(COMPUTE)
     found = row_of(seen(small, has(StatusKind.SERVICES_SILENT)), StatusKind.SERVICES_SILENT)
     assert (found.severity, found.subject) == (Severity.CRITICAL, "cell1"), "the only one of its cell"
-    assert found.next == "berth services --cell cell1 --down"
+    assert found.next == "berth service list --cell cell1 --down"
     assert found.since
     small.processes.start(COMPUTE, "compute", "--cell", "cell1", "--service", "cell1-c1")
     fine(small)

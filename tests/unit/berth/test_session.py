@@ -193,10 +193,10 @@ def test_a_context_is_shown_without_its_token(env: dict[str, str]) -> None:
     set_context(contexts_file(env), "one", ONE)
     set_context(contexts_file(env), "two", TWO)
     run = CliRunner().invoke
-    listed = json.loads(run(app, ["context", "list", "--json"]).output)
-    assert [(one["name"], one["in_use"]) for one in listed] == [("one", False), ("two", True)]
+    listed = json.loads(run(app, ["context", "list", "-o", "json"]).output)
+    assert [(one["name"], one["in_use"]) for one in listed["items"]] == [("one", False), ("two", True)]
     assert run(app, ["context", "use", "one"]).exit_code == 0
-    shown = run(app, ["context", "show", "--json"])
+    shown = run(app, ["context", "show", "-o", "json"])
     assert json.loads(shown.output) == {
         "source": "context one", "has_token": True, "url": ONE.url, "ca_file": "", "insecure": False,
     }  # fmt: skip

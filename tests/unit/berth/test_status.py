@@ -32,7 +32,7 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
 from cell_conductor.state.breaker import Breaker
 from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineKind
-from cell_conductor.store.keyed import Losses
+from bus.contracts.operations import Losses
 from cell_conductor.store.keyed_tables import PROTECT, UnknownMachineRecord
 from tests.kit.virtual_time import on_virtual_time
 
@@ -123,7 +123,7 @@ EVERY = [
     rows.row(StatusKind.DATABASE_AWAY, "away", severity=Severity.CRITICAL),
     rows.row(StatusKind.BUS_AWAY, "away", subject=API, severity=Severity.CRITICAL),
     rows.row(StatusKind.SCHEDULER_AWAY, "away", severity=Severity.CRITICAL),
-    rows.not_read("drains", "timeout", "", following="berth drains"),
+    rows.not_read("drains", "timeout", "", following="berth drain list"),
 ]
 
 
