@@ -1,8 +1,8 @@
 """The caller, and its permissions.
 
 Without a token file and Keystone every caller of this computer is an operator, and the server listens on loopback
-alone. With one of them a caller shows its token (`Authorization: Bearer` or `X-Auth-Token`), or logs in with it on the
-page and has a session.
+alone. With one of them a caller shows its token, or one that the schedulers have on record (`Authorization: Bearer` or
+`X-Auth-Token`), or logs in with it on the page and has a session.
 """
 
 from __future__ import annotations

@@ -26,13 +26,12 @@ from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.contracts.build import BuildPage, BuildRecord, BuildState, HostRecord
 from bus.contracts.drains import DrainFailure, DrainProgress, DrainTarget
-from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord
+from bus.contracts.operations import AdminState, HostAdminState, Losses, ServiceRecord
 from bus.contracts.workers import WorkerHeartbeat, WorkerRecord, WorkersPage
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
 from cell_conductor.state.breaker import Breaker
 from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineKind
-from bus.contracts.operations import Losses
 from cell_conductor.store.keyed_tables import PROTECT, UnknownMachineRecord
 from tests.kit.virtual_time import on_virtual_time
 
