@@ -28,7 +28,7 @@ OF_SCHEDULER: Final = (
     "restrict_isolated_hosts_to_isolated_images",
 )
 RELOADED: Final = frozenset(
-    {LOG_LEVEL, *(f"nova.{one}" for one in OF_NOVA), *(f"scheduler.{one}" for one in OF_SCHEDULER)}
+    {LOG_LEVEL, *(".".join(("nova", one)) for one in OF_NOVA), *(".".join(("scheduler", one)) for one in OF_SCHEDULER)}
 )
 
 

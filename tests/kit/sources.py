@@ -235,6 +235,8 @@ OTHER_NAMES = {
     "reasons of placement": "claim.migration_in_use",
     "messages of ASGI": "http.disconnect http.response.body http.response.start",
     "fields of Nova's objects": "nova_object.data nova_object.name",
+    "values of nova.conf": "nova.scheduler.filters.all_filters nova.scheduler.weights.all_weighers",
+    "settings": "telemetry.log_level",
     "Nova's notifications": "*.info scheduler.select_destinations.start scheduler.select_destinations.end",
     "fields and events of Ironic's notifications": (
         "baremetal.node.*.* ironic.metrics ironic_object.data ironic_object.name ironic_object.namespace "
