@@ -582,7 +582,7 @@ def test_every_command_about_instances_and_objects_is_allowed_to_all_who_carry_i
         assert done.returncode == 0, (arguments, done.stdout, done.stderr)
         return json.loads(done.stdout)
 
-    berth("flavor", "create", "m1.large", "--vcpus", "2", "--memory-mb", "1024", "--reason", "test")
+    berth("flavor", "set", "m1.large", "--vcpus", "2", "--memory-mb", "1024", "--reason", "test")
     berth("quota", "set", MINE, "INSTANCES=20", "VCPU=40", "--reason", "test")
     berth("group", "create", f"{MINE}/web", "--policy", "anti-affinity")
     berth("rule", "set", "--host-subset-size", "2")
