@@ -85,7 +85,7 @@ def test_a_wheel_in_an_empty_virtualenv_runs_a_whole_berth(installed: Installed)
         ]
         assert [one["state"] for one in built] == ["active"] * 5
         assert len(listed(installed)) == 5
-        installed.berth("delete", built[0]["instance_uuid"], "--wait")
+        installed.berth("delete", built[0]["instance_uuid"], "--wait", "--yes")
         assert built[0]["instance_uuid"] not in {one["instance_uuid"] for one in listed(installed)}
         installed.berth("check")
     finally:
