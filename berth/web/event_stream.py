@@ -33,9 +33,6 @@ IN_FLIGHT = frozenset({BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUI
 # Seconds of history on the page, and latencies kept for its percentiles.
 HISTORY_S = 300
 MAX_LATENCIES = 2_000
-# Failures that the page lists.
-MAX_FAILURES = 20
-# Instances that their hosts do not run any more: so many are remembered, for so long, until they are deleted.
 
 
 class TooManyEventFollowers(Exception):
@@ -110,7 +107,6 @@ class Live:
         self._accepted_at: dict[str, float] = {}
         self._ended: dict[str, tuple[BuildState, int]] = {}  # with the number of the event: one may be repeated
         self._latencies: deque[float] = deque(maxlen=MAX_LATENCIES)
-        self.failures: deque[BuildEvent] = deque(maxlen=MAX_FAILURES)
 
     async def open(self) -> None:
         """Listen."""
@@ -222,7 +218,6 @@ class Live:
                 self._latencies.append(max(0.0, event.at - began))
         elif event.state in (BuildState.FAILED, BuildState.REFUSED):
             second.failed += 1
-            self.failures.appendleft(event)
 
     def _forget_missed(self) -> None:
         while self._accepted_at:

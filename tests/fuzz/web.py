@@ -25,6 +25,10 @@ from tests.kit import servers
 PATHS = (
     "/",
     "/login",
+    "/operations",
+    "/dead-letters",
+    "/objects/log",
+    "/objects/flavors",
     "/builds",
     "/now/events",
     "/fleet",

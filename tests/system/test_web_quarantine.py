@@ -49,8 +49,10 @@ def on_record(web: Web, work: Callable[[Safety], Awaitable[T]]) -> T:
 
 
 @contextmanager
-def recovering(web: Web, losses: str) -> Iterator[None]:
-    """cell1 as it waits for a decision about what a restored database would lose."""
+def recovering(web: Web, losses: str) -> Iterator[Callable[[], None]]:
+    """Has cell1 wait for a decision about what a restored database would lose, each time it is called: the cell's own
+    conductor runs, and finds out now and then that nothing would be lost.
+    """
 
     async def put(state: str, lost: str) -> None:
         database = web.site.environment("test").database("cell_cell1", pool_size=1)
@@ -63,9 +65,8 @@ def recovering(web: Web, losses: str) -> Iterator[None]:
     def there(state: str, lost: str) -> None:
         asyncio.run_coroutine_threadsafe(put(state, lost), web.loop).result(TIMEOUT_S)
 
-    there("recovering", losses)
     try:
-        yield
+        yield lambda: there("recovering", losses)
     finally:
         there("open", "{}")
 
@@ -191,11 +192,19 @@ def test_the_losses_of_a_recovery_are_accepted_as_they_were_seen(web: Web) -> No
         assert code_of(op.post("/api/v1/recoveries/cell1/accept", json=seen), 409) == "recovery.not_waiting"
         assert code_of(op.post("/api/v1/recoveries/mars/accept", json=seen), 404) == "cell.unknown"
         losses = msgspec.json.encode(Losses(count=2, instances=(str(uuid.uuid4()),), builds=1)).decode()
-        with recovering(web, losses):
-            page = op.get("/operations").text
-            assert "would lose 2 instances" in page and 'name="losses" data-number value="2"' in page
-            other = {**seen, "losses": 1}
-            assert code_of(op.post("/api/v1/recoveries/cell1/accept", json=other), 409) == "recovery.not_waiting"
-            accepted = op.post("/api/v1/recoveries/cell1/accept", json=seen)
-            assert accepted.status_code == 200 and accepted.json()["losses"]["count"] == 2
-            assert code_of(op.post("/api/v1/recoveries/cell1/accept", json=seen), 409) == "recovery.not_waiting"
+        other = {**seen, "losses": 1}
+        with recovering(web, losses) as wait:
+
+            def is_shown() -> bool:
+                wait()
+                page = op.get("/operations").text
+                return "would lose 2 instances" in page and 'name="losses" data-number value="2"' in page
+
+            def is_accepted() -> bool:
+                wait()
+                refused = op.post("/api/v1/recoveries/cell1/accept", json=other)
+                assert code_of(refused, 409) == "recovery.not_waiting"
+                return op.post("/api/v1/recoveries/cell1/accept", json=seen).status_code == 200
+
+            wait_until(is_shown)
+            wait_until(is_accepted)
