@@ -11,15 +11,21 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import sqlalchemy
+from msgspec.structs import replace
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from structlog.testing import capture_logs
 
+from bus.clock import SystemClock
 from nova_scheduler.cloud import cell_database
 from nova_scheduler.cloud.cell_database import AGAIN, PAGE, CellDatabase
-from nova_scheduler.cloud.host_facts import MAX_TEXT
+from nova_scheduler.cloud.host_facts import MAX_TEXT, HostFacts
+from nova_scheduler.cloud.in_flight import InstancesInFlight
 from nova_scheduler.cloud.rest import NovaUnavailable
-from tests.unit.nova_scheduler.facts_kit import CELL1, uuid_of
+from nova_scheduler.fit.pci import free_devices
+from tests.unit.nova_scheduler.facts_kit import CELL1, World, node, uuid_of
+from tests.unit.nova_scheduler.test_host_facts import PLAIN, poller
+from tests.unit.nova_scheduler.test_in_flight import DEVICE, pools
 
 MARIADB = os.environ.get("NOVA_CELL_DATABASE", "")
 UNSEEN = ("vcpus", "memory_mb", "local_gb", "vcpus_used", "memory_mb_used", "local_gb_used")
@@ -164,6 +170,30 @@ async def test_where_instances_are(cell_url: str, cell: AsyncEngine) -> None:
         VMS[7]: on_a,
     }
     assert (await CellDatabase(CELL1, cell_url).read(VMS[:1])).sights == {VMS[0]: on_a}
+
+
+async def test_what_was_claimed_counts_until_its_instance_and_then_a_write_are_seen(
+    cell_url: str, cell: AsyncEngine
+) -> None:
+    if cell_url == MARIADB:
+        pytest.skip("its tables want more columns")
+    facts = HostFacts([CELL1], max_age_s=60)
+    held, database = InstancesInFlight(facts, SystemClock()), CellDatabase(CELL1, cell_url)
+    made, _ = poller(World(node(1)), facts, [database], held)
+
+    async def free(*statements: str) -> int | None:
+        await run(cell, *statements)
+        await made.read(database)
+        found = held.devices_of(uuid_of(1))
+        return None if found is None else free_devices(found.pools)
+
+    await insert(cell, 1)
+    row = "UPDATE compute_nodes SET pci_stats = '{}', updated_at = '2026-01-01 00:00:0{}'"
+    assert await free(row.format(pools(3), 1)) == 3
+    held.claimed(VMS[0], uuid_of(1), replace(PLAIN, devices=(DEVICE,)), {})
+    instance = f"INSERT INTO instances (uuid, host, node, deleted) VALUES ('{VMS[0]}', 'h1', 'h1', 0)"
+    steps: list[list[str]] = [[], [row.format(pools(2), 2)], [instance], [], [row.format(pools(1), 3)]]
+    assert [await free(*statements) for statements in steps] == [2, 1, 1, 1, 1]
 
 
 async def test_a_user_that_may_not_read_instances_reads_rows_all_the_same(cell_url: str, cell: AsyncEngine) -> None:

@@ -262,7 +262,7 @@ def tests() -> None:
     numa_topology_filter.NUMATopologyFilter.host_passes = host_passes
     # Nothing that decides is left to reach.
     del hardware._get_smallest_pagesize
-    run_tests(suite)
+    run_tests(suite, ask)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ nova_pci.py tests   runs Nova's own unit tests of pools and of the weigher, and 
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 # ruff: noqa: I001
-from nova_side import answer_cases, ask, loaded, run_tests, say
+from nova_side import HEARD, answer_cases, loaded, run_tests, say
 from nova import exception, objects
 from nova.pci import stats
 from nova.pci import utils as pci_utils
@@ -31,6 +32,11 @@ DECIDING = (
     "_get_rp_uuids_for_request", "_assert_one_pool_per_rp_uuid", "_decrease_pool_count",
 )  # fmt: skip
 MODULES = {stats.__file__: DECIDING, pci_utils.__file__: ("pci_device_prop_match",)}
+
+
+def ask(line: dict[str, Any]) -> Any:
+    say(line)
+    return json.loads(HEARD.readline())
 
 
 # --- cases
@@ -182,7 +188,7 @@ def tests() -> None:
     for name in {*DECIDING} - {*vars(Replaced), "_assert_one_pool_per_rp_uuid", "_decrease_pool_count"}:
         if hasattr(stats.PciDeviceStats, name):
             delattr(stats.PciDeviceStats, name)
-    run_tests(suite)
+    run_tests(suite, ask)
 
 
 if __name__ == "__main__":

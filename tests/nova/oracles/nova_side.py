@@ -23,11 +23,6 @@ def say(line: dict[str, Any]) -> None:
     SAID.write(json.dumps(line) + "\n")
 
 
-def ask(line: dict[str, Any]) -> Any:
-    say(line)
-    return json.loads(HEARD.readline())
-
-
 def branches(tracer: Any, modules: Modules, decides: Callable[[str, Sequence[str]], bool]) -> dict[str, Any]:
     """How many branches of the deciding functions were taken, and the lines of those that were not. decides: whether a
     function is one of these names.
@@ -87,8 +82,8 @@ def loaded(names: Sequence[str]) -> list[Any]:
     return list(each_test(unittest.defaultTestLoader.loadTestsFromNames(names)))
 
 
-def run_tests(suite: Sequence[Any]) -> None:
-    """Run them, and say how many pass, and which have asked for a decision."""
+def run_tests(suite: Sequence[Any], ask: Callable[[dict[str, Any]], int]) -> None:
+    """Run them, and say how many pass, and which have asked for a decision. ask: the other side, which counts."""
     result = Result()
     deciding: list[str] = []
     for test in suite:
