@@ -178,12 +178,8 @@ class Destroys:
                 listed = await self._destroying.call(
                     lambda: self._driver.list((key[0],)), lambda error: isinstance(error, DriverUnavailable)
                 )
-                if (machines := listed.get(key[0])) is None:
-                    shown = {one.uuid for one in await self._driver.hosts() if one.reported}
-                    if shown and key[0] not in shown:  # it is another service's, or nobody's
-                        self._records.write([self._records.note_check(command, is_due=False)])
-                        return
-                    raise DriverUnavailable("the driver does not list the host")  # no repeat within a pass helps
+                if (machines := listed.get(key[0])) is None:  # that proves nothing, and no repeat within a pass does
+                    raise DriverUnavailable("the driver does not list the host")
             except DriverUnavailable as fault:
                 # It stays due: a recovery commands about a leftover only once.
                 log.warning("destroy.not_checked", instance=key[1], cause=key[1], host=key[0], reason=str(fault))

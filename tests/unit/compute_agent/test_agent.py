@@ -591,27 +591,6 @@ async def test_a_host_that_cannot_be_read_is_read_later_and_its_machine_is_busy_
     records.close()
 
 
-@pytest.mark.parametrize(("hosts", "is_owed"), [(HOSTS[:1], True), (HOSTS[1:], False), ((), True)])
-async def test_a_host_that_has_left_its_service_is_looked_at_no_more(
-    hosts: Sequence[str], is_owed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each look read all nodes, for ever. A driver that shows no host at all proves nothing."""
-    driver = Scripted()
-    service = await started(driver)
-
-    async def shown() -> Sequence[DriverHost]:
-        return [DriverHost(uuid=uuid, name=uuid) for uuid in hosts]
-
-    async def listed(_: object = None) -> Mapping[str, Sequence[Machine]]:
-        return {}
-
-    monkeypatch.setattr(driver, "hosts", shown)
-    monkeypatch.setattr(driver, "list", listed)
-    await service.carry_out(ENDED)
-    assert service.destroys.pending() == [KEY] * is_owed and bool(service.records.checks) is is_owed
-    assert not service.results and not driver.destroys
-
-
 async def test_destructions_that_fail_for_long_and_looks_take_no_turns_of_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
