@@ -46,11 +46,13 @@ FIELDS_OF_PROJECT = {
         "instance_uuid", "flavor", "project_id", "user_id", "name", "image", "availability_zone", "ignore_hosts",
         "max_attempts", "build_timeout_s", "server_group", "group", "different_host", "same_host", "image_properties",
         "config_drive", "networks", "on_host_failure", "count", "also", "min_count",
+        "by",
     },
-    "build.delete.v1": {"instance_uuid", "project_id"},
+    "build.delete.v1": {"instance_uuid", "project_id", "by"},
     "instance.action.v1": {
         "request_id", "instance_uuid", "project_id", "user_id", "flavor", "image", "image_properties", "ignore_hosts",
         "max_attempts", "policy", "migration", "auto_confirm_s", "offload", "rescue_password", "timeout_s",
+        "by",
     },
 }  # fmt: skip
 OPERATORS_OWN: list[tuple[type[Message], dict[str, Any]]] = [

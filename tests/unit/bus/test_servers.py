@@ -513,7 +513,8 @@ def test_a_library_that_reads_frames_in_another_way_is_a_coded_error(
 
 
 def test_the_known_versions_are_those_that_may_be_installed() -> None:
-    wanted = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["server"]]
     bounds = {text.partition(">=")[0]: text.partition(">=")[2] for text in wanted}
     for name, known in SUPPORTED.items():
         lower, _, upper = bounds[name].partition(",<")

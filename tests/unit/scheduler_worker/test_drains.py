@@ -131,8 +131,9 @@ def test_the_request_of_a_move() -> None:
     assert (of_cell.kind, of_cell.user_id) == (ActionKind.MIGRATE, "cell-drain")
     evacuated = decided(ACTIVE, level=EVACUATING)
     assert evacuated == ActionRequest(
-        request_id=live.request_id, instance_uuid=A, project_id="p", user_id="evacuation", kind=ActionKind.EVACUATE
-    )
+        request_id=live.request_id, instance_uuid=A, project_id="p", user_id="evacuation", by="evacuation",
+        kind=ActionKind.EVACUATE,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("target", DrainTarget)
