@@ -655,7 +655,7 @@ async def test_ironics_notifications_reach_the_sync(system: Guarded) -> None:
 
 
 def test_an_operator_may_read_every_part_of_the_status(system: Guarded) -> None:
-    rows = json.loads(system.berth("status", "--timeout", "20", "--json").stdout)["rows"]
+    rows = json.loads(system.berth("status", "--timeout", "20", "-o", "json").stdout)["rows"]
     assert [row for row in rows if row["severity"] == "not_known"] == []
 
 

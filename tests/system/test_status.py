@@ -116,7 +116,7 @@ def ran(small: Small, *arguments: str) -> tuple[int, str]:
 
 def test_of_a_healthy_system_nothing_waits(small: Small) -> None:
     assert ran(small) == (0, "nothing waits for a person\n")
-    status, out = ran(small, "--json")
+    status, out = ran(small, "-o", "json")
     assert (status, json.loads(out)["state"]) == (0, "fine")
 
 
@@ -125,7 +125,7 @@ def test_an_open_breaker(small: Small) -> None:
     found = row_of(look(small.settings), StatusKind.BREAKER_OPEN)
     assert (found.severity, found.subject, found.since) == (Severity.CRITICAL, "cell1", 1.0)
     assert found.next == "berth breaker list --cell cell1"
-    status, out = ran(small, "--json")
+    status, out = ran(small, "-o", "json")
     assert (status, json.loads(out)["rows"][0]["kind"]) == (2, "breaker.open")
     on_record(small, lambda safety: safety.reset("gone", "me", 2.0))
     fine(small)
@@ -158,7 +158,7 @@ def test_dead_letters(small: Small) -> None:
     assert (found.severity, found.subject) == (Severity.WARNING, API)
     assert found.next == "berth dead-letter list --bus api"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
-    purge = ("dead-letters", "purge", "placement.inventory", "--yes")
+    purge = ("dead-letter", "delete", "placement.inventory", "--yes")
     assert run_berth(*purge, env={**kept, **variables(small.settings)}, timeout_s=TIMEOUT_S).returncode == 0
     fine(small)
 
@@ -166,7 +166,7 @@ def test_dead_letters(small: Small) -> None:
 def test_a_lost_instance(small: Small) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
     env = {**kept, **variables(small.settings)}
-    boot = ("boot", "--flavor", "m1.tiny", "--project", "p", "--wait", "--json")
+    boot = ("boot", "--flavor", "m1.tiny", "--project", "p", "--wait", "-o", "json")
     assert run_berth(*boot, env=env, timeout_s=TIMEOUT_S).returncode == 0
     in_schema(small, "scheduler", "UPDATE build_requests SET state = 'failed', code = 'instance.lost'")
     found = row_of(look(small.settings), StatusKind.INSTANCES_LOST)

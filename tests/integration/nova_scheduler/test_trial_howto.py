@@ -67,7 +67,7 @@ async def prepare(here: Cloud) -> str:
     added, permitted = blocks("sh")[0].splitlines()
     here.broker.control(*shlex.split(added)[1:])
     here.broker.control(*shlex.split(permitted)[1:])
-    (grants,) = blocks("sql")
+    (grants,) = blocks("mysql")
     engine = create_async_engine(here.database, poolclass=sqlalchemy.NullPool)
     async with engine.begin() as connection:
         await connection.execute(sqlalchemy.text("DROP ROLE IF EXISTS berth_trial"))

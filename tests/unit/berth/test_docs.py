@@ -400,6 +400,7 @@ TAKEN_BY = {
     "ini": "tests/integration/bus/test_tls.py, by a broker",
     "json": "this file",
     "mermaid": "this file, by the site's build",
+    "mysql": "tests/integration/nova_scheduler: test_trial_howto.py, by PostgreSQL; test_cell_database.py, by MariaDB",
     "python": "this file; the tests of the tutorials",
     "sh": "this file, its lines of berth, too",
     "sql": "tests/integration/berth/test_schemas.py, by PostgreSQL",
