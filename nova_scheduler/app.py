@@ -90,32 +90,30 @@ class DecisionSettings:
 
     def configure(self) -> None:
         """Decide by Nova's aggregates as they are known now."""
-        selector, nova_state = self._selector, self._nova_state
-        revision = (nova_state.version, self._reloads)
-        if revision == selector.config.revision:
-            return
-        known = replace(self._scheduler, aggregates=nova_state.aggregates())
-        selector.config = SelectorConfig(
-            known,
-            flavors={},
-            filters=selector.config.filters,
-            weighings=plugins.weighings(known),
-            revision=revision,
-            membership=nova_state.membership(),
-        )
+        if (self._nova_state.version, self._reloads) != self._selector.config.revision:
+            self._selector.config = self._configured(self._scheduler, self._selector.config.filters, self._reloads)
 
     def apply(self, config: NovaConfig, scheduler: SchedulerConfig) -> None:
         """Decide by these filters, weighers and multipliers from now on. Raises SettingsError; nothing is changed."""
         scheduler, lacking = _scheduler_settings(scheduler, config)
-        filters, _ = plugins.filters(scheduler, self._device_filters(config)), plugins.weighings(scheduler)
+        filters = plugins.filters(scheduler, self._device_filters(config))
+        self._selector.config = self._configured(scheduler, filters, self._reloads + 1)
         self._requests.enable(config, lacking)
         self._scheduler = scheduler
         self._reloads += 1
-        before = self._selector.config
-        self._selector.config = SelectorConfig(
-            before.settings, flavors={}, filters=filters, weighings=before.weighings, membership=before.membership
+
+    def _configured(self, scheduler: SchedulerConfig, filters: Sequence[Filter], reloads: int) -> SelectorConfig:
+        """Raises SettingsError: a weigher cannot be made of this."""
+        nova_state = self._nova_state
+        known = replace(scheduler, aggregates=nova_state.aggregates())
+        return SelectorConfig(
+            known,
+            flavors={},
+            filters=filters,
+            weighings=plugins.weighings(known),
+            revision=(nova_state.version, reloads),
+            membership=nova_state.membership(),
         )
-        self.configure()
 
 
 class Deciding(Struct, frozen=True):

@@ -188,8 +188,13 @@ class Ranking:
     def _next(
         self, excluded: Container[int], drawn: list[Entry], limit: int, cell: int | None = None
     ) -> RankedHost | None:
-        """Draw hosts (of one cell) until one fits; each drawn host is kept in `drawn`, to be put back."""
-        while (heap := self._best_heap() if cell is None else self._heaps[cell]) and (entry := heap.draw()):
+        """Draw hosts (of one cell) until one fits, or MAX_UNSUITED do not suit; each is kept in `drawn`, to be put
+        back.
+        """
+        while self._unsuited < MAX_UNSUITED:
+            heap = self._best_heap() if cell is None else self._heaps[cell]
+            if not heap or not (entry := heap.draw()):
+                break
             position = entry[2]
             row = int(self.view.rows[position])
             if row in self._full:
@@ -207,8 +212,6 @@ class Ranking:
         """The host at a position of the view, which is this row of the replica, if it still fits."""
         replica = self.view.replica
         if self._judges:
-            if self._unsuited >= MAX_UNSUITED:
-                return None
             host = self.view.subset(np.array([position], dtype=np.intp))
             found = options_of(host, self.spec, self._judges, limit=limit)
             self._unsuited += not found

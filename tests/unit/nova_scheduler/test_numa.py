@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from random import Random
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from nova_scheduler.filters import numa as filters_numa
 from nova_scheduler.filters.numa import IN_FLIGHT, UNKNOWN, NUMATopologyFilter
 from nova_scheduler.filters.pci import PciPassthroughFilter
 from nova_scheduler.fit import host_devices, numa, numa_fit
-from nova_scheduler.fit.host_devices import INCONSISTENT, DeviceRequest, HostDevices, NumaRequest, fitted
+from nova_scheduler.fit.host_devices import INCONSISTENT, DeviceRequest, HostDevices, Mappings, NumaRequest, fitted
 from nova_scheduler.fit.numa import (
     HostCell,
     HostTopology,
@@ -44,7 +45,9 @@ from nova_scheduler.fit.pci import PciPool, PciRequest
 from nova_scheduler.request.numa import numa_request
 from nova_scheduler.request.request_spec import NotDecided, NovaFlavor, NovaImage, NovaRequest
 from nova_scheduler.wire.versioned import versioned
+from scheduler_worker.selection import ranking
 from scheduler_worker.selection.explain import PHRASES
+from scheduler_worker.selection.host_view import HostsView
 from scheduler_worker.selection.plugin import applies_to
 from scheduler_worker.selection.request_spec import RequestSpec
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts
@@ -361,6 +364,26 @@ def test_of_all_hosts_a_bounded_number_of_arrangements_is_looked_at(
     found = judged.filter(hosts.view(), asked).rejected
     assert found == {numa.PCPUS: 1, numa.TOO_MANY_ARRANGEMENTS: 3}
     assert judged.rejection_reason(hosts.uuids[-1], asked) == numa.PCPUS, "one host that is drawn is looked at"
+
+
+class OnlyThis:
+    """Lets the options of one host pass."""
+
+    def __init__(self, uuid: str) -> None:
+        self._uuid = uuid
+
+    def suiting(self, host: HostsView, spec: RequestSpec, options: Sequence[Mappings]) -> list[int]:
+        return list(range(len(options))) if host.replica.uuids_of(host.rows) == [self._uuid] else []
+
+
+def test_what_was_not_judged_is_not_thrown_away(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next pick of the same ranking goes on after those that it has judged."""
+    monkeypatch.setattr(ranking, "MAX_UNSUITED", 2)
+    judges = cast(Any, [OnlyThis(hosts.uuids[-1])])
+    ranked = ranking.Ranking(hosts.view(), hosts.spec(), (), (), shuffle=False, rng=Random(1), judges=judges)
+    picked = [ranked.pick((), subset=1, alternates=0) for _ in range(2)]
+    assert picked[0] is None and picked[1] is not None
+    assert picked[1].selected.uuid == hosts.uuids[-1]
 
 
 def test_it_applies_to_what_asks_of_numa_nodes(hosts: Hosts) -> None:
