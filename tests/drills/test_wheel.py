@@ -95,7 +95,7 @@ def test_a_wheel_in_an_empty_virtualenv_runs_a_whole_berth(installed: Installed)
 
 
 def listed(installed: Installed) -> list[dict[str, str]]:
-    found = json.loads(installed.berth("list", "--json"))
+    found = json.loads(installed.berth("list", "-o", "json"))["items"]
     return [one for one in found if one["state"] == "active"]
 
 
