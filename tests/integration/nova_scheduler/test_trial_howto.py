@@ -102,7 +102,7 @@ async def test_as_an_operator_runs_it(own_broker: RabbitMQ, empty_database: str,
         settings = replaced(blocks("toml")[0], nova=nova, login='token = "t"', database=database, port=ports[0])
         file.write_text(translated.stdout + settings)
         run, look = replaced(start, page=f"127.0.0.1:{ports[1]}", port=ports[0]).splitlines()
-        berth = [sys.executable, "-m", "berth", "--config", str(file), *shlex.split(run)[1:], "--json"]
+        berth = [sys.executable, "-m", "berth", "--config", str(file), *shlex.split(run)[1:], "-o", "json"]
         log = tmp_path / "berth.log"
         with log.open("w") as errors:
             process = await asyncio.create_subprocess_exec(
