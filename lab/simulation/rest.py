@@ -342,13 +342,16 @@ def _requests(world: World, client: Client, lost: Collection[str]) -> Iterator[s
 
 def _holdings(world: World, client: Client) -> Iterator[str]:
     """An active instance holds the amounts that its flavor requests, wherever its host's providers moved to. Of one
-    that is blocked for good, its cell knows nothing.
+    that is blocked for good, its cell knows nothing; nor, once its database was set back, of one on a dead host whether
+    it was resized.
     """
     lost = unclearable(world)
     for table in world.cells.values():
         for uuid, instance in table.instances.items():
             kept = world.placement.consumers.get(uuid)
             if instance.state is not State.ACTIVE or kept is None or uuid not in client.flavors or uuid in lost:
+                continue
+            if world.plan.sets_cells_back and world.left.get(instance.host_uuid or "") == "dead":
                 continue
             held: Counter[str] = Counter()
             for amounts in kept.consumer.allocations.values():
