@@ -48,6 +48,7 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
         "show": f"{INSTANCES}:show",
         "delete": f"{SEVERAL}:delete",
         "logs": "berth.cli.instance.logs:logs",
+        "why": "berth.cli.instance.why:why",
     },
     "Instances": {
         "instance": Noun(
@@ -58,6 +59,7 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
                 "show": f"{INSTANCES}:show",
                 "delete": f"{SEVERAL}:delete",
                 "logs": "berth.cli.instance.logs:logs",
+                "why": "berth.cli.instance.why:why",
                 "start": f"{ACTIONS}:start",
                 "stop": f"{SEVERAL}:stop",
                 "migrate": f"{ACTIONS}:migrate",
