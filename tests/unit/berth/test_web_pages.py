@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from berth.change_log import FieldChange, describe_change
 from berth.web.application import NAV
-from berth.web.pages.change_log import FieldChange, describe_change
 from berth.web.pages.figures import (
     EMPTIEST,
     FULLEST,
