@@ -48,6 +48,7 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
         "show": f"{INSTANCES}:show",
         "delete": f"{SEVERAL}:delete",
         "logs": "berth.cli.instance.logs:logs",
+        "reboot": f"{ACTIONS}:reboot",
     },
     "Instances": {
         "instance": Noun(
@@ -60,6 +61,7 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
                 "logs": "berth.cli.instance.logs:logs",
                 "start": f"{ACTIONS}:start",
                 "stop": f"{SEVERAL}:stop",
+                "reboot": f"{ACTIONS}:reboot",
                 "migrate": f"{ACTIONS}:migrate",
                 "resize": f"{ACTIONS}:resize",
                 "confirm": f"{ACTIONS}:confirm",
