@@ -49,6 +49,7 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
         "delete": f"{SEVERAL}:delete",
         "logs": "berth.cli.instance.logs:logs",
         "reboot": f"{ACTIONS}:reboot",
+        "why": "berth.cli.instance.why:why",
     },
     "Instances": {
         "instance": Noun(
@@ -59,6 +60,7 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
                 "show": f"{INSTANCES}:show",
                 "delete": f"{SEVERAL}:delete",
                 "logs": "berth.cli.instance.logs:logs",
+                "why": "berth.cli.instance.why:why",
                 "start": f"{ACTIONS}:start",
                 "stop": f"{SEVERAL}:stop",
                 "reboot": f"{ACTIONS}:reboot",

@@ -108,8 +108,8 @@ class InstanceFacts:
 
     @property
     def is_off_as_recorded(self) -> bool:
-        """Whether its host is off, and the schedulers have it there, too: by a fence alone no instance ends."""
-        places = None if self.known is None else self.known.hosts_in_this_cell
+        """Whether its host is off, and the schedulers have it there, or nothing of it: by a fence alone none ends."""
+        places = None if self.known is None or not self.known.exists else self.known.hosts_in_this_cell
         at = None if self.base is None else self.base.host_uuid
         return at in self.off and (places is None or at in places)
 

@@ -132,9 +132,9 @@ class HarmWatch:
         if machine.complete and (words := self._unfounded(host, uuid, attempt)):
             raise Breach("destroyed_with_reason", words)
 
-    def _unfounded(self, host: str, uuid: str, attempt: int | None, *, failed: bool = False) -> str:
-        """Why there is no reason on record to destroy this attempt (None: any); "" when there is one. failed: its build
-        has failed on its host, which is a reason without a record.
+    def _unfounded(self, host: str, uuid: str, attempt: int | None, *, incomplete: bool = False) -> str:
+        """Why there is no reason on record to destroy this attempt (None: any); "" when there is one. incomplete: its
+        host has nothing of it that runs, which is a reason without a record.
         """
         if uuid in self._to_delete:
             return ""
@@ -145,7 +145,7 @@ class HarmWatch:
         active = self._was_active.get((host, uuid))
         if active is not None and attempt in (active, None) and active not in self._lost.get(uuid, ()):
             return f"{uuid} on {host} was active as attempt {active}; its end was not requested"
-        if attempt is not None and attempt > self._given_up.get(uuid, 0) and not failed:
+        if attempt is not None and attempt > self._given_up.get(uuid, 0) and not incomplete:
             return f"{uuid} attempt {attempt} on {host} is destroyed; no record ever gave it up"
         return ""
 
@@ -208,8 +208,8 @@ class HarmWatch:
         if not self.own(owner):
             raise Breach("foreign_unchanged", f"{what}, of {owner}")
         ends = b"deleted" in body or (method == "PATCH" and b'"remove"' in body and b"instance_uuid" in body)
-        failed = node["provision_state"] == "deploy failed"
-        if ends and (words := self._unfounded(uuid, owner, attempt, failed=failed)):
+        incomplete = node["provision_state"] in ("deploy failed", "available")
+        if ends and (words := self._unfounded(uuid, owner, attempt, incomplete=incomplete)):
             raise Breach("destroyed_with_reason", f"{what}: {words}")
 
     def _was_just_free(self, seen: Seen) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from zlib import crc32
 
 import msgspec
 
@@ -244,12 +245,13 @@ def unclearable(world: World) -> set[str]:
 
 
 def _unlocatable(world: World) -> set[str]:
-    """Instances that are to be destroyed on a host that burnt down, or are blocked by one that has left, and changes of
-    such on a node that its operator has removed from Ironic: only the host shows what it carried out.
+    """Instances that are to be destroyed on a host that burnt down, or are blocked by one that has left, or by a node
+    that is another cell's now, and changes of such on a node that its operator has removed from Ironic: only the host
+    shows what it carried out.
     """
     return {
         uuid
-        for table in world.cells.values()
+        for cell, table in world.cells.items()
         for uuid, instance in table.instances.items()
         if (
             instance.phase == (State.DESTROYING, State.DELETED)
@@ -260,6 +262,7 @@ def _unlocatable(world: World) -> set[str]:
             "dead" in (world.left.get(instance.host_uuid or ""), world.left.get(instance.source_host_uuid or ""))
             or ((instance.action or instance.blocked_reason) and _is_removed(world, instance.host_uuid or ""))
             or (instance.blocked_reason and not world.left.keys().isdisjoint(_places(world, instance)))
+            or (instance.blocked_reason and _is_of_another_cell(world, cell, instance.host_uuid or ""))
         )
     }
 
@@ -288,13 +291,16 @@ def _left_to_the_audit(world: World) -> set[str]:
 
 
 def _unfenced(world: World) -> set[str]:
-    """Instances that move from or to a host which has burnt down, and of which their cell has no fence on record."""
+    """Instances that move from or to a host which has burnt down, or are blocked by one, and of which their cell has no
+    fence on record.
+    """
     return {
         uuid
         for table in world.cells.values()
         for uuid, instance in table.instances.items()
         for host in (instance.host_uuid, instance.source_host_uuid)
-        if instance.action is not None and world.left.get(host or "") == "dead" and host not in table.fenced
+        if instance.action is not None or instance.blocked_reason
+        if world.left.get(host or "") == "dead" and host not in table.fenced
     }
 
 
@@ -336,13 +342,16 @@ def _requests(world: World, client: Client, lost: Collection[str]) -> Iterator[s
 
 def _holdings(world: World, client: Client) -> Iterator[str]:
     """An active instance holds the amounts that its flavor requests, wherever its host's providers moved to. Of one
-    that is blocked for good, its cell knows nothing.
+    that is blocked for good, its cell knows nothing; nor, once its database was set back, of one on a dead host whether
+    it was resized.
     """
     lost = unclearable(world)
     for table in world.cells.values():
         for uuid, instance in table.instances.items():
             kept = world.placement.consumers.get(uuid)
             if instance.state is not State.ACTIVE or kept is None or uuid not in client.flavors or uuid in lost:
+                continue
+            if world.plan.sets_cells_back and world.left.get(instance.host_uuid or "") == "dead":
                 continue
             held: Counter[str] = Counter()
             for amounts in kept.consumer.allocations.values():
@@ -530,6 +539,14 @@ def _is_removed(world: World, host: str) -> bool:
     """Whether an operator has removed the node from Ironic: what Ironic does not list proves nothing to berth."""
     known = any(fleet.host(host) is not None for fleet in world.fleets.values())
     return world.ironic is not None and not known and host not in world.ironic.pool.nodes
+
+
+def _is_of_another_cell(world: World, cell: str, host: str) -> bool:
+    """Whether a host is a node that no service of the cell has any more: the nodes were divided anew."""
+    if world.ironic is None or host not in world.ironic.pool.nodes:
+        return False
+    parts = [world.wiring.share_of(service) for its_cell, service in world.plan.metal_services if its_cell == cell]
+    return all(crc32(host.encode()) % parts != part for part, parts in parts)
 
 
 def _on_nodes(world: World) -> Iterator[RunningFact]:

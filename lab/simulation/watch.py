@@ -147,6 +147,9 @@ class MachineWatch:
         # lost in a first one when schedulers have lost its record and its request comes again.
         self._active: dict[str, dict[str, Instance]] = {}
         self._last: dict[tuple[str, str], Instance] = {}  # by cell and instance, as last committed
+        self._blocked: dict[
+            tuple[str, str], tuple[str | None, int]
+        ] = {}  # host and attempt of what is, or was, blocked
         self.runs: Callable[[str, str], int | None] = lambda _host, _instance: None  # the attempt that runs there now
         self._deployed: set[tuple[str, str]] = set()  # (node, instance): Ironic knows no attempts
         # Of two hosts of one uuid either may have reported that it destroyed an attempt.
@@ -235,8 +238,10 @@ class MachineWatch:
         """A conductor of a cell has committed: what is active was built, there and by that attempt."""
         for uuid, instance in instances.items():
             last = self._last.get((cell, uuid))
+            if instance.blocked_reason:  # it is not known what is true
+                self._blocked[cell, uuid] = instance.host_uuid, instance.attempt
             if last is instance or instance.blocked_reason:
-                continue  # of a blocked one it is not known what is true
+                continue
             self._last[cell, uuid] = instance
             before = self._active.get(uuid, {}).get(cell)
             if before is not None and instance.code == "instance.lost" and before.code != "instance.lost":
@@ -252,6 +257,8 @@ class MachineWatch:
             self._active.setdefault(uuid, {})[cell] = instance
             attempt = (instance.host_uuid or "", uuid, instance.attempt)
             self._recorded.setdefault(attempt, self._now())
+            if self._blocked.pop((cell, uuid), None) == (instance.host_uuid, instance.attempt):
+                continue  # as it was: its host's reports show now whether it is lost
             if attempt not in self._built and (instance.host_uuid, uuid) not in self._deployed:
                 raise Breach("active_was_built", f"{uuid} is active as attempt {instance.attempt}, never built there")
 

@@ -23,6 +23,7 @@ from scheduler_worker.hosts.host_table import CELL_SILENT
 from scheduler_worker.placement_client import PlacementUnavailable, answer_or_raise
 from scheduler_worker.records.action_record import ActionContext, RecordedAction, RequestKey
 from scheduler_worker.records.drain_record import HOST_FENCED, SERVICE_DOWN, DrainedHost, InstanceOnHost
+from scheduler_worker.records.fence_record import is_fenced
 from scheduler_worker.selection.host_view import in_use
 from scheduler_worker.selection.selector import Selector
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
@@ -129,11 +130,11 @@ class DrainInventory:
         return DrainedHost(uuid, self._selector.name_of(uuid), code)
 
     def of_drain(self, drain: str) -> dict[str, DrainedHost]:
-        """The hosts of a drain, by uuid. One whose fence is not lifted yet has left it, even if the decision on record
-        is still the drain's (taken over to lift the fence, or a fence that the restored record lacks).
-        """
-        hosts = {uuid: replace(self.host(uuid), drain=drain) for uuid in self._selector.table.hosts_of_drain(drain)}
-        return {uuid: host for uuid, host in hosts.items() if host.code != HOST_FENCED}
+        """The hosts of a drain, by uuid. A fenced one has left it; while its fence is lifted, the drain waits."""
+        decided = self._selector.table.hosts_of_drain(drain)
+        return {
+            uuid: replace(self.host(uuid), drain=drain) for uuid, decision in decided.items() if not is_fenced(decision)
+        }
 
     def pages(self, hosts: Mapping[str, DrainedHost], now: float) -> list[list[DrainedHost]]:
         """The hosts that a pass looks at, in pages: those of which something is in use by the replica, the ones that

@@ -19,7 +19,7 @@ from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.drains import DrainRecord
 from bus.contracts.objects import ChangedObject, FenceRecord, ObjectKind, ObjectsRevision
 from bus.contracts.operations import HostAdminState, HostFence
-from bus.faults import RequestRefused, Transient
+from bus.faults import DatabaseUnavailable, RequestRefused, Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.retrying import OBJECTS, Retrying, is_transient
 from bus.service.settings import SettingsError
@@ -157,6 +157,10 @@ class ObjectRegistry:
             try:
                 async with self._store.operation() as unit:
                     present = await unit.lock_objects()
+                    if present.revision == 0 < self.revision:
+                        # Set back to before the first objects: one written now would keep those of the settings away.
+                        self._is_fresh = False
+                        raise DatabaseUnavailable("no objects are on record; those of the settings are about to be")
                     if is_late():
                         return _too_late()
                     if message_id and not await unit.first_time(HANDLER, message_id):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -75,7 +75,20 @@ class QueryHandler:
             and (query.after is None or key > query.after)
         ]
         more = len(wanted) > query.limit
-        return ObjectsPage(revision=found.revision, objects=tuple(wanted[: query.limit]), more=more)
+        shown = tuple(replace(one, body=_shown(one.body)) for one in wanted[: query.limit])
+        return ObjectsPage(revision=found.revision, objects=shown, more=more)
+
+    async def _log(self, query: ObjectLogQuery) -> ObjectLogPage:
+        return ObjectLogPage(
+            entries=tuple(
+                replace(
+                    one,
+                    before=None if one.before is None else _shown(one.before),
+                    after=None if one.after is None else _shown(one.after),
+                )
+                for one in await self._store.object_log(query)
+            )
+        )
 
     def _one_of(self, found: dict[str, BuildRecord] | Refuse, query: BuildQuery) -> Outcome:
         """The answer about one build; an empty page if it is not on record, or another project's."""
@@ -113,7 +126,12 @@ class QueryHandler:
             case CellsQuery():
                 return await self._cells.page()
         assert isinstance(message, ObjectLogQuery), message
-        return ObjectLogPage(entries=tuple(await self._store.object_log(message)))
+        return await self._log(message)
+
+
+def _shown(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A body without the token of a fence: who knows it can take the ids of the evacuations before they are made."""
+    return {name: value for name, value in body.items() if name != "token"}
 
 
 async def _or_refused(answer: Awaitable[T]) -> T | Refuse:

@@ -718,6 +718,25 @@ def test_the_log_of_a_build_is_followed_until_its_end(berth: Berth) -> None:
     assert " active " in lines[-1] and sum("requested" in line for line in lines) == 1
 
 
+def test_why_names_what_happened_and_what_to_do(berth: Berth) -> None:
+    """Of an instance that no host takes, of a request about one by its id, and of one that is well."""
+    failed = berth("boot", "--flavor", "m1.small", "--host", "no-such-host", "--wait", "-o", "json").data[0]
+    found = berth("why", failed["instance_uuid"], "-o", "json").data
+    assert (found["request"], found["request_state"], found["code"]) == ("build", "failed", failed["code"])
+    assert found["funnel"] and found["cause"] and found["remedy"] and "--history" not in found["next"][0]
+    text = berth("why", failed["instance_uuid"]).out
+    assert failed["code"] in text and "what to do:" in text and " left" in text
+    well = boot(berth, "--name", "well", "--project", "why")[0]["instance_uuid"]
+    assert berth("why", "well", "--project", "why", "-o", "json").data["code"] == ""
+    assert berth("instance", "confirm", "well", "--project", "why", "--wait").status == NO
+    (refused,) = berth("action", "list", "--instance", "well", "-o", "json").data
+    for text in ("well", refused["request_id"]):
+        found = berth("why", text, "--project", "why", "-o", "json").data
+        assert (found["instance_uuid"], found["request"], found["code"]) == (well, "confirm", refused["code"])
+    unknown = berth("why", "7f3c2f5e-0000-4000-8000-000000000000")
+    assert (unknown.status, "(instance.unknown)" in unknown.err) == (NO, True)
+
+
 def test_instances_are_chosen_by_project_state_and_name(berth: Berth) -> None:
     boot(berth, "--name", "some", "--project", "several", "--count", "3")
     of = ("--project", "several", "--name", "some-[12]")

@@ -18,12 +18,13 @@ from typer.testing import CliRunner
 
 from berth.asyncapi import document
 from berth.cli.main import app
+from berth.codes import Code, code_table
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState
 from bus.contracts.catalogue import MESSAGES, REPLIES
 from bus.contracts.feed import SnapshotPage
 from bus.contracts.placement import ClaimOutcome, ProviderState
-from lab.reference.codes import PACKAGES, Code, table
+from lab.reference.codes import PACKAGES
 from tests.kit import sources
 from tests.kit.sources import FILES, FORMED, NO_CODES, codes_of, literals, logged_in, of_package
 
@@ -39,7 +40,7 @@ PAGE = re.compile(r'docs/[\w/-]+\.md(?:, "([^"]+)")?')
 
 
 def rows() -> dict[str, Code]:
-    return {name: one for package in PACKAGES for name, one in table(package).items()}
+    return {name: one for package in PACKAGES for name, one in code_table(package).items()}
 
 
 def test_every_code_has_a_row() -> None:
@@ -62,7 +63,7 @@ def test_every_log_line_from_warning_up_has_a_row_of_its_kind() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_row_is_used_by_its_package(package: str) -> None:
     used = of_package(package).keys() | literals(package)
-    assert sorted(table(package).keys() - used) == []
+    assert sorted(code_table(package).keys() - used) == []
 
 
 def test_outcomes_of_claims_have_rows() -> None:
@@ -71,7 +72,7 @@ def test_outcomes_of_claims_have_rows() -> None:
 
 
 def test_a_code_has_one_row() -> None:
-    assert len(rows()) == sum(len(table(package)) for package in PACKAGES)
+    assert len(rows()) == sum(len(code_table(package)) for package in PACKAGES)
 
 
 def test_what_is_no_code_is_there() -> None:
@@ -87,14 +88,14 @@ def test_rows_are_sorted_and_short() -> None:
     wrong = [
         name
         for package in PACKAGES
-        for name, one in table(package).items()
+        for name, one in code_table(package).items()
         if not one.kind
         or not (one.cause.endswith(".") and one.remedy.endswith("."))
         or "|" in one.cause + one.remedy
         or len((one.cause + " " + one.remedy).split()) > MAX_WORDS
     ]
     assert wrong == []
-    assert [package for package in PACKAGES if list(table(package)) != sorted(table(package))] == []
+    assert [package for package in PACKAGES if list(code_table(package)) != sorted(code_table(package))] == []
 
 
 def test_a_remedy_is_there() -> None:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -314,12 +314,35 @@ def indented(*pages: str) -> list[str]:
     return [line[4:] for page in pages for line in page.splitlines() if line.startswith("    ")]
 
 
+class Task(NamedTuple):
+    """A row of the table of tasks: berth's command first, then those of other tools ("": none)."""
+
+    commands: list[str]
+    words: str
+    reason: str
+
+
+def tasks() -> list[Task]:
+    lines = (DOCS / "use" / "tasks.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")][2:]
+    return [Task(["" if one == "-" else one.strip("`") for one in row[1:6]], *row[6:]) for row in cells]
+
+
+def test_the_table_of_tasks_counts_words_and_names_what_is_longer() -> None:
+    assert len(tasks()) == 30
+    for row in tasks():
+        words = [len(one.split()) for one in row.commands]
+        assert row.words == " / ".join(str(one) if one else "-" for one in words), row.commands
+        assert bool(row.reason) == any(0 < one < words[0] for one in words[1:]), row.commands
+
+
 def command_lines() -> list[str]:
     """The lines of the pages that run `berth`, without prompt, comment and redirection."""
     typed = [block for kind in ("sh", "") for block in blocks(kind, README, *TEXTS)] + indented(*TEXTS)
     lines = [line for text in typed for line in text.replace("\\\n", " ").splitlines()]
     shown = [line for block in blocks("console", README, *TEXTS) for line in block.replace("\\\n", " ").splitlines()]
     lines += [line[2:] for line in shown if line.startswith("$ ")]
+    lines += [row.commands[0] for row in tasks()]
     parts = [re.split(r"\s#|\s>|\s\|\s|\s&&\s", line)[0] for line in lines if "`" not in line]
     parts = [one for part in parts for one in re.split(r"; (?=berth )", part)]
     commands = [part.strip().removeprefix("PYTHONPATH=. ") for part in parts]

@@ -259,6 +259,20 @@ def test_a_machine_without_record_and_top_is_taken_up_by_its_spec_and_the_projec
         assert [o.kind for o in result.commands] == ([] if taken else [RecoveryCommandKind.QUARANTINE])
 
 
+@pytest.mark.parametrize(
+    ("known", "phase"),
+    [
+        (known_at("A", attempt=1), (State.ACTIVE, None)),
+        (known_at(attempt=1, is_active=False), (State.RELEASING, State.FAILED)),  # it failed by the map
+        (KnownInstance(exists=False), (State.ACTIVE, None)),  # the map has forgotten it (seed 803)
+    ],
+)
+def test_by_a_fence_alone_no_instance_ends(known: KnownInstance, phase: Phase) -> None:
+    record, off = record_of((State.ACTIVE, None)), [ON["A"].host_uuid]
+    result = reconcile(record, (), known, frozenset(), None, incarnation=INCARNATION, off=off)
+    assert result.record is not None and result.record.phase == phase
+
+
 def shelved_again(image: str) -> Instance:
     """An offloaded instance that is unshelved, whose image was kept when that began."""
     made = record_of((State.REVERTING, None))

@@ -17,7 +17,7 @@ from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceStates
 from bus.contracts.drains import DrainAction, DrainCommand, DrainQuery, DrainRecord, DrainState, DrainTarget
 from bus.contracts.objects import HostDecision
-from bus.contracts.operations import AdminState
+from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import GroupPolicy, LocatePage, LocateRequest, ServerGroup
 from bus.contracts.placement_queries import ConsumerRecord, ServiceHostsPage, ServiceHostsQuery, TreeConsumer
 from bus.faults import Fault, RequestRefused, RequestTimeout
@@ -613,6 +613,20 @@ def test_of_many_hosts_the_first_and_some_others_by_turns_are_looked_at() -> Non
     assert [host.name for page in holders.pages(few, 7.0) for host in page] == ["h001", "h002", "h003", "h004"]
     down = {uuid: replace(host, code="service.down" if host.name < "h003" else "") for uuid, host in few.items()}
     assert [host.name for page in holders.pages(down, 7.0) for host in page] == ["h003", "h004", "h001", "h002"]
+
+
+@pytest.mark.parametrize(("pending", "code"), [(None, None), (AdminState.DISABLED, "host.fenced")])
+def test_a_drain_waits_for_a_host_whose_fence_is_being_lifted(pending: AdminState | None, code: str | None) -> None:
+    """It ended as done at once, while all instances of the host were still there (seed 840)."""
+    hosts = Hosts([PLENTY])
+    decision = HostAdminState(
+        host_uuid=hosts.uuids[0], host="h0", state=AdminState.FENCED, pending=pending, fence=1, drain=DRAIN
+    )
+    hosts.table.apply_decisions({hosts.uuids[0]: decision})
+    holders = DrainInventory(
+        *cast("Any", (None, hosts.selector, None, None)), warmup=cast("Any", None), clock=SystemClock()
+    )
+    assert [one.code for one in holders.of_drain(DRAIN).values()] == ([] if code is None else [code])
 
 
 # --- Which hosts a cell, or a service, has: what is reported here is not all of them.

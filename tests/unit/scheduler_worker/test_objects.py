@@ -32,7 +32,7 @@ from bus.contracts.objects import (
 from bus.contracts.operations import AdminState, FenceState, HostFence
 from bus.contracts.placement import GroupPolicy
 from bus.contracts.waiting_builds import BuildsWaiting, WaitingBuild
-from bus.faults import RequestRefused
+from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.service.settings import SettingsError
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.drain.drain_controller import DrainController
@@ -430,6 +430,23 @@ async def test_objects_of_the_same_revision_of_another_history_are_loaded(site: 
     assert isinstance(await of_there.apply(decided(1), "m2"), ObjectsChanged)
     await here.reload()
     assert [hosts.table.decision_of(uuid) is not None for uuid in hosts.uuids[:2]] == [False, True]
+
+
+async def test_the_objects_of_the_settings_come_first_in_a_database_that_was_set_back_to_none(site: Site) -> None:
+    """A decision about a host that was written first kept every flavor of the settings away, for good."""
+    clock, hosts, store = site.cluster.clock, site.cluster.hosts, site.store
+    empty = store._table.objects
+    registry = ObjectRegistry(store, hosts.selector, hosts.config, clock=clock, cells=("c1",))
+    await registry.open()
+    seeded, changes = registry.revision, OperatorChanges(registry, store, hosts.selector, clock=clock)
+    store._table.objects = empty
+    body = {"host": "h0", "state": AdminState.DISABLED.value}
+    decided = ObjectsChange(changes=(ObjectChange(kind=ObjectKind.HOST, name=hosts.uuids[0], body=body),), actor="ann")
+    with pytest.raises(DatabaseUnavailable):
+        await changes.apply(decided, "m1")
+    await registry.reload()
+    assert registry.revision == seeded > 0
+    assert isinstance(await changes.apply(decided, "m1"), ObjectsChanged)
 
 
 # --- A scheduler of another version, or with other plug-ins, has written objects that this one cannot use.

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from bus.clock import SystemClock
@@ -15,7 +16,14 @@ from bus.contracts.base import Meta
 from bus.contracts.build import BuildQuery, BuildRecord, BuildState, HostsQuery
 from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceStates
 from bus.contracts.host_metrics import HostMetrics, HostReading
-from bus.contracts.objects import FenceRecord, ObjectLogQuery, ObjectsQuery
+from bus.contracts.objects import (
+    FenceRecord,
+    ObjectKind,
+    ObjectLogEntry,
+    ObjectLogQuery,
+    ObjectsQuery,
+    StoredObject,
+)
 from bus.contracts.operations import AdminState, HostAdminState, ServicesPage, ServicesQuery
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.config import SchedulerConfig
@@ -24,6 +32,7 @@ from scheduler_worker.hosts.waiting_builds import WaitingTable
 from scheduler_worker.queries import status_queries
 from scheduler_worker.queries.record_queries import QueryHandler
 from scheduler_worker.queries.status_queries import StatusHandler, hosts_page
+from scheduler_worker.records.object_records import RecordedObjects
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts, aggregate
 
 
@@ -288,3 +297,26 @@ async def test_a_question_while_the_database_is_unavailable_is_refused_at_once()
     for query in (BuildQuery(), BuildQuery(instance_uuid=KNOWN), ObjectsQuery(), ObjectLogQuery()):
         requested = Received(message=query, meta=Meta(id="q", cause="q", sent_at=1.0), bus="api", queue="q")
         assert await handler([requested]) == [Refuse("database.unavailable", "connection refused")]
+
+
+async def test_the_token_of_a_fence_is_shown_to_nobody() -> None:
+    """The ids of the evacuations follow from it: who reads objects could take them before they are made."""
+    body = {"host": "h4", "version": 1, "token": "random"}
+    stored = StoredObject(kind=ObjectKind.FENCE, name=IN_CELL, body=body, version=1)
+    entry = ObjectLogEntry(
+        kind=ObjectKind.FENCE, name=IN_CELL, before=body, after=body, revision=1, at=1.0, actor="ann"
+    )
+
+    class Store:
+        async def objects(self) -> RecordedObjects:
+            return RecordedObjects(1, {(ObjectKind.FENCE, IN_CELL): stored})
+
+        async def object_log(self, _query: ObjectLogQuery) -> list[ObjectLogEntry]:
+            return [entry]
+
+    unused = cast("Any", None)
+    handler = QueryHandler(cast("Any", Store()), unused, WaitingTable(), clock=SystemClock(), cells=unused)
+    for query in (ObjectsQuery(), ObjectLogQuery()):
+        meta = Meta(id="q", cause="q", sent_at=1.0)
+        (answer,) = await handler([Received(message=query, meta=meta, bus="api", queue="q")])
+        assert b"h4" in msgspec.json.encode(answer) and b"random" not in msgspec.json.encode(answer)
