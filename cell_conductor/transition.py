@@ -105,7 +105,16 @@ def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
 # rollback.
 MAX_FENCE_STEPS = 4
 # A machine runs after these states, and one whose answer is awaited may run in these.
-STARTING = frozenset({ChangeKind.START, ChangeKind.REBUILD, ChangeKind.RESCUE, ChangeKind.UNRESCUE})
+STARTING = frozenset(
+    {
+        ChangeKind.START,
+        ChangeKind.REBOOT,
+        ChangeKind.REBOOT_SOFT,
+        ChangeKind.REBUILD,
+        ChangeKind.RESCUE,
+        ChangeKind.UNRESCUE,
+    }
+)
 
 
 class FenceSteps:

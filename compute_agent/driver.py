@@ -190,8 +190,8 @@ class Driver(Protocol):
         """
 
     async def change(self, change: ChangeOrder) -> ChangeResult:
-        """Change a machine where it is; return when that is done. A change that is done already succeeds. Raises
-        ChangeFault when it is not done, NotOwned, DriverUnavailable.
+        """Change a machine where it is; return when that is done. A change that is done already succeeds, and a
+        reboot is done again. Raises ChangeFault when it is not done, NotOwned, DriverUnavailable.
         """
         # NotOwned: the machine's tag does not name this database. Cancelled when a later change or a destruction takes
         # its place: a hand-over that is cancelled leaves the machine where it is, running or stopped, and the later

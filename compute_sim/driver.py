@@ -239,7 +239,7 @@ def _check(host: Host, build: Build) -> None:
 def _changed(machine: SimulatedMachine, change: ChangeOrder) -> SimulatedMachine:
     """The machine after a change that worked."""
     match change.kind:
-        case ChangeKind.START | ChangeKind.RESCUE | ChangeKind.UNRESCUE:
+        case ChangeKind.START | ChangeKind.REBOOT | ChangeKind.REBOOT_SOFT | ChangeKind.RESCUE | ChangeKind.UNRESCUE:
             return replace(machine, runs=True)
         case ChangeKind.STOP | ChangeKind.HAND_OVER | ChangeKind.HAND_OVER_LIVE | ChangeKind.SNAPSHOT:
             return replace(machine, runs=False)

@@ -127,7 +127,7 @@ def test_a_name_in_a_docstring_is_one_of_ours() -> None:
 
 # What docstrings name that is not ours: other programs, formats, an example of a mistyped field, a pattern.
 NO_NAMES_OF_OURS = {
-    *("messagingv2", "serialize_remote_exception", "rebooting", "ExportTraceServiceRequest", "ipmi", "redfish"),
+    *("messagingv2", "serialize_remote_exception", "ExportTraceServiceRequest", "ipmi", "redfish"),
     *("enospc", "ra_log_wal", "sd_notify", "hostt", "prefix_key"),
 }
 FILES_OF_OTHERS = ("nova/", "_drivers/")

@@ -48,6 +48,7 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
         "show": f"{INSTANCES}:show",
         "delete": f"{SEVERAL}:delete",
         "logs": "berth.cli.instance.logs:logs",
+        "reboot": f"{ACTIONS}:reboot",
         "why": "berth.cli.instance.why:why",
     },
     "Instances": {
@@ -62,6 +63,7 @@ TREE: Mapping[str, Mapping[str, str | Noun]] = {
                 "why": "berth.cli.instance.why:why",
                 "start": f"{ACTIONS}:start",
                 "stop": f"{SEVERAL}:stop",
+                "reboot": f"{ACTIONS}:reboot",
                 "migrate": f"{ACTIONS}:migrate",
                 "resize": f"{ACTIONS}:resize",
                 "confirm": f"{ACTIONS}:confirm",

@@ -46,6 +46,7 @@ class ActionKind(StrEnum):
     UNSHELVE = "unshelve"  # start it again; from its image on a host that is chosen anew where it was offloaded
     START = "start"
     STOP = "stop"
+    REBOOT = "reboot"  # off and on again; a stopped instance starts
     RESCUE = "rescue"  # boot it from a rescue system, its own disks beside it
     UNRESCUE = "unrescue"  # boot it from its own disks again
 
@@ -86,6 +87,7 @@ class ActionOrder(RequestOfInstance, frozen=True, kw_only=True, omit_defaults=Tr
     # client)
     auto_confirm_s: Annotated[float, Bound(ge=0, le=30 * 86_400)] | None = None
     offload: bool = False  # of a shelve
+    soft: bool = False  # of a reboot: its own system shuts down first; only of a running instance
     # of a rescue: what its rescue system lets a person in with. A secret, and in the cell's record until the rescue has
     # ended.
     rescue_password: RescuePassword = ""
@@ -292,6 +294,9 @@ class ChangeKind(StrEnum):
     HAND_OVER_LIVE = "hand-over-live"  # copy it while it runs, and stop it only at the end
     START = "start"  # (again), also where it was stopped to be handed over: every change that was begun is undone
     STOP = "stop"
+    # A command that comes again reboots once more.
+    REBOOT = "reboot"  # off and on again; it runs, whatever it did before
+    REBOOT_SOFT = "reboot-soft"  # the same, and its own system shuts down first
     RESIZE = "resize"  # to `spec` and `allocations`
     REBUILD = "rebuild"  # from the image of `spec`
     SNAPSHOT = "snapshot"  # stop it and keep its image

@@ -249,7 +249,7 @@ def on_changed(instance: Instance, event: ChangeEnded, context: StepContext) -> 
         if action.offload and not action.answered:  # its client was told that it had failed: the machine stays
             return offload(kept, event.at, context)
         return close(enter_active(kept, event.at, context), DONE, event.at, context)
-    if action.kind in (ActionKind.START, ActionKind.UNSHELVE):
+    if action.kind in (ActionKind.START, ActionKind.UNSHELVE, ActionKind.REBOOT):
         instance = replace(instance, power=Power.RUNNING, image="")
     if action.kind in (ActionKind.RESCUE, ActionKind.UNRESCUE):
         instance = replace(instance, power=Power.RESCUED if action.kind is ActionKind.RESCUE else Power.RUNNING)

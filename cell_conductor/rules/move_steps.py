@@ -84,6 +84,9 @@ def start_in_place(instance: Instance, event: ActionRequested, context: StepCont
     }
     if kind is ActionKind.UNRESCUE and instance.power is Power.STOPPED:
         return refuse_request(instance, event, context, "instance.not_rescued")
+    if kind is ActionKind.REBOOT and event.request.soft and instance.power is not Power.RUNNING:
+        reason = "only a running instance can be rebooted softly"
+        return refuse_request(instance, event, context, "instance.not_running", reason)
     if has_machine.get(kind):
         if kind is ActionKind.UNSHELVE:
             return refuse_request(instance, event, context, "instance.not_shelved")
@@ -112,6 +115,7 @@ def enter_action(
         auto_confirm_s=request.auto_confirm_s,
         step_timeout_s=request.step_timeout_s,
         offload=request.offload,
+        soft=request.soft,
         rescue_password=request.rescue_password,
         fenced=request.fenced,
         force=request.force,

@@ -20,6 +20,7 @@ CHANGES = {
     ActionKind.START: ChangeKind.START,
     ActionKind.UNSHELVE: ChangeKind.START,
     ActionKind.STOP: ChangeKind.STOP,
+    ActionKind.REBOOT: ChangeKind.REBOOT,
     ActionKind.REBUILD: ChangeKind.REBUILD,
     ActionKind.SHELVE: ChangeKind.SNAPSHOT,
     ActionKind.RESCUE: ChangeKind.RESCUE,
@@ -93,6 +94,8 @@ def change_of(instance: Instance) -> ChangeKind | None:
         return None
     kind = desired_state_of(instance).change
     if instance.state is State.CHANGING:
+        if action.kind is ActionKind.REBOOT and action.soft:
+            return ChangeKind.REBOOT_SOFT
         return CHANGES[action.kind] if action.to_cell is None else ChangeKind.SNAPSHOT
     if kind is ChangeKind.RESIZE:  # the only one that is undone where it was done
         return kind if instance.is_in_place else None

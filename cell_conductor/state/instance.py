@@ -112,6 +112,7 @@ class ActionInProgress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     auto_confirm_s: float | None = None
     step_timeout_s: float = 300.0
     offload: bool = False
+    soft: bool = False
     rescue_password: str = ""
     change_number: int = 0  # number of the change that was last commanded and is awaited
     handed_over: bool = False  # the source was commanded to hand over, so a rollback starts it

@@ -14,6 +14,7 @@ from bus.clock import Clock, new_uuid
 from compute_sim.ironic_stand_in import shapes
 from compute_sim.ironic_stand_in.announcer import NotificationAnnouncer
 
+REBOOTS = frozenset({"rebooting", "soft rebooting"})  # power actions that leave a node on
 MAX_TASKS = 10_000  # nodes on their way at once
 
 
@@ -170,16 +171,17 @@ class NodePool:
 
     async def _power(self, node: dict[str, Any], target: str, request_id: str) -> None:
         await self._publish(node, "power_set", "start", request_id, to_power=target)
+        state = "power on" if target in REBOOTS else target
         if self.behaviour.power_s:
             await self._clock.sleep(self.behaviour.power_s / 2)  # taken up some time after it was accepted
-            self._change(node, target_power_state=target, last_error=None)
+            self._change(node, target_power_state=state, last_error=None)
             await self._clock.sleep(self.behaviour.power_s / 2)
         if self.behaviour.power_fails:
             error = f"Failed to set node power state to {target}."
             self._change(node, target_power_state=None, last_error=error)
             await self._publish(node, "power_set", "error", request_id, to_power=target)
             return
-        self._change(node, power_state=target, target_power_state=None, last_error=None)
+        self._change(node, power_state=state, target_power_state=None, last_error=None)
         await self._publish(node, "power_set", "end", request_id, to_power=target)
 
     async def lose_power(self, node: dict[str, Any]) -> None:

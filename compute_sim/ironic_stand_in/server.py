@@ -21,7 +21,7 @@ from starlette.routing import Route
 from bus.clock import Clock, new_uuid
 from compute_sim.ironic_stand_in import shapes
 from compute_sim.ironic_stand_in.announcer import NotificationAnnouncer
-from compute_sim.ironic_stand_in.node_pool import Behaviour, NodePool, RequestError
+from compute_sim.ironic_stand_in.node_pool import REBOOTS, Behaviour, NodePool, RequestError
 
 MAX_BODY = 1024 * 1024
 MAX_LIMIT = 1000
@@ -252,7 +252,7 @@ class IronicStandIn:
 
     async def _power(self, request: Request) -> Response:
         target = (await _json(request, dict)).get("target")
-        if target not in ("power on", "power off"):
+        if target not in ("power on", "power off", *REBOOTS):
             raise RequestError(400, f"Invalid power state {target!r}")
         await self.pool.set_power(self._node(request), target, self._request_id())
         return Response(status_code=202, headers=VERSIONS)

@@ -225,6 +225,7 @@ class ActionEngine:
             migration=request.migration,
             auto_confirm_s=request.auto_confirm_s,
             offload=request.offload,
+            soft=request.soft,
             rescue_password=request.rescue_password,
             fenced=request.fenced,
             force=request.force,

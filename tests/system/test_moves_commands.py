@@ -80,6 +80,9 @@ def test_an_instance_is_stopped_shelved_offloaded_and_unshelved(berth: Berth, in
     for command, condition in (
         (["stop"], "stopped"),
         (["rebuild", "--image", "debian", "--yes"], "stopped"),
+        (["reboot"], "active"),
+        (["reboot", "--soft"], "active"),
+        (["stop"], "stopped"),
         (["start"], "active"),
         (["rescue", "--password", "sesame"], "rescued"),
         (["unrescue"], "active"),
@@ -96,7 +99,20 @@ def test_an_instance_is_stopped_shelved_offloaded_and_unshelved(berth: Berth, in
         assert condition in listed, "it was active in the list, whatever had been done to it"
     actions = berth("action", "list", "--instance", instance, "-o", "json").data
     assert [one["kind"] for one in actions] == [
-        *("unshelve", "offload", "shelve", "rebuild", "unrescue", "rescue", "start", "rebuild", "stop"),
+        *(
+            "unshelve",
+            "offload",
+            "shelve",
+            "rebuild",
+            "unrescue",
+            "rescue",
+            "start",
+            "stop",
+            "reboot",
+            "reboot",
+            "rebuild",
+            "stop",
+        ),
     ]
     assert all(one["state"] == "done" for one in actions)
 

@@ -188,6 +188,20 @@ async def rebuild(
     return await _request(settings, instance, ActionKind.REBUILD, request, **named)
 
 
+async def reboot(
+    settings: Settings,
+    instance: Instance,
+    soft: Annotated[bool, typer.Option("--soft", help="Have its own system shut down first; it must run.")] = False,
+    *,
+    request: RequestOptions,
+) -> int:
+    """Switch an instance off and on again.
+
+    A stopped one starts.
+    """
+    return await _request(settings, instance, ActionKind.REBOOT, request, soft=soft)
+
+
 async def rescue(
     settings: Settings,
     instance: Instance,

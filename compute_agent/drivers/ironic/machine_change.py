@@ -1,7 +1,8 @@
 """One change of a deployed node where it is: power, a rebuild from another image, its rescue system and back."""
 
 # A loop as a deployment is: look at the node, do the next thing, look again. A request that a node gets twice is
-# carried out once, except a rebuild whose service died between request and answer: it is done again.
+# carried out once, except a rebuild whose service died between request and answer, and a reboot that it had begun: they
+# are done again.
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from compute_agent.drivers.ironic.node import BUILT, DEPLOYING, OWNER_TAG, Ironi
 from compute_agent.drivers.ironic.request import IMAGE_ENTRIES, config_drive, image_of, instance_info
 
 POWER = {ChangeKind.START: "power on", ChangeKind.STOP: "power off"}
+REBOOTS = {ChangeKind.REBOOT: "rebooting", ChangeKind.REBOOT_SOFT: "soft rebooting"}
 RESCUES = frozenset({ChangeKind.RESCUE, ChangeKind.UNRESCUE})
-CHANGES = frozenset({*POWER, *RESCUES, ChangeKind.REBUILD})
+CHANGES = frozenset({*POWER, *REBOOTS, *RESCUES, ChangeKind.REBUILD})
 FAILED_RESCUE = frozenset({"rescue failed", "unrescue failed"})  # from these Ironic takes both
 POLL_SHARE = 0.05  # of the time taken: a rebuild takes minutes
 
@@ -54,6 +56,8 @@ class NodeChange:
                 return await self._rebuild(node, tag)
             if self._change.kind in RESCUES:
                 return await self._rescue(node)
+            if (target := REBOOTS.get(self._change.kind)) is not None:
+                return await self._power(node, "power on", target)
             return await self._power(node, POWER[self._change.kind])
         except DriverUnavailable:
             if not self._requested:
@@ -72,18 +76,21 @@ class NodeChange:
             raise ChangeFault("machine.other", "another attempt's machine is here", runs=False)
         return tag
 
-    async def _power(self, node: IronicNode, wanted: str) -> bool:
+    async def _power(self, node: IronicNode, wanted: str, reboot: str | None = None) -> bool:
+        """reboot: what is requested also of a node in the wanted state, once."""
         if node.provision_state not in BUILT:
             raise ChangeFault("node.not_active", f"the node is {node.condition}")
         if node.target_power_state is not None or (self._requested and node.reservation is not None):
             # On its way. Ironic holds the node's lock from its acceptance of an action to the end, and clears the error
             # of an earlier one only when it takes the action up.
             return False
-        if node.power_state == wanted:
+        has_failed = self._requested and bool(node.last_error)
+        if node.power_state == wanted and (reboot is None or (self._requested and not has_failed)):
             return True
-        if self._requested and node.last_error:
+        if has_failed:
             raise ChangeFault("node.power_failed", f"the node is {node.condition}", runs=node.runs)
-        self._check_answer(await self._api.power(node.uuid, wanted), f"to {wanted}")
+        target = reboot or wanted
+        self._check_answer(await self._api.power(node.uuid, target), f"to {target}")
         return False
 
     async def _rescue(self, node: IronicNode) -> bool:

@@ -325,6 +325,25 @@ async def test_a_machine_is_changed_and_changed_back_each_once(
         assert (machine.attempt, machine.built, machine.runs) == (1, True, runs)
 
 
+@pytest.mark.parametrize("kind", [ChangeKind.REBOOT, ChangeKind.REBOOT_SOFT])
+@pytest.mark.parametrize("before", ["power on", "power off"])
+async def test_a_node_is_rebooted_whatever_its_power_and_again_by_a_later_command(
+    metal: Metal, driver: Driver, built: str, kind: ChangeKind, before: str
+) -> None:
+    metal.node["power_state"] = before
+    metal.pool.behaviour = replace(QUICK, power_s=0.2)
+    for number in (3, 4):
+        assert (await driver.change(order(built, kind, number))).runs
+        assert metal.node["power_state"] == "power on" and len(metal.requested) == number - 2
+
+
+async def test_a_reboot_that_fails_is_not_done_though_the_node_is_on(metal: Metal, driver: Driver, built: str) -> None:
+    metal.pool.behaviour = replace(QUICK, power_fails=True, power_s=0.2)
+    with pytest.raises(ChangeFault) as caught:
+        await driver.change(order(built, ChangeKind.REBOOT))
+    assert (caught.value.code, caught.value.runs) == ("node.power_failed", True)
+
+
 @pytest.mark.parametrize(("earlier", "ends"), [("", True), ("it did not answer yesterday", False), ("same", True)])
 async def test_a_power_action_fails_of_its_own_error_alone(
     metal: Metal, driver: Driver, built: str, earlier: str, ends: bool

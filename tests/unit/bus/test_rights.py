@@ -51,7 +51,7 @@ FIELDS_OF_PROJECT = {
     "build.delete.v1": {"instance_uuid", "project_id", "by"},
     "instance.action.v1": {
         "request_id", "instance_uuid", "project_id", "user_id", "flavor", "image", "image_properties", "ignore_hosts",
-        "max_attempts", "policy", "migration", "auto_confirm_s", "offload", "rescue_password", "timeout_s",
+        "max_attempts", "policy", "migration", "auto_confirm_s", "offload", "soft", "rescue_password", "timeout_s",
         "by",
     },
 }  # fmt: skip

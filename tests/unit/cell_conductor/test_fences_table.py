@@ -342,6 +342,7 @@ def changes(commands: tuple[Message, ...]) -> list[tuple[ChangeKind, str]]:
     [
         (ActionKind.START, HERE, True),
         (ActionKind.UNRESCUE, HERE, True),
+        (ActionKind.REBOOT, HERE, True),
         (ActionKind.REBUILD, HERE, True),
         (ActionKind.RESCUE, HERE, True),
         (ActionKind.STOP, HERE, False),

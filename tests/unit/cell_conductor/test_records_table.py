@@ -330,6 +330,7 @@ ARRIVED = {"sequence": 21, "selections": (ON_1, ON_2), "since": 110.0, "answered
                 (ActionKind.START, {"power": Power.RUNNING, "image": ""}),
                 (ActionKind.UNSHELVE, {"power": Power.RUNNING, "image": ""}),
                 (ActionKind.STOP, {"power": Power.STOPPED}),
+                (ActionKind.REBOOT, {"power": Power.RUNNING, "image": ""}),
                 (ActionKind.SHELVE, {"image": "new"}),
                 (ActionKind.RESCUE, {"power": Power.RESCUED}),
                 (ActionKind.UNRESCUE, {"power": Power.RUNNING}),
