@@ -119,7 +119,7 @@ async def instance_of(berth: BuildClient, text: str, project: str | None, *, tim
             raise typer.BadParameter(reason_of(error)) from error
         page = await berth.query(query, timeout_s=timeout_s)
         found |= {one.instance_uuid: one for one in page.builds}
-        if page.searched_to is None or found:
+        if page.searched_to is None or any(one.state is not BuildState.DELETED for one in found.values()):
             break
         place = {"before": page.searched_to, "before_instance": page.searched_to_instance}
     kept = {uuid: one for uuid, one in found.items() if one.state is not BuildState.DELETED} or found
