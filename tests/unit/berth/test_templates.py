@@ -29,6 +29,7 @@ from berth.client.types import (
     QuarantinePage,
     QuotaUse,
     Recovery,
+    Why,
     Zone,
 )
 from berth.web.pages.change_log import DescribedChange
@@ -96,6 +97,7 @@ PAGES: dict[str, dict[str, Any]] = {
         "stages": list[Stage],
         "unplaced": ActionRecord,
         "lost": list[LostClaim],
+        "why": Why,
         "actions": tuple[ActionRecord, ...],
         "kinds": list[ActionKind],
         "ended": bool,
