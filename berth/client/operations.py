@@ -42,6 +42,7 @@ from berth.client.types import (
     TokenCreated,
     TokenRevoked,
     TokenView,
+    Why,
 )
 from bus.contracts.actions import ActionRecord, ActionRequest
 from bus.contracts.base import Label, Uuid, Word
@@ -90,6 +91,13 @@ class InstanceOperations:
     def show_build(self, uuid: Uuid) -> ApiCall[BuildRecord]:
         """One build with its timeline."""
         return ApiCall("GET", "/builds/{uuid}", BuildRecord, at={"uuid": uuid})
+
+    @operation
+    def explain_build(self, uuid: Uuid, *, request: Uuid | None = None) -> ApiCall[Why]:
+        """Why an instance is as it is: what happened, the hosts that were tried, what it waits for, and the next
+        commands. request: the one about it that is to be explained.
+        """
+        return ApiCall("GET", "/builds/{uuid}/why", Why, at={"uuid": uuid}, query={"request": request})
 
     @operation
     def delete_build(self, uuid: Uuid) -> ApiCall[Accepted]:

@@ -8,7 +8,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 
 from bus.contracts.base import Count, Label, Reason, Uuid, Version, Word
-from bus.contracts.build import BuildRecord, HostRecord
+from bus.contracts.build import AttemptRecord, BuildRecord, FunnelStep, HostRecord, HostScore
 from bus.contracts.drains import AtOnce, DeadlineS, DrainTarget, PerMinute
 from bus.contracts.objects import CellBus, CellState, LinkState, ObjectChange, ObjectKind, StoredObject, TokenRole
 from bus.contracts.operations import AdminState, Losses
@@ -41,6 +41,30 @@ class Accepted(Struct, frozen=True, omit_defaults=True):
     instance_uuid: Uuid
     links: dict[str, str]
     members: tuple[Uuid, ...] = ()
+
+
+class Why(Struct, frozen=True, kw_only=True):
+    """Why an instance is as it is. request: of what it is the answer, `build` or a kind of action."""
+
+    instance_uuid: Uuid
+    name: str
+    project_id: Word
+    state: str
+    host: str | None
+    request: str
+    request_id: Uuid
+    request_state: str
+    since: float  # seconds since the epoch
+    code: str
+    reason: str
+    waiting: str = ""  # for what
+    attempts: tuple[AttemptRecord, ...] = ()  # the hosts that were tried, and how each has ended
+    funnel: tuple[FunnelStep, ...] = ()  # the hosts that each filter has left
+    scores: tuple[HostScore, ...] = ()  # of the hosts that were chosen
+    # cause, remedy: of the code
+    cause: str = ""
+    remedy: str = ""
+    next: tuple[str, ...] = ()  # commands
 
 
 class Builds(Struct, frozen=True):

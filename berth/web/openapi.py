@@ -47,6 +47,7 @@ from berth.client.types import (
     TokenCreated,
     TokenRevoked,
     TokenView,
+    Why,
     Zone,
 )
 from berth.web.problems import PROBLEM_JSON
@@ -123,6 +124,7 @@ def _of_instances() -> dict[str, _Operation]:
         "create_build": _Operation(Accepted, 202, BuildRequest, errors=(409, *_WRITES)),
         "list_builds": _Operation(Builds, query=builds, errors=_READS),
         "show_build": _Operation(BuildRecord, errors=(400, 404)),
+        "explain_build": _Operation(Why, query={"request": Uuid}, errors=(400, 404)),
         "delete_build": _Operation(Accepted, 202, errors=(404, 409, *_WRITES)),
         "follow_build": _Operation(str, query={"until": Literal["end", "deleted"]}, errors=(400, 404), stream=True),
         "follow_all": _Operation(str, errors=(400,), stream=True),

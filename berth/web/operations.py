@@ -48,6 +48,7 @@ from berth.web.pages.fleet import MAX_SERVICES, FleetReader
 from berth.web.pages.objects import ObjectApi
 from berth.web.problems import Problem, problem_of
 from berth.web.sign_in_sessions import WebRole
+from berth.why import explained
 from bus.bus import Bus
 from bus.clock import Clock, new_uuid
 from bus.contracts.actions import ActionAccepted, ActionKind, ActionPage, ActionQuery, ActionRequest
@@ -181,6 +182,18 @@ class WebActions(Handlers):
         here = f"{API_ROOT}/actions/{action.request_id}"
         body = ActionResponse(action.request_id, uuid, {"self": here, "instance": f"{API_ROOT}/builds/{uuid}"})
         return json_response(body, 202, {"location": here})
+
+    @route("GET", "/builds/{uuid}/why", "request")
+    async def explain_build(self, request: Request) -> object:
+        """Why an instance is as it is, by its newest request, or its build; or why a request about it is: ?request=."""
+        build = await self._api.build(uuid_of(request), caller_of(request))
+        named = request.query_params.get("request")
+        of = {"instance_uuid": build.instance_uuid} if named is None else {"request_id": named}
+        query = parsed(lambda: msgspec.convert({**of, "project_id": build.project_id, "limit": 1}, ActionQuery))
+        found = next(iter((await self.actions(query)).actions), None)
+        if named is not None and (found is None or found.instance_uuid != build.instance_uuid):
+            raise Problem(404, "action.unknown", f"no request {named} about this instance is on record")
+        return explained(build, found, is_named=named is not None)
 
     @route("GET", "/actions", "instance", "project", "under_way", "limit")
     async def list_actions(self, request: Request) -> object:

@@ -84,7 +84,7 @@ LAYERS: Mapping[str, str] = {
     "berth": """
         client | bus_client config nova_objects asyncapi change_log codes version
         | audit backup fencing dead_letters permissions database_rights project_vhost up | text
-        | status | web | cli | __main__
+        | status why | web | cli | __main__
     """,
 }
 

@@ -231,6 +231,15 @@ def test_an_instance_is_moved_stopped_and_shown(web: Web) -> None:
         assert client.get(f"/api/v1/builds/{uuid}").json()["host"] == moved["host"]
         kinds = [one["kind"] for one in alice.get("/api/v1/actions", params={"instance": uuid}).json()]
         assert kinds == ["live-migrate", "start", "stop"]
+        refused = ended(alice, alice.post(path, json={"kind": "confirm"}))
+        why = alice.get(f"/api/v1/builds/{uuid}/why").json()
+        assert (why["request"], why["request_id"], why["code"]) == ("confirm", refused["request_id"], refused["code"])
+        assert why["cause"] and why["remedy"] and why["next"]
+        of_stop = alice.get(f"/api/v1/builds/{uuid}/why", params={"request": stopped.json()["request_id"]}).json()
+        assert (of_stop["request"], of_stop["request_state"], of_stop["code"]) == ("stop", "done", "")
+        unknown = {"params": {"request": uuid}}
+        assert code_of(alice.get(f"/api/v1/builds/{uuid}/why", **unknown), 404) == "action.unknown"
+        assert code_of(bob.get(f"/api/v1/builds/{uuid}/why"), 404) == "build.unknown"
         assert bob.get("/api/v1/actions").json() == []
 
 
@@ -272,6 +281,7 @@ def test_the_document_describes_every_route(web: Web) -> None:
         paths = document["paths"]
         assert set(paths) == {
             "/builds", "/builds/{uuid}", "/builds/{uuid}/events", "/events", "/builds/{uuid}/actions", "/actions",
+            "/builds/{uuid}/why",
             "/caller", "/tokens", "/tokens/{token}",
             "/actions/{uuid}", "/hosts", "/hosts/{host}", "/hosts/{host}/admin-state", "/hosts/{host}/delete",
             "/hosts/{host}/drain-plan", "/hosts/{host}/drain", "/drain-plan", "/drains", "/drains/{uuid}",

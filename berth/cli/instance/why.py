@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated
 
 import typer
-from msgspec import Struct
 
 from berth.bus_client import BuildClient
-from berth.cli.common import QUERY_TIMEOUT_S, InProject, Stop, client, instance_of, is_uuid, parse_uuid
+from berth.cli.common import QUERY_TIMEOUT_S, Exit, InProject, Stop, client, instance_of, is_uuid, parse_uuid
 from berth.cli.output import As, Form, out, print_data, print_line
-from berth.codes import code_named
+from berth.client.types import Why
 from berth.config.settings import Settings
 from berth.text import printable, render_funnel, render_scores, utc
-from bus.contracts.actions import ActionPage, ActionQuery, ActionRecord, ActionState
-from bus.contracts.build import TERMINAL_STATES, AttemptRecord, BuildRecord, BuildState, FunnelStep, HostScore
-
-GONE_WRONG = frozenset({ActionState.FAILED, ActionState.REFUSED})
-
-
-class Why(Struct, frozen=True, kw_only=True):
-    """The answer. request: of what it is the answer, `build` or a kind of action."""
-
-    instance_uuid: str
-    name: str
-    project_id: str
-    state: str
-    host: str | None
-    request: str
-    request_id: str
-    request_state: str
-    since: float  # seconds since the epoch
-    code: str
-    reason: str
-    waiting: str = ""  # for what
-    attempts: tuple[AttemptRecord, ...] = ()
-    funnel: tuple[FunnelStep, ...] = ()
-    scores: tuple[HostScore, ...] = ()  # of the hosts that were chosen
-    cause: str = ""
-    remedy: str = ""
-    next: tuple[str, ...] = ()  # commands
+from berth.why import explained
+from bus.contracts.actions import ActionPage, ActionQuery, ActionRecord
+from bus.contracts.build import BuildRecord
 
 
 async def why(
@@ -57,69 +31,35 @@ async def why(
     What happened, which hosts were tried, how many hosts each filter left, what it waits for, and the next command. A
     request of Nova is explained by `berth explain`.
     """
+    if instance.startswith("req-"):
+        command = f"journalctl -o cat -u 'berth*' | berth explain {instance}"
+        raise Stop(Exit.NO, "explain.unknown", f"Nova's requests are in the logs of what answers them: {command}")
     async with client(settings) as berth:
-        record, action = await _found(berth, instance, project)
-    found = explained(record, action)
+        record, action, is_named = await _found(berth, instance, project)
+    found = explained(record, action, is_named=is_named)
     if form.is_data:
         print_data(found, form)
     else:
         _show(found)
 
 
-async def _found(berth: BuildClient, text: str, project: str | None) -> tuple[BuildRecord, ActionRecord | None]:
-    """The instance, and the request about it that is meant: the one that is named, else the newest. Raises Stop."""
+async def _found(berth: BuildClient, text: str, project: str | None) -> tuple[BuildRecord, ActionRecord | None, bool]:
+    """The instance, the request about it that is named, else the newest, and whether it is named. Raises Stop."""
     try:
         record = await instance_of(berth, text, project, timeout_s=QUERY_TIMEOUT_S)
     except Stop as stop:
         if stop.code != "instance.unknown" or not is_uuid(text):
             raise
         for action in await _actions(berth, ActionQuery(request_id=parse_uuid(text), project_id=project, limit=1)):
-            return await instance_of(berth, action.instance_uuid, action.project_id, timeout_s=QUERY_TIMEOUT_S), action
+            of = await instance_of(berth, action.instance_uuid, action.project_id, timeout_s=QUERY_TIMEOUT_S)
+            return of, action, True
         raise
     newest = ActionQuery(instance_uuid=record.instance_uuid, project_id=record.project_id, limit=1)
-    return record, next(iter(await _actions(berth, newest)), None)
+    return record, next(iter(await _actions(berth, newest)), None), False
 
 
 async def _actions(berth: BuildClient, query: ActionQuery) -> tuple[ActionRecord, ...]:
     return (await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)).actions
-
-
-def explained(record: BuildRecord, action: ActionRecord | None) -> Why:
-    """The answer. A request explains an instance while it is under way, or where it came to nothing; else its build."""
-    of = action if action is not None and (not action.terminal or action.state in GONE_WRONG) else None
-    about = of or record
-    waits = next((line.detail for line in record.timeline[-1:] if line.what == "waiting"), "") if of is None else ""
-    code = None if not about.code else code_named(about.code)
-    return Why(
-        instance_uuid=record.instance_uuid,
-        name=record.name,
-        project_id=record.project_id,
-        state=record.shown_state,
-        host=record.host,
-        request="build" if of is None else of.kind.value,
-        request_id=record.instance_uuid if of is None else of.request_id,
-        request_state=about.state.value,
-        since=about.updated_at,
-        code=about.code,
-        reason=about.reason,
-        waiting=waits,
-        attempts=about.history,
-        funnel=about.funnel,
-        scores=() if about.code or record.choice is None else record.choice.scores,
-        cause="" if code is None else code.cause,
-        remedy="" if code is None else code.remedy,
-        next=tuple(_next(record, of)),
-    )
-
-
-def _next(record: BuildRecord, action: ActionRecord | None) -> Iterator[str]:
-    if record.state not in TERMINAL_STATES or (action is not None and not action.terminal):
-        yield f"berth logs {record.instance_uuid}"
-    elif record.state is BuildState.ACTIVE or action is not None:
-        yield f"berth show {record.instance_uuid} --history"
-    if record.state in (BuildState.FAILED, BuildState.REFUSED):
-        yield f"berth flavor show {record.flavor}"
-        yield "berth host list"
 
 
 def _show(found: Why) -> None:

@@ -43,6 +43,7 @@ from berth.web.pages.figures import (
 from berth.web.pages.fleet import FleetReader, QueueDepth, QueueReader
 from berth.web.rendering import HOSTS, Asked, LastAnswers, rendered, unanswered_page
 from berth.web.sign_in_sessions import WebCaller, WebRole
+from berth.why import explained
 from bus.clock import Clock
 from bus.contracts.actions import ActionKind, ActionPage, ActionQuery, ActionRequest
 from bus.contracts.build import TERMINAL_STATES, BuildPage, BuildQuery, BuildRecord, BuildState, HostRecord
@@ -306,6 +307,7 @@ class Pages:
             stages=stages_of(found),
             unplaced=page.unplaced,
             lost=lost_claims(found),
+            why=explained(found, next(iter(page.actions), None)),
             actions=page.actions,
             kinds=_kinds_for(found, caller),
             ended=found.state in TERMINAL_STATES,

@@ -30,6 +30,7 @@ from berth.client.types import (
     QuarantinePage,
     QuotaUse,
     Recovery,
+    Why,
     Zone,
 )
 from berth.web.pages.figures import FailureGroup, ListedHost, MetalClass, Use
@@ -96,6 +97,7 @@ PAGES: dict[str, dict[str, Any]] = {
         "stages": list[Stage],
         "unplaced": ActionRecord,
         "lost": list[LostClaim],
+        "why": Why,
         "actions": tuple[ActionRecord, ...],
         "kinds": list[ActionKind],
         "ended": bool,
