@@ -75,6 +75,7 @@ class RequestWatch(Struct):
     flavor: str
     intended_at: float
     project_id: str = ""
+    name: str = ""
     deleting: bool = False
     published_at: float | None = None
     ended_at: float | None = None
@@ -160,7 +161,7 @@ class BuildClient:
         """
         now = self._clock.monotonic()
         watches = [
-            self._follow(uuid, request.flavor, request.project_id, now)
+            self._follow(uuid, request.flavor, request.project_id, now, request.name)
             for request in requests
             for uuid in instances_of(request)
         ]
@@ -203,7 +204,7 @@ class BuildClient:
         """
         watches: list[RequestWatch] = []
         for build in builds:
-            watch = self._follow(build.instance_uuid, build.flavor, build.project_id, None)
+            watch = self._follow(build.instance_uuid, build.flavor, build.project_id, None, build.name)
             watches.append(watch)
             watch.deleting = True
             if build.state is BuildState.DELETED:  # no further event will come
@@ -331,12 +332,15 @@ class BuildClient:
             listener(event)
         return True
 
-    def _follow(self, uuid: str, flavor: str, project_id: str, intended_at: float | None) -> RequestWatch:
+    def _follow(
+        self, uuid: str, flavor: str, project_id: str, intended_at: float | None, name: str = ""
+    ) -> RequestWatch:
         now = self._clock.monotonic()
         watch = RequestWatch(
             instance_uuid=uuid,
             flavor=flavor,
             project_id=project_id,
+            name=name,
             intended_at=now if intended_at is None else intended_at,
             stages={},
         )

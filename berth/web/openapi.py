@@ -163,7 +163,7 @@ def _of_hosts() -> dict[str, _Operation]:
 
 
 def _of_objects() -> dict[str, _Operation]:
-    from berth.web.pages.objects import SECTIONS  # noqa: PLC0415
+    from berth.change_log import SECTIONS  # noqa: PLC0415
 
     change = {"reason": Reason, "if_version": Version, "force": bool, "dry_run": bool}
     log = {"kind": ObjectKind, "name": Label, "before": Version, "before_object": str, "limit": int}

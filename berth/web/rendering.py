@@ -191,6 +191,15 @@ def _size(amount: float, resource_class: str = "") -> str:
     return f"{amount:,.1f} {units[-1]}"
 
 
+def _percent(share: float) -> str:
+    """A share as a person reads it: what is there is never 0 %, and what is left never nothing."""
+    if 0 < share < 0.1:
+        return "under 0.1 %"
+    if 99.9 < share < 100:
+        return "over 99.9 %"
+    return f"{share:.1f} %".replace(".0 %", " %")
+
+
 def _slug(state: object) -> str:
     """The class of a state in the style sheet, which has its colour and its shape."""
     return str(state).replace(" ", "-").replace("_", "-").lower()
@@ -213,6 +222,7 @@ def _templates() -> Environment:
         "when": when,
         "short": _short,
         "size": _size,
+        "percent": _percent,
         "slug": _slug,
         "resource": lambda name: RESOURCES.get(name, name),
         "moment": _moment,

@@ -320,6 +320,8 @@ def test_a_node_that_leaves_available_under_a_take_is_no_breach(
     [
         ("deploy failed", False, ""),  # seed 905: the record of its build was lost with the database
         ("deploy failed", True, "was active as attempt 1"),
+        ("available", False, ""),  # seed 554: its marks are all that there is of it
+        ("available", True, "was active as attempt 1"),
         ("deploying", False, "no record ever gave it up"),
         ("active", False, "no record ever gave it up"),
     ],

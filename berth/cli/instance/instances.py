@@ -400,7 +400,8 @@ def show_requests(watches: Sequence[RequestWatch], out: Console) -> None:
         if event in explained and event is not None:
             suffix = f": {event.code}, explained below"
         took = f" in {1000 * watch.latency_s:.0f} ms" if watch.latency_s is not None else ""
-        line = Text.assemble(watch.instance_uuid, " ", _colour(watch.state), printable(f"{where}{took}{suffix}"))
+        name = f" {printable(watch.name)}" if watch.name else ""
+        line = Text.assemble(watch.instance_uuid, f"{name} ", _colour(watch.state), printable(f"{where}{took}{suffix}"))
         out.print(line, soft_wrap=True)
     for reason, funnel in {event.reason: event.funnel for event in explained}.items():
         count = sum(event.reason == reason for event in explained)
@@ -431,7 +432,7 @@ def show_record(record: BuildRecord, unplaced: ActionRecord | None = None, *, hi
     facts |= {"code": record.code, "reason": record.reason, "requested": utc(record.created_at), "by": record.by}
     for name, value in facts.items():
         if value:
-            out.print(Text(f"  {name:8} {printable(value)}"), soft_wrap=True)
+            out.print(Text(f"  {name:9} {printable(value)}"), soft_wrap=True)
     if unplaced is not None:
         print_line(f"  {unplaced.kind} {unplaced.state}: {unplaced.reason} (request {unplaced.request_id})")
     render_funnel((unplaced or record).funnel, out)

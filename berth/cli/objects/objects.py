@@ -14,6 +14,7 @@ from msgspec import Struct
 from rich.text import Text
 
 from berth.bus_client.object_edits import ObjectEdit, change_object, find_object, stored_objects
+from berth.change_log import describe_change, line_of
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
     By,
@@ -235,11 +236,11 @@ async def objects(settings: Settings, form: As = Form.TABLE) -> None:
 
 
 def _log_row(one: ObjectLogEntry) -> list[Cell]:
-    change = "; ".join(_differences(one.before, one.after)) + (" (forced)" if one.forced else "")
-    return [one.revision, Time(one.at), one.actor, f"{one.kind.value} {one.name}", change, one.reason]
+    object_ = f"{one.kind.value} {one.name}"
+    return [one.revision, Time(one.at), one.actor, line_of(one), object_, describe_change(one).reason]
 
 
-EVENTS = Table("revision at actor object change reason", _log_row)
+EVENTS = Table("revision since by change | object reason", _log_row)
 
 
 class EventOptions(ListOutput, frozen=True, kw_only=True):

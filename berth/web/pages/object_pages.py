@@ -17,10 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from berth.change_log import SECTIONS, describe_change
 from berth.text import printable
 from berth.web.api import caller_of, need, parsed
-from berth.web.pages.change_log import describe_change
-from berth.web.pages.objects import SECTIONS, ObjectApi, zones_of
+from berth.web.pages.objects import ObjectApi, zones_of
 from berth.web.problems import Problem
 from berth.web.rendering import Asked, LastAnswers, rendered, unanswered_page
 from berth.web.sign_in_sessions import WebRole

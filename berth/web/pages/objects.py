@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from berth.bus_client.object_edits import ObjectEdit, Send, change_object, merged, project_usage, quota_uses
+from berth.change_log import SECTIONS
 from berth.client.types import ChangeBody, GroupView, ObjectList, QuotaUse, Zone
 from berth.web.api import (
     ASK_TIMEOUT_S,
@@ -51,15 +52,6 @@ from bus.contracts.objects import (
 )
 from bus.contracts.placement_queries import MAX_PROJECTS, GroupMembersPage, GroupMembersQuery
 
-# The path of each kind below API_ROOT.
-SECTIONS = {
-    ObjectKind.FLAVOR: "flavors",
-    ObjectKind.AGGREGATE: "aggregates",
-    ObjectKind.QUOTA: "quotas",
-    ObjectKind.GROUP: "groups",
-    ObjectKind.SCHEDULING: "rules",
-    ObjectKind.CELL: "cells",
-}
 CHANGE_PARAMETERS = ("reason", "if_version", "force", "dry_run")
 # Pages of objects that one answer gathers; a scheduler keeps no more of one kind (`MAX_OF_KIND`).
 MAX_PAGES = 50

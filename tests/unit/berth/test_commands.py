@@ -637,7 +637,7 @@ def test_what_a_build_waits_for_is_shown_while_it_does(capsys: pytest.CaptureFix
         instance_uuid=UUID, project_id="p", flavor="bm.gold", state=BuildState.BUILDING, timeline=(BUILDING, WAITING)
     )
     show_record(record, history=False)
-    assert "  waiting  since 00:00:02.500: waits for Ironic: ConnectError\n" in capsys.readouterr().out
+    assert "  waiting   since 00:00:02.500: waits for Ironic: ConnectError\n" in capsys.readouterr().out
 
 
 def test_the_newest_choice_is_shown_and_of_which_request_it_is(capsys: pytest.CaptureFixture[str]) -> None:

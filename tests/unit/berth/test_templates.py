@@ -18,6 +18,7 @@ from typing import Annotated, Any, Union
 import pytest
 from jinja2 import nodes
 
+from berth.change_log import DescribedChange
 from berth.client.types import (
     BreakerView,
     CellView,
@@ -32,7 +33,6 @@ from berth.client.types import (
     Why,
     Zone,
 )
-from berth.web.pages.change_log import DescribedChange
 from berth.web.pages.figures import FailureGroup, ListedHost, MetalClass, Use
 from berth.web.pages.fleet import HostChange
 from berth.web.pages.instances import LostClaim, Now, Stage

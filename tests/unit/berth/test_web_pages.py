@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from berth.change_log import FieldChange, describe_change
 from berth.web.application import NAV
-from berth.web.pages.change_log import FieldChange, describe_change
 from berth.web.pages.figures import (
     EMPTIEST,
     FULLEST,
@@ -331,3 +331,11 @@ def test_each_page_is_in_one_part(path: str, name: str) -> None:
 )
 def test_amounts_are_in_units_of_a_person(amount: tuple[float, str], shown: str) -> None:
     assert TEMPLATES.filters["size"](*amount) == shown
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [(0.0, "0 %"), (0.0156, "under 0.1 %"), (1.25, "1.2 %"), (40.0, "40 %"), (99.97, "over 99.9 %"), (100.0, "100 %")],
+)
+def test_a_share_is_never_said_to_be_nothing_or_all_that_is_not(share: float, words: str) -> None:
+    assert TEMPLATES.filters["percent"](share) == words

@@ -9,9 +9,17 @@ from urllib.parse import urlencode
 import msgspec
 from msgspec import Struct
 
-from berth.web.pages.objects import SECTIONS
 from bus.contracts.objects import ObjectKind, ObjectLogEntry
 
+# The path of each kind below the API's root, and below /objects of a page.
+SECTIONS = {
+    ObjectKind.FLAVOR: "flavors",
+    ObjectKind.AGGREGATE: "aggregates",
+    ObjectKind.QUOTA: "quotas",
+    ObjectKind.GROUP: "groups",
+    ObjectKind.SCHEDULING: "rules",
+    ObjectKind.CELL: "cells",
+}
 # Not for a reader: random, or the number of what the sentence says.
 HIDDEN = frozenset({"token", "version", "acknowledged"})
 # Fields of a new or deleted object, and members of a list, that a sentence names; how many more there are it counts.
@@ -76,6 +84,21 @@ def describe_change(entry: ObjectLogEntry) -> DescribedChange:
         reason=entry.reason or str(body.get("reason", "") if entry.kind in _REASONED else ""),
         forced=entry.forced,
     )
+
+
+def line_of(entry: ObjectLogEntry) -> str:
+    """An entry as one line, without its actor: `changed flavor m1.tiny: vcpus 1 → 2`."""
+    one = describe_change(entry)
+    changes = [_arrow(change) for change in one.changes] + ([f"{one.more} more fields"] if one.more else [])
+    return f"{one.verb} {one.noun} {one.name}{' by force' if one.forced else ''}{': ' if changes else ''}" + ", ".join(
+        changes
+    )
+
+
+def _arrow(change: FieldChange) -> str:
+    if change.before:
+        return f"{change.field} {change.before} → {change.after or 'none'}"
+    return f"{change.field} {change.after}"
 
 
 def _words_of(entry: ObjectLogEntry, body: Mapping[str, Any]) -> tuple[str, str, str, frozenset[str]]:
