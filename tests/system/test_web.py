@@ -224,13 +224,16 @@ def test_an_instance_is_moved_stopped_and_shown(web: Web) -> None:
         assert alice.post(path, json=again).status_code == 202
         assert code_of(alice.post(path, json={**again, "kind": "start"}), 409) == "request.duplicate"
         assert code_of(bob.get(stopped.headers["location"]), 404) == "action.unknown"
+        assert code_of(alice.post(path, json={"kind": "reboot", "soft": "yes"}), 400) == "request.invalid"
+        soft = ended(alice, alice.post(path, json={"kind": "reboot", "soft": True}))
+        assert (soft["state"], soft["code"]) == ("refused", "instance.not_running")
         assert ended(alice, alice.post(path, json={"kind": "start"}))["state"] == "done"
         before = client.get(f"/api/v1/builds/{uuid}").json()["host"]
         moved = ended(client, client.post(path, json={"kind": "live-migrate"}))
         assert moved["state"] == "done" and moved["host"] != before, moved
         assert client.get(f"/api/v1/builds/{uuid}").json()["host"] == moved["host"]
         kinds = [one["kind"] for one in alice.get("/api/v1/actions", params={"instance": uuid}).json()]
-        assert kinds == ["live-migrate", "start", "stop"]
+        assert kinds == ["live-migrate", "start", "reboot", "stop"]
         refused = ended(alice, alice.post(path, json={"kind": "confirm"}))
         why = alice.get(f"/api/v1/builds/{uuid}/why").json()
         assert (why["request"], why["request_id"], why["code"]) == ("confirm", refused["request_id"], refused["code"])

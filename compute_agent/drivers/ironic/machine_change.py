@@ -82,7 +82,9 @@ class NodeChange:
             raise ChangeFault("node.not_active", f"the node is {node.condition}")
         if node.target_power_state is not None or (self._requested and node.reservation is not None):
             # On its way. Ironic holds the node's lock from its acceptance of an action to the end, and clears the error
-            # of an earlier one only when it takes the action up.
+            # of an earlier one only when it takes the action up. A reboot on its way is this one: the time of its
+            # earlier command was over.
+            self._requested |= reboot is not None and node.target_power_state == wanted
             return False
         has_failed = self._requested and bool(node.last_error)
         if node.power_state == wanted and (reboot is None or (self._requested and not has_failed)):

@@ -337,6 +337,18 @@ async def test_a_node_is_rebooted_whatever_its_power_and_again_by_a_later_comman
         assert metal.node["power_state"] == "power on" and len(metal.requested) == number - 2
 
 
+async def test_a_reboot_on_its_way_is_taken_for_that_of_a_later_command(
+    metal: Metal, driver: Driver, built: str
+) -> None:
+    """Of a node that takes longer than the time of its command, which is given again: it is not rebooted for each."""
+    metal.pool.behaviour = replace(QUICK, power_s=1.0)
+    first = asyncio.create_task(driver.change(order(built, ChangeKind.REBOOT, 3)))
+    await until(lambda: metal.node["target_power_state"] is not None)
+    first.cancel()
+    assert (await driver.change(order(built, ChangeKind.REBOOT, 4))).runs
+    assert len(metal.requested) == 1 and metal.node["target_power_state"] is None
+
+
 async def test_a_reboot_that_fails_is_not_done_though_the_node_is_on(metal: Metal, driver: Driver, built: str) -> None:
     metal.pool.behaviour = replace(QUICK, power_fails=True, power_s=0.2)
     with pytest.raises(ChangeFault) as caught:
