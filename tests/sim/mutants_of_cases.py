@@ -180,7 +180,7 @@ def old_error_ends_a_power_order() -> AbstractContextManager[Any]:
     """Ironic has accepted a power order and not taken it up: the error of an earlier one is taken for its end."""
     power = NodeChange._power
 
-    async def unlocked(self: NodeChange, node: Any, wanted: str) -> bool:
-        return await power(self, replace(node, reservation=None), wanted)
+    async def unlocked(self: NodeChange, node: Any, wanted: str, reboot: str | None = None) -> bool:
+        return await power(self, replace(node, reservation=None), wanted, reboot)
 
     return patch.object(NodeChange, "_power", unlocked)
