@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapp
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 import typer
@@ -20,13 +21,15 @@ from rich.text import Text
 
 from berth.cli.extras import ABSENT, absent_extra, extra_message
 from berth.cli.output import err
+from berth.cli.session.contexts import ContextFault
+from berth.client import ApiAddressInvalid, ApiProblem, ApiTimeout, AsyncClient
+from berth.client.types import Builds
 from berth.config.ports import ServerFailed
 from berth.text import counted, printable, printable_lines
 from berth.up.embedded.process import DirectoryInaccessible, ServerMissing
 from bus.bus_ownership import BusOwnedByAnother
-from bus.contracts.base import MAX_REASON, reason_of
-from bus.contracts.build import BuildQuery, BuildRecord, BuildState
-from bus.contracts.objects import CellsPage, CellsQuery
+from bus.contracts.base import MAX_REASON
+from bus.contracts.build import BuildRecord, BuildState
 from bus.faults import (
     DatabaseUnavailable,
     DatabaseUnprepared,
@@ -105,30 +108,48 @@ def one_of(kind: str, unknown: str, text: str, names: Mapping[str, str]) -> str:
     raise Stop(Exit.NO, "name.ambiguous", f"{text} may be {some}{more}: name the {kind} by more letters")
 
 
-async def instance_of(berth: BuildClient, text: str, project: str | None, *, timeout_s: float) -> BuildRecord:
+async def instance_of(berth: AsyncClient, text: str, project: str | None) -> BuildRecord:
     """The instance that a text stands for, as `one_of`; of several of one name the one that is not deleted, if there is
-    one. Raises Stop, BadParameter.
+    one. Raises Stop, Fault.
     """
-    named = {"instance_uuid": parse_uuid(text)} if is_uuid(text) else {"name": text}
+    if is_uuid(text):
+        return await instance_by_uuid(berth, parse_uuid(text), project)
     found: dict[str, BuildRecord] = {}
-    place: dict[str, object] = {}
-    while True:
-        try:
-            query = msgspec.convert({"project_id": project, **named, **place}, BuildQuery)
-        except msgspec.ValidationError as error:
-            raise typer.BadParameter(reason_of(error)) from error
-        page = await berth.query(query, timeout_s=timeout_s)
+    place: dict[str, Any] | None = {}
+    while place is not None:
+        page = await berth.list_builds(project=project, name=text, limit=MAX_LIMIT, **place)
         found |= {one.instance_uuid: one for one in page.builds}
-        if page.searched_to is None or any(one.state is not BuildState.DELETED for one in found.values()):
+        if any(one.state is not BuildState.DELETED for one in found.values()):
             break
-        place = {"before": page.searched_to, "before_instance": page.searched_to_instance}
+        place = place_of(page)
     kept = {uuid: one for uuid, one in found.items() if one.state is not BuildState.DELETED} or found
     return found[one_of("instance", "instance.unknown", text, {uuid: one.name for uuid, one in kept.items()})]
 
 
-def further(found: Sequence[object], limit: int) -> dict[str, str] | None:
-    """The option that lists more, of a list that ends at a limit of the caller's."""
-    return {"--limit": str(min(limit * 10, MAX_LIMIT))} if len(found) >= limit and limit < MAX_LIMIT else None
+async def instance_by_uuid(berth: AsyncClient, uuid: str, project: str | None = None) -> BuildRecord:
+    """Raises Stop where there is none (of this project)."""
+    try:
+        found = await berth.show_build(uuid)
+    except ApiProblem as problem:
+        if problem.code != "build.unknown":
+            raise
+    else:
+        if project in (None, found.project_id):
+            return found
+    raise Stop(Exit.NO, "instance.unknown", f"there is no instance {uuid}")
+
+
+def place_of(page: Builds) -> dict[str, Any] | None:
+    """The parameters that list what follows a page; None: nothing does."""
+    if page.next is None:
+        return None
+    given = {name: values[-1] for name, values in parse_qs(urlsplit(page.next).query).items()}
+    return {"before": float(given["before"]), "before_instance": given.get("before_instance")}
+
+
+def further(found: Sequence[object], limit: int, most: int = MAX_LIMIT) -> dict[str, str] | None:
+    """The option that lists more, of a list that ends at a limit of the caller's. most: that the list may have."""
+    return {"--limit": str(min(limit * 10, most))} if len(found) >= limit and limit < most else None
 
 
 Page = Annotated[str | None, typer.Option("--page", help="Go on where a list ended, as it said.")]
@@ -191,16 +212,18 @@ def decided_by(by: str | None) -> str:
     return by or f"{getpass.getuser()}@{socket.gethostname()}"
 
 
-async def check_cell(berth: BuildClient, settings: Settings, name: str | None) -> None:
-    """Check that there is a cell of this name, by the settings or among those added at run time (None: none is named).
-    Raises SettingsError, RequestTimeout.
-    """
-    if name is None or name in settings.cells:
+async def check_cell(berth: AsyncClient, name: str | None) -> None:
+    """Check that there is a cell of this name (None: none is named). Raises Stop, Fault. A project is not told."""
+    if name is None:
         return
-    page = await berth.bus.request(CellsQuery(), CellsPage, timeout_s=QUERY_TIMEOUT_S)
-    known = sorted({*settings.cells, *(one.name for one in page.cells)})
+    try:
+        known = sorted(one.name for one in await berth.list_cells())
+    except ApiProblem as problem:
+        if problem.code == "role.forbidden":
+            return
+        raise
     if name not in known:
-        raise SettingsError("cell.unknown", f"there is no cell {name!r}; there are {', '.join(known)}")
+        raise Stop(Exit.USAGE, "cell.unknown", f"there is no cell {name!r}; there are {', '.join(known)}")
 
 
 def ask_first(what: str, *, yes: bool) -> None:
@@ -256,10 +279,24 @@ def print_stop(stop: Stop) -> None:
     err.print(message, soft_wrap=True)
 
 
+# Of refusals by the HTTP API, by HTTP's own status; others are a no.
+_STATUSES: Mapping[int, Exit] = {
+    400: Exit.USAGE,
+    401: Exit.USAGE,
+    403: Exit.USAGE,
+    408: Exit.TIME,
+    429: Exit.UNAVAILABLE,
+    503: Exit.UNAVAILABLE,
+    504: Exit.TIME,
+}
+
 # Faults in the words of a user, first match first: (fault, exit status, message; `{}` is the fault's own text). A class
 # that the client alone cannot import is named.
 _MEANINGS: tuple[tuple[type[BaseException] | str, int, str], ...] = (
     (SettingsError, Exit.USAGE, "{}"),
+    (ContextFault, Exit.USAGE, "{}"),
+    (ApiAddressInvalid, Exit.USAGE, "{}"),
+    (ApiTimeout, Exit.TIME, "{}"),
     (Unroutable, Exit.UNAVAILABLE, "the bus has no queue for this yet: has a scheduler ever been started?"),
     (PublishRefused, Exit.UNAVAILABLE, "the queue is full: publish more slowly"),
     ("bus.rabbitmq.errors.BrokerUntrusted", Exit.USAGE, "the broker is not trusted: {}"),
@@ -307,6 +344,8 @@ def explain(fault: BaseException) -> Stop | None:
         return fault
     if isinstance(fault, BaseExceptionGroup):
         return explain(fault.exceptions[0])
+    if isinstance(fault, ApiProblem):
+        return Stop(_STATUSES.get(fault.status, Exit.NO), fault.code, fault.reason)
     if isinstance(fault, ModuleNotFoundError):
         extra = absent_extra(fault)
         return Stop(Exit.USAGE, ABSENT, extra_message(extra)) if extra else None

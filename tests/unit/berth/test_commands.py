@@ -20,7 +20,6 @@ from berth.audit.findings import Confirmed
 from berth.audit.passes import AuditPass
 from berth.audit.quarantine import InCells, TrippedBreaker
 from berth.bus_client import BuildClient
-from berth.bus_client.drains import STUCK_S, follow
 from berth.cli import common
 from berth.cli.claims import checks as audits
 from berth.cli.claims import quarantine as safety
@@ -35,6 +34,7 @@ from berth.cli.site import dead_letters
 from berth.config.settings import FencingSettings, Settings
 from berth.config.site import Site
 from berth.dead_letters import is_expired, send_back
+from berth.drain_follow import STUCK_S, follow
 from berth.fencing.fencer import CELL_SILENT, TOO_MANY, Fencer, FencingPlan, plan
 from berth.fencing.plugin import FencingPlugin
 from bus.clock import SystemClock
