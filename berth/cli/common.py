@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapp
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
-from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 import typer
@@ -21,15 +20,11 @@ from rich.text import Text
 
 from berth.cli.extras import ABSENT, absent_extra, extra_message
 from berth.cli.output import err
-from berth.cli.session.contexts import ContextFault
-from berth.client import ApiAddressInvalid, ApiProblem, ApiTimeout, AsyncClient
-from berth.client.types import Builds
 from berth.config.ports import ServerFailed
 from berth.text import counted, printable, printable_lines
 from berth.up.embedded.process import DirectoryInaccessible, ServerMissing
 from bus.bus_ownership import BusOwnedByAnother
 from bus.contracts.base import MAX_REASON
-from bus.contracts.build import BuildRecord, BuildState
 from bus.faults import (
     DatabaseUnavailable,
     DatabaseUnprepared,
@@ -108,45 +103,6 @@ def one_of(kind: str, unknown: str, text: str, names: Mapping[str, str]) -> str:
     raise Stop(Exit.NO, "name.ambiguous", f"{text} may be {some}{more}: name the {kind} by more letters")
 
 
-async def instance_of(berth: AsyncClient, text: str, project: str | None) -> BuildRecord:
-    """The instance that a text stands for, as `one_of`; of several of one name the one that is not deleted, if there is
-    one. Raises Stop, Fault.
-    """
-    if is_uuid(text):
-        return await instance_by_uuid(berth, parse_uuid(text), project)
-    found: dict[str, BuildRecord] = {}
-    place: dict[str, Any] | None = {}
-    while place is not None:
-        page = await berth.list_builds(project=project, name=text, limit=MAX_LIMIT, **place)
-        found |= {one.instance_uuid: one for one in page.builds}
-        if any(one.state is not BuildState.DELETED for one in found.values()):
-            break
-        place = place_of(page)
-    kept = {uuid: one for uuid, one in found.items() if one.state is not BuildState.DELETED} or found
-    return found[one_of("instance", "instance.unknown", text, {uuid: one.name for uuid, one in kept.items()})]
-
-
-async def instance_by_uuid(berth: AsyncClient, uuid: str, project: str | None = None) -> BuildRecord:
-    """Raises Stop where there is none (of this project)."""
-    try:
-        found = await berth.show_build(uuid)
-    except ApiProblem as problem:
-        if problem.code != "build.unknown":
-            raise
-    else:
-        if project in (None, found.project_id):
-            return found
-    raise Stop(Exit.NO, "instance.unknown", f"there is no instance {uuid}")
-
-
-def place_of(page: Builds) -> dict[str, Any] | None:
-    """The parameters that list what follows a page; None: nothing does."""
-    if page.next is None:
-        return None
-    given = {name: values[-1] for name, values in parse_qs(urlsplit(page.next).query).items()}
-    return {"before": float(given["before"]), "before_instance": given.get("before_instance")}
-
-
 def further(found: Sequence[object], limit: int, most: int = MAX_LIMIT) -> dict[str, str] | None:
     """The option that lists more, of a list that ends at a limit of the caller's. most: that the list may have."""
     return {"--limit": str(min(limit * 10, most))} if len(found) >= limit and limit < most else None
@@ -210,20 +166,6 @@ def make_directory(state: Path) -> None:
 def decided_by(by: str | None) -> str:
     """The person on record for a decision: the one named, else the user and host of this command."""
     return by or f"{getpass.getuser()}@{socket.gethostname()}"
-
-
-async def check_cell(berth: AsyncClient, name: str | None) -> None:
-    """Check that there is a cell of this name (None: none is named). Raises Stop, Fault. A project is not told."""
-    if name is None:
-        return
-    try:
-        known = sorted(one.name for one in await berth.list_cells())
-    except ApiProblem as problem:
-        if problem.code == "role.forbidden":
-            return
-        raise
-    if name not in known:
-        raise Stop(Exit.USAGE, "cell.unknown", f"there is no cell {name!r}; there are {', '.join(known)}")
 
 
 def ask_first(what: str, *, yes: bool) -> None:
@@ -294,9 +236,9 @@ _STATUSES: Mapping[int, Exit] = {
 # that the client alone cannot import is named.
 _MEANINGS: tuple[tuple[type[BaseException] | str, int, str], ...] = (
     (SettingsError, Exit.USAGE, "{}"),
-    (ContextFault, Exit.USAGE, "{}"),
-    (ApiAddressInvalid, Exit.USAGE, "{}"),
-    (ApiTimeout, Exit.TIME, "{}"),
+    ("berth.cli.session.contexts.ContextFault", Exit.USAGE, "{}"),
+    ("berth.client.faults.ApiAddressInvalid", Exit.USAGE, "{}"),
+    ("berth.client.faults.ApiTimeout", Exit.TIME, "{}"),
     (Unroutable, Exit.UNAVAILABLE, "the bus has no queue for this yet: has a scheduler ever been started?"),
     (PublishRefused, Exit.UNAVAILABLE, "the queue is full: publish more slowly"),
     ("bus.rabbitmq.errors.BrokerUntrusted", Exit.USAGE, "the broker is not trusted: {}"),
@@ -321,6 +263,7 @@ _MEANINGS: tuple[tuple[type[BaseException] | str, int, str], ...] = (
 
 
 _WORKER_ENDED = "berth.up.local_workers.WorkerEnded"
+_API_PROBLEM = "berth.client.faults.ApiProblem"
 _POSTGRES_ERROR = "asyncpg.exceptions._base.PostgresError"
 
 # Stable codes for faults that have none of their own.
@@ -344,8 +287,8 @@ def explain(fault: BaseException) -> Stop | None:
         return fault
     if isinstance(fault, BaseExceptionGroup):
         return explain(fault.exceptions[0])
-    if isinstance(fault, ApiProblem):
-        return Stop(_STATUSES.get(fault.status, Exit.NO), fault.code, fault.reason)
+    if isinstance(fault, Fault) and _is(fault, _API_PROBLEM):
+        return Stop(_STATUSES.get(getattr(fault, "status", 0), Exit.NO), fault.code, fault.reason)
     if isinstance(fault, ModuleNotFoundError):
         extra = absent_extra(fault)
         return Stop(Exit.USAGE, ABSENT, extra_message(extra)) if extra else None

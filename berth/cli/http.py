@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlsplit
 
 import typer
 
-from berth.cli.common import explain, print_stop
+from berth.cli.common import MAX_LIMIT, Exit, Stop, explain, is_uuid, one_of, parse_uuid, print_stop
 from berth.cli.session.contexts import found_context
 from berth.client import ApiProblem, ApiUnavailable, AsyncClient, Client
+from berth.client.types import Builds
+from bus.contracts.build import BuildRecord, BuildState
 from bus.faults import Fault, Transient
 
 B = TypeVar("B", bound=Callable[..., Any])
@@ -24,8 +27,8 @@ R = TypeVar("R")
 
 # Calls of one command that are under way at a time.
 AT_ONCE = 16
-# Between two looks at what a command waits for, at first and at most.
-LOOK_S, MAX_LOOK_S = 0.05, 1.0
+# Between two looks at what a command waits for, and before a call is repeated: the first pauses; then the last.
+PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 # A server that takes no more at present, or that no scheduler answers.
 UNANSWERED = (429, 503, 504)
 
@@ -66,23 +69,23 @@ async def each(items: Sequence[T], work: Callable[[T], Awaitable[R]], *, retry_f
     retry_for_s: as long as the server takes no more, or does not answer, each is tried again: for calls that may be
     repeated. Where nothing answers any more, those behind are not tried.
     """
-    until = time.monotonic() + retry_for_s
+    now = asyncio.get_running_loop().time
+    until = now() + retry_for_s
     found: list[R | Fault] = [Fault("not tried, because of the one before", code="command.not_commanded")] * len(items)
     left = iter(enumerate(items))
     silent = False
 
     async def one(item: T) -> R | Fault:
         nonlocal silent
-        wait_s = LOOK_S
-        while True:
+        for pause_s in chain(PAUSES_S, repeat(PAUSES_S[-1])):
             try:
                 return await work(item)
             except Fault as fault:
-                if not may_pass(fault) or time.monotonic() + wait_s > until:
+                if not may_pass(fault) or now() + pause_s > until:
                     silent = silent or isinstance(fault, ApiUnavailable)
                     return fault
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, MAX_LOOK_S)
+            await asyncio.sleep(pause_s)
+        raise AssertionError
 
     async def some() -> None:
         for at, item in left:
@@ -101,21 +104,20 @@ async def ended(
 
     Raises what `look` raises when the time ran out without an answer.
     """
-    until = time.monotonic() + timeout_s
+    now = asyncio.get_running_loop().time
+    until = now() + timeout_s
     found: list[R] = []
     for one in waiting:
-        wait_s = LOOK_S
-        while True:
+        for pause_s in chain(PAUSES_S, repeat(PAUSES_S[-1])):
             try:
                 seen = await look(one)
             except Fault as fault:
-                if not may_pass(fault) or time.monotonic() >= until:
+                if not may_pass(fault) or now() >= until:
                     raise
             else:
-                if is_over(seen) or time.monotonic() >= until:
+                if is_over(seen) or now() >= until:
                     break
-            await asyncio.sleep(min(wait_s, max(0.0, until - time.monotonic())))
-            wait_s = min(2 * wait_s, MAX_LOOK_S)
+            await asyncio.sleep(min(pause_s, max(0.0, until - now())))
         found.append(seen)
     return found, all(map(is_over, found))
 
@@ -123,3 +125,56 @@ async def ended(
 def may_pass(fault: Fault) -> bool:
     """Whether the same call may succeed later: nothing answers, or a server takes no more."""
     return fault.status in UNANSWERED if isinstance(fault, ApiProblem) else isinstance(fault, Transient)
+
+
+async def instance_of(berth: AsyncClient, text: str, project: str | None) -> BuildRecord:
+    """The instance that a text stands for, as `one_of`; of several of one name the one that is not deleted, if there is
+    one. Raises Stop, Fault.
+    """
+    if is_uuid(text):
+        return await instance_by_uuid(berth, parse_uuid(text), project)
+    found: dict[str, BuildRecord] = {}
+    place: dict[str, Any] | None = {}
+    while place is not None:
+        page = await berth.list_builds(project=project, name=text, limit=MAX_LIMIT, **place)
+        found |= {one.instance_uuid: one for one in page.builds}
+        if any(one.state is not BuildState.DELETED for one in found.values()):
+            break
+        place = place_of(page)
+    kept = {uuid: one for uuid, one in found.items() if one.state is not BuildState.DELETED} or found
+    return found[one_of("instance", "instance.unknown", text, {uuid: one.name for uuid, one in kept.items()})]
+
+
+async def instance_by_uuid(berth: AsyncClient, uuid: str, project: str | None = None) -> BuildRecord:
+    """Raises Stop where there is none (of this project)."""
+    try:
+        found = await berth.show_build(uuid)
+    except ApiProblem as problem:
+        if problem.code != "build.unknown":
+            raise
+    else:
+        if project in (None, found.project_id):
+            return found
+    raise Stop(Exit.NO, "instance.unknown", f"there is no instance {uuid}")
+
+
+def place_of(page: Builds) -> dict[str, Any] | None:
+    """The parameters that list what follows a page; None: nothing does."""
+    if page.next is None:
+        return None
+    given = {name: values[-1] for name, values in parse_qs(urlsplit(page.next).query).items()}
+    return {"before": float(given["before"]), "before_instance": given.get("before_instance")}
+
+
+async def check_cell(berth: AsyncClient, name: str | None) -> None:
+    """Check that there is a cell of this name (None: none is named). Raises Stop, Fault. A project is not told."""
+    if name is None:
+        return
+    try:
+        known = sorted(one.name for one in await berth.list_cells())
+    except ApiProblem as problem:
+        if problem.code == "role.forbidden":
+            return
+        raise
+    if name not in known:
+        raise Stop(Exit.USAGE, "cell.unknown", f"there is no cell {name!r}; there are {', '.join(known)}")

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 from msgspec import Struct
 
-from berth.cli.common import Exit, InProject, Instance, Stop, check_cell, instance_of
+from berth.cli.common import Exit, InProject, Instance, Stop
 from berth.cli.fleet.hosts import InCell, named_host
-from berth.cli.http import connected
+from berth.cli.http import check_cell, connected, instance_of
 from berth.cli.output import As, Cell, Form, Id, ListedItems, ListOutput, Table, print_data, print_list, print_one
 from berth.client import AsyncClient
 from bus.contracts.placement_queries import TreeConsumer

@@ -20,7 +20,6 @@ from berth.cli.common import (
     Yes,
     ask_first,
     by_cell,
-    check_cell,
     check_reason,
     client,
     decided_by,
@@ -28,7 +27,7 @@ from berth.cli.common import (
     further,
     settings_of,
 )
-from berth.cli.http import connected, may_pass
+from berth.cli.http import check_cell, connected, may_pass
 from berth.cli.output import (
     As,
     Cell,

@@ -7,15 +7,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from berth.cli.common import (
-    Exit,
-    Stop,
-    check_cell,
-    further,
-    one_of,
-)
+from berth.cli.common import Exit, Stop, further, one_of
 from berth.cli.fleet.hosts import InCell, OnlyCell
-from berth.cli.http import connected
+from berth.cli.http import check_cell, connected
 from berth.cli.output import (
     As,
     Cell,

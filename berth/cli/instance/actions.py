@@ -24,13 +24,12 @@ from berth.cli.common import (
     Yes,
     ask_first,
     further,
-    instance_of,
     is_uuid,
     one_of,
     pairs_of,
     parse_uuid,
 )
-from berth.cli.http import connected, each, ended
+from berth.cli.http import connected, each, ended, instance_of
 from berth.cli.instance.instances import ImageSha256, ImageSourceUrl, image_source_of
 from berth.cli.output import (
     As,

@@ -16,19 +16,8 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
-from berth.cli.common import (
-    Exit,
-    InProject,
-    Instance,
-    Page,
-    Stop,
-    Timeout,
-    check_cell,
-    instance_of,
-    parse_uuid,
-    place_of,
-)
-from berth.cli.http import connected, each, ended
+from berth.cli.common import Exit, InProject, Instance, Page, Stop, Timeout, parse_uuid
+from berth.cli.http import check_cell, connected, each, ended, instance_of, place_of
 from berth.cli.output import (
     As,
     Cell,
@@ -74,7 +63,7 @@ ImageSha256 = Annotated[str | None, typer.Option("--image-sha256", help="Its SHA
 
 
 class RequestOutcome(Struct, frozen=True):
-    """What became of a request to build or delete. latency_s: from the request to its end; None: it has not ended."""
+    """What became of a request to build or delete. latency_s: from a build's request until it was active."""
 
     instance_uuid: str
     name: str = ""
@@ -177,7 +166,9 @@ async def boot(context: typer.Context, *, options: BootOptions) -> int:
             raise answer
     if not in_time:
         raise Stop(
-            Exit.TIME, "timeout", f"{sum(one.latency_s is None for one in outcomes)} builds had not ended in time"
+            Exit.TIME,
+            "timeout",
+            f"{sum(one.state not in TERMINAL_STATES for one in outcomes)} builds had not ended in time",
         )
     return Exit.NO if options.wait and any(one.state != BuildState.ACTIVE for one in outcomes) else 0
 
@@ -185,10 +176,8 @@ async def boot(context: typer.Context, *, options: BootOptions) -> int:
 def _body(request: BuildRequest) -> dict[str, object]:
     """The request without what the server fills in: who asks, and whose it is where no project is named."""
     fields: dict[str, object] = msgspec.to_builtins(request)
-    del fields["type"], fields["by"]
-    if not request.project_id:
-        del fields["project_id"]
-    return fields
+    of_server = {"type", "by"} if request.project_id else {"type", "by", "project_id"}
+    return {name: value for name, value in fields.items() if name not in of_server}
 
 
 def _name_of(request: BuildRequest, number: int) -> str:
@@ -206,10 +195,10 @@ async def wait_for(
         lambda record: record.state in ends,
         timeout_s=timeout_s,
     )
-    return [_outcome_of(record, ends) for record in found], in_time
+    return [_outcome_of(record) for record in found], in_time
 
 
-def _outcome_of(record: BuildRecord, ends: Collection[BuildState]) -> RequestOutcome:
+def _outcome_of(record: BuildRecord) -> RequestOutcome:
     return RequestOutcome(
         instance_uuid=record.instance_uuid,
         name=record.name,
@@ -219,7 +208,7 @@ def _outcome_of(record: BuildRecord, ends: Collection[BuildState]) -> RequestOut
         code=record.code,
         reason=record.reason,
         funnel=record.funnel,
-        latency_s=max(0.0, record.updated_at - record.created_at) if record.state in ends else None,
+        latency_s=max(0.0, record.updated_at - record.created_at) if record.state is BuildState.ACTIVE else None,
     )
 
 
@@ -364,7 +353,7 @@ async def show(
     if form.is_data:
         print_data(record, form)
     else:
-        show_record(record, next((one for one in newest if one.funnel), None), history=history)
+        show_record(record, next(iter(newest), None), history=history)
 
 
 class InstanceListOptions(ListOutput, frozen=True, kw_only=True):
@@ -474,8 +463,11 @@ def _plain(one: RequestOutcome) -> dict[str, object]:
     }
 
 
-def show_record(record: BuildRecord, unplaced: ActionRecord | None = None, *, history: bool) -> None:
-    """Print one build; unplaced: its newest request, where no host could take that. history: with its timeline."""
+def show_record(record: BuildRecord, newest: ActionRecord | None = None, *, history: bool) -> None:
+    """Print one build. newest: the newest request about it, printed where no host could take that. history: with the
+    timeline.
+    """
+    unplaced = newest if newest is not None and newest.funnel else None
     out.print(Text.assemble(record.instance_uuid, f" {printable(record.name)} ", _colour(record.state)), soft_wrap=True)
     now = record.condition if record.condition != record.state else ""
     waits = next((line for line in record.timeline[-1:] if line.what == "waiting"), None)

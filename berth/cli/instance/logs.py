@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from msgspec.structs import asdict
 
-from berth.cli.common import InProject, Instance, instance_of
-from berth.cli.http import connected, may_pass
+from berth.cli.common import InProject, Instance
+from berth.cli.http import connected, instance_of, may_pass
 from berth.cli.instance.instances import detail_of
 from berth.cli.output import (
     As,

@@ -19,12 +19,10 @@ from berth.cli.common import (
     Yes,
     ask_first,
     by_cell,
-    instance_of,
     open_in_time,
-    place_of,
     settings_of,
 )
-from berth.cli.http import connected, each
+from berth.cli.http import connected, each, instance_of, place_of
 from berth.cli.instance.actions import RequestOptions, request_all
 from berth.cli.instance.instances import INSTANCES, RequestOutcome, report_requests, wait_for
 from berth.cli.output import (
@@ -98,23 +96,27 @@ async def delete(
         if cell is not None:
             await _delete_in_cell(context, cell, records)
             return 0
-        answers = await each(records, lambda one: berth.delete_build(one.instance_uuid), retry_for_s=timeout_s)
-        outcomes, in_time = (
-            [
-                RequestOutcome(one.instance_uuid, one.name)
-                for one, answer in zip(records, answers, strict=True)
-                if not isinstance(answer, Fault)
-            ],
-            True,
-        )
-        if wait:
-            outcomes, in_time = await wait_for(berth, outcomes, {BuildState.DELETED}, timeout_s)
+        return await _delete_all(berth, records, wait=wait, timeout_s=timeout_s, form=form)
+
+
+async def _delete_all(
+    berth: AsyncClient, records: Sequence[BuildRecord], *, wait: bool, timeout_s: float, form: Form
+) -> int:
+    """Delete them, print what became of each, and return the exit status. Raises Stop, Fault."""
+    answers = await each(records, lambda one: berth.delete_build(one.instance_uuid), retry_for_s=timeout_s)
+    outcomes, in_time = [], True
+    for one, answer in zip(records, answers, strict=True):
+        if not isinstance(answer, Fault):
+            outcomes.append(RequestOutcome(one.instance_uuid, one.name))
+    if wait:
+        outcomes, in_time = await wait_for(berth, outcomes, {BuildState.DELETED}, timeout_s)
     report_requests(outcomes, form=form)
     for answer in answers:
         if isinstance(answer, Fault):
             raise answer
     if not in_time:
-        raise Stop(Exit.TIME, "timeout", f"{sum(one.latency_s is None for one in outcomes)} were not destroyed in time")
+        left = sum(one.state != BuildState.DELETED for one in outcomes)
+        raise Stop(Exit.TIME, "timeout", f"{left} were not destroyed in time")
     return 0
 
 

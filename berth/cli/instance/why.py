@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from berth.cli.common import Exit, InProject, Stop, instance_of, is_uuid, parse_uuid
-from berth.cli.http import connected
+from berth.cli.common import Exit, InProject, Stop, is_uuid, parse_uuid
+from berth.cli.http import connected, instance_of
 from berth.cli.output import As, Form, out, print_data, print_line
 from berth.client import ApiProblem, AsyncClient
 from berth.client.types import Why

@@ -81,7 +81,7 @@ class DeadLetterActions:
             ids = None
             if until is not None:
                 there = [one.id for one in await bus_dead_letters.list_dead(transport, queue, MAX_SHOWN)]
-                ids = there[: len(there) - there[::-1].index(until)] if until in there else []
+                ids = there[: there.index(until) + 1] if until in there else []
             return DeadLettersPurged(await bus_dead_letters.purge(transport, queue, ids))
 
     @asynccontextmanager
