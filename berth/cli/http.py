@@ -6,7 +6,7 @@ import asyncio
 import functools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ import typer
 
 from berth.cli.common import MAX_LIMIT, Exit, Stop, explain, is_uuid, one_of, parse_uuid, print_stop
 from berth.cli.session.contexts import found_context
-from berth.client import ApiProblem, ApiUnavailable, AsyncClient, Client
+from berth.client import ApiProblem, ApiTimeout, ApiUnavailable, AsyncClient, Client
 from berth.client.types import Builds
 from bus.contracts.build import BuildRecord, BuildState
 from bus.faults import Fault, Transient
@@ -27,6 +27,7 @@ R = TypeVar("R")
 
 # Calls of one command that are under way at a time.
 AT_ONCE = 16
+LEAST_S = 1.0  # that a call has for its answer
 # Between two looks at what a command waits for, and before a call is repeated: the first pauses; then the last.
 PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 # A server that takes no more at present, or that no scheduler answers.
@@ -79,7 +80,10 @@ async def each(items: Sequence[T], work: Callable[[T], Awaitable[R]], *, retry_f
         nonlocal silent
         for pause_s in chain(PAUSES_S, repeat(PAUSES_S[-1])):
             try:
-                return await work(item)
+                async with asyncio.timeout_at(until + LEAST_S) if retry_for_s else nullcontext():
+                    return await work(item)
+            except TimeoutError:
+                return ApiTimeout(f"no answer within {retry_for_s:g} s: it may be carried out")
             except Fault as fault:
                 if not may_pass(fault) or now() + pause_s > until:
                     silent = silent or isinstance(fault, ApiUnavailable)

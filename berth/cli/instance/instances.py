@@ -6,7 +6,7 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 from uuid import UUID
 
 import msgspec
@@ -32,7 +32,7 @@ from berth.cli.output import (
     print_line,
     print_list,
 )
-from berth.client import AsyncClient
+from berth.client import ApiProblem, AsyncClient
 from berth.client.types import Accepted
 from berth.text import printable, render_funnel, render_rows, render_scores, render_stages, utc
 from bus.clock import new_uuid
@@ -159,10 +159,15 @@ async def boot(context: typer.Context, *, options: BootOptions) -> int:
         outcomes, in_time = accepted, True
         if options.wait:
             outcomes, in_time = await wait_for(berth, accepted, TERMINAL_STATES, options.timeout)
-    if outcomes or not any(isinstance(one, Fault) for one in answers):
+    outcomes += [
+        RequestOutcome(request.instance_uuid, request.name, "refused", code=answer.code, reason=answer.reason)
+        for request, answer in zip(requests, answers, strict=True)
+        if is_refusal(answer)
+    ]
+    if outcomes:
         report_requests(outcomes, form=options.form)
     for answer in answers:
-        if isinstance(answer, Fault):
+        if isinstance(answer, Fault) and not is_refusal(answer):
             raise answer
     if not in_time:
         raise Stop(
@@ -170,7 +175,13 @@ async def boot(context: typer.Context, *, options: BootOptions) -> int:
             "timeout",
             f"{sum(one.state not in TERMINAL_STATES for one in outcomes)} builds had not ended in time",
         )
-    return Exit.NO if options.wait and any(one.state != BuildState.ACTIVE for one in outcomes) else 0
+    good = {BuildState.ACTIVE} if options.wait else {"accepted"}
+    return Exit.NO if any(one.state not in good for one in outcomes) else 0
+
+
+def is_refusal(answer: object) -> TypeGuard[ApiProblem]:
+    """Whether it is an answer about this request, and not about the caller or the server."""
+    return isinstance(answer, ApiProblem) and answer.status in (404, 409, 422)
 
 
 def _body(request: BuildRequest) -> dict[str, object]:

@@ -9,7 +9,7 @@ import typer
 from msgspec.structs import asdict
 
 from berth.cli.common import Exit, Stop, Yes, ask_first, further
-from berth.cli.http import connected
+from berth.cli.http import check_cell, connected
 from berth.cli.output import (
     As,
     Cell,
@@ -67,6 +67,7 @@ async def list_dead_letters(
 ) -> None:
     """Count dead letters by bus and by queue, or list those of one queue."""
     async with connected(context) as berth:
+        await check_cell(berth, None if queue is not None or bus == API else bus)
 
         async def count() -> ListedItems[DeadLetterCount]:
             return ListedItems([one for one in await berth.count_dead_letters() if bus in (None, one.bus)])

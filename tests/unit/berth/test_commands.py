@@ -740,11 +740,14 @@ async def test_many_builds_wait_for_room(monkeypatch: pytest.MonkeyPatch, capsys
     assert len(capsys.readouterr().out.splitlines()) == 50
 
 
-async def test_a_request_that_is_refused_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_is_refused_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     answered_by(monkeypatch, Creating(room=20, outages=0), instances)
-    with pytest.raises(ApiProblem) as problem:
-        await instances.boot(CONTEXT, options=BootOptions(flavor="nope", timeout=20.0))
-    assert problem.value.code == "flavor.unknown"
+    options = BootOptions(flavor="nope", timeout=20.0, form=Form.JSON)
+    assert await instances.boot(CONTEXT, options=options) == common.Exit.NO
+    (shown,) = json.loads(capsys.readouterr().out)["items"]
+    assert (shown["state"], shown["code"]) == ("refused", "flavor.unknown")
 
 
 @pytest.mark.parametrize(("ends_at_s", "status"), [(5.0, 0), (50.0, common.Exit.TIME)])
