@@ -384,7 +384,7 @@ class QuarantinedMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     instance_uuid: str
     attempt: int
     service: str
-    kind: str = "quarantined"
+    kind: str
     reason: str
     first_seen: float
     last_seen: float

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import random
+import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,7 @@ from tests.drills.test_backup_drill import (
     unclaimed,
 )
 from tests.kit.forks import run_berth
+from tests.kit.web_process import served
 from tests.system.worker_processes import Rig, rig
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.rabbitmq, pytest.mark.timeout(600)]
@@ -251,8 +253,13 @@ CONDUCTOR = "conductor-cell1-1"
 
 
 async def berth(it: Rig, *words: str) -> tuple[int, str]:
-    env = {**os.environ, **variables(it.site.settings)}
-    done = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=PATIENCE_S)
+    env = variables(it.site.settings)
+
+    def called() -> subprocess.CompletedProcess[str]:
+        with served(env, it.processes.directory) as web:
+            return run_berth(*words, env={**os.environ, **env, **web}, timeout_s=PATIENCE_S)
+
+    done = await asyncio.to_thread(called)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -37,6 +37,7 @@ from berth.cli.output import (
 )
 from berth.client import AsyncClient
 from berth.client.types import (
+    MAX_DECIDED,
     BreakersReset,
     BreakerView,
     QuarantineDecision,
@@ -48,7 +49,6 @@ from berth.client.types import (
 from berth.text import counted, utc
 
 MAX_SHOWN = 10_000
-MAX_DECIDED = 1_000  # by one call
 CellName = Annotated[str | None, typer.Option("--cell", help="Only this cell.")]
 
 
