@@ -123,9 +123,8 @@ class TwoCells:
     @staticmethod
     def machine(cell: str, n: int) -> QuarantinedMachine:
         return QuarantinedMachine(
-            cell=cell, host_uuid=INSTANCES[n], instance_uuid=INSTANCES[n], attempt=1, service="compute", kind="quarantined",
-            reason="",
-            first_seen=1.0, last_seen=2.0,
+            cell=cell, host_uuid=INSTANCES[n], instance_uuid=INSTANCES[n], attempt=1, service="compute",
+            kind="quarantined", reason="", first_seen=1.0, last_seen=2.0,
         )  # fmt: skip
 
 
