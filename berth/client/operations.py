@@ -31,6 +31,8 @@ from berth.client.types import (
     HostClaims,
     HostDetail,
     LossesAccepted,
+    MetricsBody,
+    MetricsPublished,
     NodeMaintenance,
     NodeRecord,
     NodesView,
@@ -52,6 +54,7 @@ from bus.contracts.actions import ActionRecord, ActionRequest
 from bus.contracts.base import Label, Reason, Uuid, Word
 from bus.contracts.build import TERMINAL_STATES, BuildEvent, BuildRecord, BuildRequest, BuildState, HostRecord
 from bus.contracts.drains import DrainPlan, DrainProgress, DrainTarget
+from bus.contracts.host_metrics import HostMetricsRecord
 from bus.contracts.operations import HostAdminState, HostDeleted, ServiceDeleted, ServiceRecord
 from bus.contracts.workers import WorkerRecord
 
@@ -198,6 +201,16 @@ class HostOperations:
     def list_claims(self, host: Label, *, after: Uuid | None = None) -> ApiCall[HostClaims]:
         """What placement has allocated on a host, and to whom. after: `next` of the page before."""
         return ApiCall("GET", "/hosts/{host}/claims", HostClaims, at={"host": host}, query={"after": after})
+
+    @operation
+    def show_metrics(self, host: Label) -> ApiCall[tuple[HostMetricsRecord, ...]]:
+        """The numbers that are known of a host, or of each host of that name."""
+        return ApiCall("GET", "/hosts/{host}/metrics", tuple[HostMetricsRecord, ...], at={"host": host})
+
+    @operation
+    def publish_metrics(self, host: Label, body: MetricsBody) -> ApiCall[MetricsPublished]:
+        """Publish numbers about one host, as of now."""
+        return ApiCall("POST", "/hosts/{host}/metrics", MetricsPublished, at={"host": host}, body=body)
 
     @operation
     def decide_about_host(self, host: Label, body: AdminStateRequest) -> ApiCall[HostAdminState]:

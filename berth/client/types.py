@@ -10,6 +10,7 @@ from msgspec import Struct
 from bus.contracts.base import Count, Label, Reason, Uuid, Version, Word
 from bus.contracts.build import AttemptRecord, BuildRecord, FunnelStep, HostRecord, HostScore
 from bus.contracts.drains import AtOnce, DeadlineS, DrainTarget, PerMinute
+from bus.contracts.host_metrics import MAX_NAMES, MetricName, MetricSource, MetricValue
 from bus.contracts.objects import CellBus, CellState, LinkState, ObjectChange, ObjectKind, StoredObject, TokenRole
 from bus.contracts.operations import AdminState, Losses
 from bus.contracts.placement import ServerGroup
@@ -206,6 +207,20 @@ class HostDetail(Struct, frozen=True, kw_only=True):
     providers: tuple[ProviderView, ...]
     consumers: tuple[TreeConsumer, ...]
     more: bool
+
+
+class MetricsBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Numbers about a host, as of now. source: who has measured them."""
+
+    values: Annotated[dict[MetricName, MetricValue], Bound(min_length=1, max_length=MAX_NAMES)]
+    source: MetricSource = "operator"
+
+
+class MetricsPublished(Struct, frozen=True):
+    """Numbers that were published. at: their time; schedulers know them soon after, if they are the newest."""
+
+    host_uuid: Uuid
+    at: float
 
 
 class HostClaims(Struct, frozen=True):

@@ -33,6 +33,8 @@ from berth.client.types import (
     HostClaims,
     HostDetail,
     LossesAccepted,
+    MetricsBody,
+    MetricsPublished,
     NodeMaintenance,
     NodeRecord,
     NodesView,
@@ -59,6 +61,7 @@ from bus.contracts.actions import ActionRecord, ActionRequest
 from bus.contracts.base import Label, Reason, Uuid, Version, Word
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState, HostRecord
 from bus.contracts.drains import DrainPlan, DrainProgress, DrainTarget
+from bus.contracts.host_metrics import HostMetricsRecord
 from bus.contracts.objects import (
     Aggregate,
     CellDecision,
@@ -147,6 +150,8 @@ def _of_hosts() -> dict[str, _Operation]:
     return {
         "list_hosts": _Operation(tuple[HostRecord, ...], query=listed, errors=_READS),
         "show_host": _Operation(HostDetail, errors=(404, 409, *_READS)),
+        "show_metrics": _Operation(tuple[HostMetricsRecord, ...], errors=(404, *_READS)),
+        "publish_metrics": _Operation(MetricsPublished, 202, body=MetricsBody, errors=(404, 409, *_WRITES)),
         "list_claims": _Operation(HostClaims, query={"after": Uuid}, errors=(404, 409, *_READS)),
         "decide_about_host": _Operation(HostAdminState, body=AdminStateRequest, errors=(409, *_WRITES)),
         "delete_host": _Operation(HostDeleted, body=RemovalBody, errors=(409, *_WRITES)),

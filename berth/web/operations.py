@@ -21,6 +21,8 @@ from berth.client.types import (
     DrainBody,
     DrainCommandBody,
     DrainKind,
+    MetricsBody,
+    MetricsPublished,
     NodeMaintenance,
     NodeRecord,
     NodesView,
@@ -67,6 +69,13 @@ from bus.contracts.drains import (
     DrainStart,
     DrainTarget,
 )
+from bus.contracts.host_metrics import (
+    HostMetrics,
+    HostMetricsPage,
+    HostMetricsQuery,
+    HostMetricsRecord,
+    HostReading,
+)
 from bus.contracts.objects import ObjectKind
 from bus.contracts.operations import (
     AdminStateSet,
@@ -90,9 +99,10 @@ MAX_WORKERS = 100_000
 class WebOperations(Handlers):
     """The handlers. Each takes a request of a caller that is known."""
 
-    def __init__(self, bus: Bus, fleet: FleetReader) -> None:
+    def __init__(self, bus: Bus, fleet: FleetReader, clock: Clock) -> None:
         self._bus = bus
         self._fleet = fleet
+        self._clock = clock
 
     @route("GET", "/hosts/{host}", role=WebRole.READER)
     async def show_host(self, request: Request) -> object:
@@ -104,6 +114,32 @@ class WebOperations(Handlers):
         """What placement has allocated on a host, by consumer: ?after=. Not for role project."""
         after = parsed(lambda: msgspec.convert(request.query_params.get("after"), Uuid | None))
         return await self._fleet.claims(request.path_params["host"], after)
+
+    @route("GET", "/hosts/{host}/metrics", role=WebRole.READER)
+    async def show_metrics(self, request: Request) -> object:
+        """The numbers that are known of a host (power, temperature), or of each host of that name. Not for role
+        project.
+        """
+        return await self._metrics(request)
+
+    @route("POST", "/hosts/{host}/metrics", role=WebRole.OPERATOR)
+    async def publish_metrics(self, request: Request) -> object:
+        """Publish numbers about one host, as of now. For operators."""
+        body = converted(await object_of(request), MetricsBody)
+        found = await self._metrics(request)
+        if len(found) > 1:
+            places = ", ".join(one.host_uuid for one in found)
+            raise Problem(409, "host.ambiguous", f"{len(found)} hosts are called so: name one of {places}")
+        reading = HostReading(host_uuid=found[0].host_uuid, at=self._clock.time(), values=body.values)
+        await self._bus.publish(HostMetrics(source=body.source, readings=(reading,)))
+        return json_response(MetricsPublished(reading.host_uuid, reading.at), 202)
+
+    async def _metrics(self, request: Request) -> tuple[HostMetricsRecord, ...]:
+        query = parsed(lambda: msgspec.convert(request.path_params, HostMetricsQuery))
+        page = await self._bus.request(query, HostMetricsPage, timeout_s=ASK_TIMEOUT_S)
+        if not page.hosts:
+            raise Problem(404, "host.unknown", f"no host {query.host} is known")
+        return page.hosts
 
     @route("PUT", "/hosts/{host}/admin-state", role=WebRole.OPERATOR)
     async def decide_about_host(self, request: Request) -> object:

@@ -293,7 +293,7 @@ def test_the_document_describes_every_route(web: Web) -> None:
             "/cells/{name}", "/metal", "/zones",
             "/quarantine", "/quarantine/decide", "/breakers", "/breakers/{cell}/{service}", "/breakers/reset",
             "/recoveries", "/recoveries/{cell}/accept", "/recoveries/{cell}/without",
-            "/hosts/{host}/claims", "/metal/{node}/maintenance",
+            "/hosts/{host}/claims", "/hosts/{host}/metrics", "/metal/{node}/maintenance",
             "/flavors", "/flavors/{name}", "/aggregates", "/aggregates/{name}", "/quotas", "/quotas/{project}",
             "/groups", "/groups/{name}", "/rules", "/rules/{name}", "/objects", "/objects/log",
             "/dead-letters", "/dead-letters/{bus}/{queue}",

@@ -214,7 +214,8 @@ def test_a_project_sees_the_flavors_that_it_may_request(web: Web) -> None:
 
 
 READERS = (
-    "/aggregates", "/rules", "/objects", "/objects/log", "/hosts/x", "/hosts/x/claims", "/hosts/x/drain-plan",
+    "/aggregates", "/rules", "/objects", "/objects/log", "/hosts/x", "/hosts/x/claims", "/hosts/x/metrics",
+    "/hosts/x/drain-plan",
     "/drain-plan", "/drains",
     f"/drains/{UNKNOWN}", "/workers", "/cells", "/services", "/metal", "/dead-letters", "/dead-letters/api/x",
     "/quarantine", "/breakers", "/breakers/cell1/s", "/recoveries",
@@ -243,6 +244,7 @@ OPERATORS: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/quarantine/decide", {"decision": "destroy", "machines": []}),
     ("POST", "/breakers/reset", {"breakers": []}),
     ("POST", "/recoveries/cell1/without", {"service": "gone"}),
+    ("POST", "/hosts/x/metrics", {"values": {"power.watts": 1.0}}),
     ("PUT", "/metal/x/maintenance", {"reason": "fan"}),
     ("DELETE", "/metal/x/maintenance", None),
     ("POST", "/recoveries/cell1/accept", {"database_incarnation": 1, "losses": 1, "reason": "lost"}),

@@ -23,12 +23,15 @@ from berth.cli.fleet import host_metrics
 from berth.cli.instance import actions as moves
 from berth.cli.main import app
 from berth.cli.objects import edits, objects
+from berth.cli.output import Form
 from berth.cli.site import databases, nova, run
 from berth.client.types import (
     BreakersAfterReset,
     BreakersReset,
     BreakerView,
     ChangeBody,
+    MetricsBody,
+    MetricsPublished,
     QuarantineDecided,
     QuarantineDecision,
     QuarantinedMachine,
@@ -38,13 +41,7 @@ from berth.config.settings import Settings, TelemetrySettings
 from berth.config.site import Site
 from berth.object_changes import ObjectEdit
 from berth.up.embedded.process import ServerMissing
-from bus.contracts.host_metrics import (
-    HostMetric,
-    HostMetrics,
-    HostMetricsPage,
-    HostMetricsRecord,
-    HostReading,
-)
+from bus.contracts.host_metrics import HostMetric, HostMetricsRecord
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectsChanged, StoredObject
 from bus.service.environment import Environment
 from bus.transport import BusUnavailable
@@ -268,29 +265,28 @@ def test_what_comes_after_a_restore_is_said_to_persons(
 
 @pytest.mark.parametrize(("seen", "code"), [((2.0,), None), ((1.0, 2.0), None), ((1.0,), "metrics.not_taken")])
 async def test_a_number_that_an_operator_gives_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, seen: tuple[float, ...], code: str | None
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seen: tuple[float, ...], code: str | None
 ) -> None:
-    def page(at: float) -> HostMetricsPage:
-        metric = HostMetric(name="load", value=1.0, at=at, source="me", fresh=True)
-        return HostMetricsPage(hosts=(HostMetricsRecord(host_uuid=UUID, host="h", cell="c", metrics=(metric,)),))
-
     ats = itertools.chain(seen, itertools.repeat(seen[-1]))
 
-    async def request(*_: Any, **__: Any) -> HostMetricsPage:
-        return page(next(ats))
+    class Api:
+        async def publish_metrics(self, host: str, body: MetricsBody) -> MetricsPublished:
+            return MetricsPublished(UUID, 2.0)
 
-    async def publish(_: HostMetrics) -> None: ...
+        async def show_metrics(self, host: str) -> tuple[HostMetricsRecord, ...]:
+            metric = HostMetric(name="load", value=1.0, at=next(ats), source="me", fresh=True)
+            return (HostMetricsRecord(host_uuid=UUID, host="h", cell="c", metrics=(metric,)),)
 
     monkeypatch.setattr(host_metrics, "LOOK_AGAIN_S", 0.001)
     monkeypatch.setattr(host_metrics, "SEEN_WITHIN_S", 0.005)
-    berth = cast("Any", SimpleNamespace(bus=SimpleNamespace(request=request, publish=publish)))
-    message = HostMetrics(source="me", readings=(HostReading(host_uuid=UUID, at=2.0, values={"load": 1.0}),))
+    answered_by(monkeypatch, Api(), host_metrics)
+    command = host_metrics.host_metrics(CONTEXT, "h", ["load=1"], "me", Form.JSON)
     if code is None:
-        (found,) = await host_metrics._publish(berth, page(0.0).hosts, message)
-        assert found.metrics[0].at == 2.0
+        await command
+        assert '"value": 1.0' in capsys.readouterr().out
     else:
         with pytest.raises(Stop) as refused:
-            await host_metrics._publish(berth, page(0.0).hosts, message)
+            await command
         assert refused.value.code == code
 
 
