@@ -16,7 +16,7 @@ import typer
 
 from berth.cli.common import MAX_LIMIT, Exit, Stop, explain, is_uuid, one_of, parse_uuid, print_stop
 from berth.cli.session.contexts import found_context
-from berth.client import ApiProblem, ApiTimeout, ApiUnavailable, AsyncClient, Client
+from berth.client import ApiAnswerInvalid, ApiProblem, ApiTimeout, ApiUnavailable, AsyncClient, Client
 from berth.client.types import Builds
 from bus.contracts.build import BuildRecord, BuildState
 from bus.faults import Fault, Transient
@@ -27,6 +27,7 @@ R = TypeVar("R")
 
 # Calls of one command that are under way at a time.
 AT_ONCE = 16
+MAX_PAGES = 1_000  # that are read for one name
 LEAST_S = 1.0  # that a call has for its answer
 # Between two looks at what a command waits for, and before a call is repeated: the first pauses; then the last.
 PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0)
@@ -67,26 +68,30 @@ async def connected(context: typer.Context) -> AsyncIterator[AsyncClient]:
 async def each(items: Sequence[T], work: Callable[[T], Awaitable[R]], *, retry_for_s: float = 0.0) -> list[R | Fault]:
     """The result of each, or its fault, in their order, AT_ONCE at a time.
 
-    retry_for_s: as long as the server takes no more, or does not answer, each is tried again: for calls that may be
-    repeated. Where nothing answers any more, those behind are not tried.
+    retry_for_s: as long as a server that has answered takes no more, or answers no more, each is tried again: for calls
+    that may be repeated. Where nothing answers, those behind are not tried.
     """
     now = asyncio.get_running_loop().time
     until = now() + retry_for_s
     found: list[R | Fault] = [Fault("not tried, because of the one before", code="command.not_commanded")] * len(items)
     left = iter(enumerate(items))
-    silent = False
+    silent = has_answered = False
 
     async def one(item: T) -> R | Fault:
-        nonlocal silent
+        nonlocal silent, has_answered
         for pause_s in chain(PAUSES_S, repeat(PAUSES_S[-1])):
             try:
                 async with asyncio.timeout_at(until + LEAST_S) if retry_for_s else nullcontext():
-                    return await work(item)
+                    done = await work(item)
+                has_answered = True
+                return done
             except TimeoutError:
                 return ApiTimeout(f"no answer within {retry_for_s:g} s: it may be carried out")
             except Fault as fault:
-                if not may_pass(fault) or now() + pause_s > until:
-                    silent = silent or isinstance(fault, ApiUnavailable)
+                is_away = isinstance(fault, ApiUnavailable)
+                has_answered = has_answered or not is_away
+                if not (may_pass(fault) and has_answered) or now() + pause_s > until:
+                    silent = silent or is_away
                     return fault
             await asyncio.sleep(pause_s)
         raise AssertionError
@@ -138,13 +143,13 @@ async def instance_of(berth: AsyncClient, text: str, project: str | None) -> Bui
     if is_uuid(text):
         return await instance_by_uuid(berth, parse_uuid(text), project)
     found: dict[str, BuildRecord] = {}
-    place: dict[str, Any] | None = {}
-    while place is not None:
-        page = await berth.list_builds(project=project, name=text, limit=MAX_LIMIT, **place)
+    place: dict[str, Any] | None = None
+    for _ in range(MAX_PAGES):
+        page = await berth.list_builds(project=project, name=text, limit=MAX_LIMIT, **(place or {}))
         found |= {one.instance_uuid: one for one in page.builds}
-        if any(one.state is not BuildState.DELETED for one in found.values()):
-            break
         place = place_of(page)
+        if place is None or any(one.state is not BuildState.DELETED for one in found.values()):
+            break
     kept = {uuid: one for uuid, one in found.items() if one.state is not BuildState.DELETED} or found
     return found[one_of("instance", "instance.unknown", text, {uuid: one.name for uuid, one in kept.items()})]
 
@@ -163,11 +168,14 @@ async def instance_by_uuid(berth: AsyncClient, uuid: str, project: str | None = 
 
 
 def place_of(page: Builds) -> dict[str, Any] | None:
-    """The parameters that list what follows a page; None: nothing does."""
+    """The parameters that list what follows a page; None: nothing does. Raises ApiAnswerInvalid."""
     if page.next is None:
         return None
-    given = {name: values[-1] for name, values in parse_qs(urlsplit(page.next).query).items()}
-    return {"before": float(given["before"]), "before_instance": given.get("before_instance")}
+    try:
+        given = {name: values[-1] for name, values in parse_qs(urlsplit(page.next).query).items()}
+        return {"before": float(given["before"]), "before_instance": given.get("before_instance")}
+    except (KeyError, ValueError):
+        raise ApiAnswerInvalid("the address of the next page names no place") from None
 
 
 async def check_cell(berth: AsyncClient, name: str | None) -> None:

@@ -12,6 +12,7 @@ import random
 import subprocess
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import asyncpg
@@ -23,6 +24,7 @@ from berth.backup.copying import save
 from berth.backup.restoring import restore
 from berth.bus_client import drains
 from berth.bus_client.actions import ActionClient
+from berth.drain_follow import follow
 from berth.up.servers import variables
 from bus.clock import new_uuid
 from bus.contracts.actions import ActionKind, ActionRequest, ActionState
@@ -129,7 +131,7 @@ async def begin(it: Rig, actions: ActionClient, rng: random.Random, old: list[st
 async def stop(it: Rig, drain: str) -> None:
     """Stop the drain, and wait for its moves: it tries an instance again, also between two readings of the site."""
     await drains.command(it.client.bus, DrainCommand(drain=drain, action=DrainAction.STOP, by="drill"))
-    ended = await drains.follow(it.client.bus, drain, clock=it.site.clock, timeout_s=PATIENCE_S)
+    ended = await follow(partial(drains.one, it.client.bus, drain), clock=it.site.clock, timeout_s=PATIENCE_S)
     assert ended.state is DrainState.ENDED, ended
 
 

@@ -158,7 +158,11 @@ async def boot(context: typer.Context, *, options: BootOptions) -> int:
         ]
         outcomes, in_time = accepted, True
         if options.wait:
-            outcomes, in_time = await wait_for(berth, accepted, TERMINAL_STATES, options.timeout)
+            try:
+                outcomes, in_time = await wait_for(berth, accepted, TERMINAL_STATES, options.timeout)
+            except Fault:
+                report_requests(accepted, form=options.form)  # they are on record, whatever is away now
+                raise
     outcomes += [
         RequestOutcome(request.instance_uuid, request.name, "refused", code=answer.code, reason=answer.reason)
         for request, answer in zip(requests, answers, strict=True)

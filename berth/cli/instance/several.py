@@ -22,7 +22,7 @@ from berth.cli.common import (
     open_in_time,
     settings_of,
 )
-from berth.cli.http import connected, each, instance_of, place_of
+from berth.cli.http import MAX_PAGES, connected, each, instance_of, place_of
 from berth.cli.instance.actions import RequestOptions, request_all
 from berth.cli.instance.instances import INSTANCES, RequestOutcome, report_requests, wait_for
 from berth.cli.output import (
@@ -157,13 +157,15 @@ async def _chosen(
     if state is None and choice.state is not None:
         state = BuildState.ACTIVE  # the conditions of an instance are what became of an active one
     chosen = list[BuildRecord]()
-    place: dict[str, Any] | None = {}
-    while place is not None:
-        page = await berth.list_builds(project=project, state=state, limit=MAX_LIMIT, **place)
+    place: dict[str, Any] | None = None
+    for _ in range(MAX_PAGES):
+        page = await berth.list_builds(project=project, state=state, limit=MAX_LIMIT, **(place or {}))
         chosen += [one for one in page.builds if _is_chosen(one, choice)]
         if len(chosen) > MAX_CHOSEN:
             raise Stop(Exit.USAGE, "choice.too_many", f"more than {MAX_CHOSEN} instances are chosen: choose fewer")
         place = place_of(page)
+        if place is None:
+            break
     return chosen
 
 

@@ -29,7 +29,7 @@ from berth.cli.objects import objects
 from berth.cli.objects.objects import MAX_FILE_BYTES, read_file
 from berth.cli.output import Form
 from berth.cli.site import dead_letters
-from berth.client import ApiProblem
+from berth.client import ApiProblem, ApiUnavailable
 from berth.client.types import (
     Accepted,
     BreakersAfterReset,
@@ -738,6 +738,21 @@ async def test_many_builds_wait_for_room(monkeypatch: pytest.MonkeyPatch, capsys
     assert await instances.boot(CONTEXT, options=BootOptions(flavor="f", count=50, timeout=20.0)) == 0
     assert len(server.taken) == len({*server.taken}) == 50
     assert len(capsys.readouterr().out.splitlines()) == 50
+
+
+async def test_an_address_where_nothing_answers_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`berth boot` would hang for its whole time, without a word, at an address with a typing error."""
+    tried: list[object] = []
+
+    class Away:
+        async def create_build(self, body: object) -> None:
+            tried.append(body)
+            raise ApiUnavailable("nothing answers")
+
+    answered_by(monkeypatch, Away(), instances)
+    with pytest.raises(ApiUnavailable):
+        await instances.boot(CONTEXT, options=BootOptions(flavor="f", count=500, timeout=300.0))
+    assert len(tried) <= 16
 
 
 async def test_a_request_that_is_refused_is_not_repeated(
