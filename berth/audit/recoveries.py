@@ -8,7 +8,7 @@ import msgspec
 
 from berth.audit.quarantine import CellNeverStarted, named_cells, on_database
 from berth.audit.repair import enter
-from berth.client.types import Recovery
+from berth.client.repair_types import Recovery
 from bus.contracts.base import MAX_REASON
 from bus.contracts.objects import AuditRepair
 from bus.contracts.operations import Losses

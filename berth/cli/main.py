@@ -401,7 +401,7 @@ app = typer.Typer(
     cls=_words(TREE),
     no_args_is_help=True,
     help="Place machines onto hosts, in cells. Exit status: 0 fine, 1 the answer is no, 2 wrong use or settings, "
-    "3 bus or database out of reach, 4 time ran out.",
+    "3 nothing answers, 4 time ran out.",
     context_settings={"help_option_names": ["-h", "--help"]},
     **{**PLAIN, "add_completion": True},
 )

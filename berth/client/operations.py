@@ -10,45 +10,48 @@ from typing import Any, Literal
 from berth.client.call import ApiCall, Feed, feed, operation
 from berth.client.event_feed import Reconnected
 from berth.client.object_operations import ObjectOperations
+from berth.client.repair_types import (
+    BreakersAfterReset,
+    BreakersReset,
+    BreakerView,
+    DeadLetterCount,
+    DeadLettersPurged,
+    DeadLettersReplayed,
+    DeadLetterView,
+    LossesAccepted,
+    QuarantineDecided,
+    QuarantineDecision,
+    QuarantinePage,
+    Recovery,
+    ReplayBody,
+    WithoutService,
+)
 from berth.client.status import SystemStatus
 from berth.client.types import (
     Accepted,
     ActionResponse,
     AdminStateRequest,
-    BreakersAfterReset,
-    BreakersReset,
-    BreakerView,
     Builds,
     CallerView,
     CellView,
-    DeadLetterCount,
-    DeadLettersPurged,
-    DeadLettersReplayed,
-    DeadLetterView,
     DrainBody,
     DrainCommandBody,
     DrainKind,
+    FleetPoint,
     HostClaims,
     HostDetail,
-    LossesAccepted,
     MetricsBody,
     MetricsPublished,
     NodeMaintenance,
     NodeRecord,
     NodesView,
-    QuarantineDecided,
-    QuarantineDecision,
-    QuarantinePage,
-    Recovery,
     RemovalBody,
-    ReplayBody,
     TargetBody,
     TokenBody,
     TokenCreated,
     TokenRevoked,
     TokenView,
     Why,
-    WithoutService,
 )
 from bus.contracts.actions import ActionRecord, ActionRequest
 from bus.contracts.base import Label, Reason, Uuid, Word
@@ -221,6 +224,11 @@ class HostOperations:
     def delete_host(self, host: Label, body: RemovalBody) -> ApiCall[HostDeleted]:
         """Delete a decommissioned host."""
         return ApiCall("POST", "/hosts/{host}/delete", HostDeleted, at={"host": host}, body=body)
+
+    @operation
+    def list_history(self, *, hours: int | None = None) -> ApiCall[tuple[FleetPoint, ...]]:
+        """The fleet over the last hours (at most 168), in at most 336 points; none where no database is."""
+        return ApiCall("GET", "/history", tuple[FleetPoint, ...], query={"hours": hours})
 
     @operation
     def list_services(

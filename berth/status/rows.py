@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from berth.audit.findings import AuditFinding
+from berth.client.repair_types import Recovery
 from berth.client.status import Severity, StatusKind, StatusRow, SystemState, SystemStatus
-from berth.client.types import NodeRecord, Recovery
+from berth.client.types import NodeRecord
 from berth.text import counted
 from bus.contracts.build import BuildPage, HostRecord
 from bus.contracts.drains import DrainProgress

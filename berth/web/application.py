@@ -23,6 +23,7 @@ from berth.config.settings import Settings
 from berth.status.reader import StatusReader
 from berth.web.api import API_ROOT, WebApi, json_response
 from berth.web.event_stream import Live
+from berth.web.history import FleetHistory, WebHistory
 from berth.web.openapi import document
 from berth.web.operations import Drains, NodesReader, WebActions, WebDrains, WebNodes, WebOperations, WebStatus
 from berth.web.pages.dead_letters import DeadLetterActions, WebDeadLetters
@@ -180,6 +181,7 @@ def application(
     fleet: FleetReader,
     metal: NodesReader,
     status: StatusReader,
+    history: FleetHistory,
     hosts: frozenset[str] | None,
 ) -> Starlette:
     """The application. hosts: the names that the Host header may have (None: any, as tokens are needed anyway)."""
@@ -187,8 +189,9 @@ def application(
     actions, box, safety = WebActions(bus, api, env.rng), DeadLetterActions(env, settings), SafetyReader(env)
     last, has_session = LastAnswers(env.clock), not access.open
     pages = Pages(
-        api, actions, live, fleet, status=status, queues=queues, clock=env.clock, last=last, has_session=has_session
-    )
+        api, actions, live, fleet, status=status, queues=queues, history=history, clock=env.clock, last=last,
+        has_session=has_session,
+    )  # fmt: skip
     of_hosts = HostPages(fleet, drains, last=last, has_session=has_session)
     of_objects = ObjectPages(objects, last=last, has_session=has_session)
     for_operators = OperatorPages(
@@ -206,6 +209,7 @@ def application(
         actions,
         WebOperations(bus, fleet, env.clock),
         WebStatus(status),
+        WebHistory(history),
         WebDrains(drains),
         WebObjects(objects),
         WebTokens(objects, env.clock, stored),

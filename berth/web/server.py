@@ -19,6 +19,7 @@ from berth.config.site import Site, ironic_of, process_name
 from berth.status.reader import StatusReader
 from berth.web.application import application, nova_application
 from berth.web.event_stream import Live
+from berth.web.history import FleetHistory
 from berth.web.operations import Drains, NodesReader
 from berth.web.pages.fleet import FleetReader, QueueReader
 from berth.web.pages.nova_calls import NovaCalls
@@ -114,6 +115,8 @@ class WebServer:
         self._metal = NodesReader(settings, ObjectApi(self._bus), env.clock)
         nodes = self._metal.nodes_to_count if ironic_of(settings) is not None else None
         self._status = StatusReader(env, settings, self._bus, hosts=self._fleet.hosts_to_count, nodes=nodes)
+        self._history = FleetHistory(env, self._fleet, self._live)
+        self._keeping: asyncio.Task[None] | None = None
         check_listen(host, access)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -154,6 +157,8 @@ class WebServer:
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="web server")
         self._serving.add_done_callback(lambda _: listening.close())
+        if not self._of_nova:
+            self._keeping = asyncio.create_task(self._history.keep(), name="history of the fleet")
         log.info("web.listening", url=self.url, open=self._access.open)
 
     def _application(self, hosts: frozenset[str] | None) -> Starlette:
@@ -172,6 +177,7 @@ class WebServer:
             fleet=self._fleet,
             metal=self._metal,
             status=self._status,
+            history=self._history,
             hosts=hosts,
         )
 
@@ -204,6 +210,9 @@ class WebServer:
 
     async def close(self) -> None:
         """Stop serving; streams end, and answers under way are cut off after STOP_GRACE_S."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait({self._keeping})
         self._live.end_streams()
         if self._serving is not None and self._server is not None:
             self._server.should_exit = True

@@ -98,6 +98,12 @@ CREATE TABLE object_log (
     PRIMARY KEY (revision, kind, name)
 );
 
+CREATE TABLE fleet_history (
+    minute BIGSERIAL NOT NULL,
+    point TEXT NOT NULL,
+    PRIMARY KEY (minute)
+);
+
 CREATE TABLE cells (
     name TEXT NOT NULL,
     database_incarnation INTEGER NOT NULL,

@@ -159,6 +159,14 @@ object_log = Table(
     needed("forced", Boolean, default=false()),
 )
 
+# Web servers write it: `berth.web.history`.
+fleet_history = Table(
+    "fleet_history",
+    METADATA,
+    Column("minute", BigInteger, primary_key=True),
+    needed("point", Text),
+)
+
 cells_table(METADATA)
 outbox_tables(METADATA)
 identity_table(METADATA)

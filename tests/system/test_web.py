@@ -289,7 +289,7 @@ def test_the_document_describes_every_route(web: Web) -> None:
             "/actions/{uuid}", "/hosts", "/hosts/{host}", "/hosts/{host}/admin-state", "/hosts/{host}/delete",
             "/hosts/{host}/drain-plan", "/hosts/{host}/drain", "/drain-plan", "/drains", "/drains/{uuid}",
             "/drains/{uuid}/pause", "/drains/{uuid}/resume", "/services",
-            "/services/{service}/delete", "/workers", "/cells", "/status",
+            "/services/{service}/delete", "/workers", "/history", "/cells", "/status",
             "/cells/{name}", "/metal", "/zones",
             "/quarantine", "/quarantine/decide", "/breakers", "/breakers/{cell}/{service}", "/breakers/reset",
             "/recoveries", "/recoveries/{cell}/accept", "/recoveries/{cell}/without",

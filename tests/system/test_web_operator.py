@@ -214,7 +214,7 @@ def test_a_project_sees_the_flavors_that_it_may_request(web: Web) -> None:
 
 
 READERS = (
-    "/aggregates", "/rules", "/objects", "/objects/log", "/hosts/x", "/hosts/x/claims", "/hosts/x/metrics",
+    "/history", "/aggregates", "/rules", "/objects", "/objects/log", "/hosts/x", "/hosts/x/claims", "/hosts/x/metrics",
     "/hosts/x/drain-plan",
     "/drain-plan", "/drains",
     f"/drains/{UNKNOWN}", "/workers", "/cells", "/services", "/metal", "/dead-letters", "/dead-letters/api/x",

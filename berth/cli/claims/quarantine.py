@@ -36,7 +36,7 @@ from berth.cli.output import (
     print_result,
 )
 from berth.client import AsyncClient
-from berth.client.types import (
+from berth.client.repair_types import (
     MAX_DECIDED,
     BreakersReset,
     BreakerView,

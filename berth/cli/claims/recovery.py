@@ -30,7 +30,7 @@ from berth.cli.output import (
     print_result,
 )
 from berth.client import AsyncClient
-from berth.client.types import LossesAccepted, Recovery, WithoutService
+from berth.client.repair_types import LossesAccepted, Recovery, WithoutService
 from berth.text import counted
 from bus.contracts.base import Word, reason_of
 

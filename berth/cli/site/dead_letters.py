@@ -23,7 +23,7 @@ from berth.cli.output import (
     print_list,
     print_result,
 )
-from berth.client.types import DeadLetterCount, DeadLetterView, ReplayBody
+from berth.client.repair_types import DeadLetterCount, DeadLetterView, ReplayBody
 from berth.text import counted, printable
 
 API = "api"

@@ -10,7 +10,13 @@ import msgspec
 import structlog
 from starlette.requests import Request
 
-from berth.client.types import DeadLetterCount, DeadLettersPurged, DeadLettersReplayed, DeadLetterView, ReplayBody
+from berth.client.repair_types import (
+    DeadLetterCount,
+    DeadLettersPurged,
+    DeadLettersReplayed,
+    DeadLetterView,
+    ReplayBody,
+)
 from berth.config.settings import Settings
 from berth.config.site import bus_transports
 from berth.dead_letters import send_back

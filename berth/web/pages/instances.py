@@ -15,6 +15,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from berth.client.status import StatusKind, SystemStatus
+from berth.client.types import FleetPoint
 from berth.status.reader import StatusReader
 from berth.web.api import (
     SEARCHED_BY,
@@ -30,6 +31,7 @@ from berth.web.api import (
     uuid_of,
 )
 from berth.web.event_stream import Live, Second
+from berth.web.history import FleetHistory, charts
 from berth.web.operations import WebActions
 from berth.web.pages.figures import (
     MetalClass,
@@ -129,11 +131,13 @@ class Pages:
         *,
         status: StatusReader,
         queues: QueueReader,
+        history: FleetHistory,
         clock: Clock,
         last: LastAnswers,
         has_session: bool,
     ) -> None:
         self._queues = queues
+        self._history = history
         self._api = api
         self._actions = actions
         self._fleet = fleet
@@ -160,7 +164,7 @@ class Pages:
     async def now(self, request: Request) -> Response:
         """The present activity, with faults first."""
         need(caller_of(request), WebRole.READER)
-        now, failed = await asyncio.gather(self._state(), self._failed_builds())
+        now, failed, points = await asyncio.gather(self._state(), self._failed_builds(), self._kept())
         asked = Asked()  # the status has what did not answer: the page is whole without it
         return self._page(
             request,
@@ -169,7 +173,15 @@ class Pages:
             now=now,
             failures=failures_of(failed)[:GROUPS_SHOWN],
             failures_cut=len(failed) >= FAILURES_READ,
+            charts=charts(points, self._clock.time()),
         )
+
+    async def _kept(self) -> tuple[FleetPoint, ...]:
+        """The fleet's history; none while it cannot be read, which the status has."""
+        try:
+            return await self._history.points()
+        except Fault:
+            return ()
 
     async def now_events(self, request: Request) -> Response:
         """The figures of the first page, every second for as long as it is open."""

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from berth.client.types import MAX_DECIDED, QuarantinePage
+from berth.client.repair_types import MAX_DECIDED, QuarantinePage
 from berth.web.api import caller_of, need, parsed
 from berth.web.operations import Drains, NodesReader, WebActions
 from berth.web.pages.dead_letters import DeadLetterActions

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from berth.audit import quarantine as records
 from berth.audit import recoveries
 from berth.audit.quarantine import InCells
-from berth.client.types import (
+from berth.client.repair_types import (
     BreakersAfterReset,
     BreakersReset,
     BreakerView,

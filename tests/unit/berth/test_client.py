@@ -71,7 +71,7 @@ def served() -> dict[str, Any]:
     access = Access(None, env.clock)
     app = application(
         cast(Any, env), Settings(), bus=nothing, live=nothing, calls=nothing, drains=nothing, access=access,
-        queues=nothing, stored=None, fleet=nothing, metal=nothing, status=nothing, hosts=None,
+        queues=nothing, stored=None, fleet=nothing, metal=nothing, status=nothing, history=nothing, hosts=None,
     )  # fmt: skip
 
     async def get() -> Any:

@@ -30,16 +30,8 @@ from berth.cli.objects.objects import MAX_FILE_BYTES, read_file
 from berth.cli.output import Form
 from berth.cli.site import dead_letters
 from berth.client import ApiProblem, ApiUnavailable
-from berth.client.types import (
-    Accepted,
-    BreakersAfterReset,
-    BreakersReset,
-    BreakerView,
-    ChangeBody,
-    DeadLettersPurged,
-    DeadLetterView,
-    ObjectList,
-)
+from berth.client.repair_types import BreakersAfterReset, BreakersReset, BreakerView, DeadLettersPurged, DeadLetterView
+from berth.client.types import Accepted, ChangeBody, ObjectList
 from berth.config.settings import FencingSettings, Settings
 from berth.config.site import Site
 from berth.dead_letters import is_expired, send_back

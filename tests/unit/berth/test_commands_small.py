@@ -25,18 +25,16 @@ from berth.cli.main import app
 from berth.cli.objects import edits, objects
 from berth.cli.output import Form
 from berth.cli.site import databases, nova, run
-from berth.client.types import (
+from berth.client.repair_types import (
     BreakersAfterReset,
     BreakersReset,
     BreakerView,
-    ChangeBody,
-    MetricsBody,
-    MetricsPublished,
     QuarantineDecided,
     QuarantineDecision,
     QuarantinedMachine,
     QuarantinePage,
 )
+from berth.client.types import ChangeBody, MetricsBody, MetricsPublished
 from berth.config.settings import Settings, TelemetrySettings
 from berth.config.site import Site
 from berth.object_changes import ObjectEdit

@@ -19,20 +19,9 @@ import pytest
 from jinja2 import nodes
 
 from berth.change_log import DescribedChange
-from berth.client.types import (
-    BreakerView,
-    CellView,
-    DeadLetterCount,
-    DeadLetterView,
-    GroupView,
-    HostDetail,
-    NodesView,
-    QuarantinePage,
-    QuotaUse,
-    Recovery,
-    Why,
-    Zone,
-)
+from berth.client.repair_types import BreakerView, DeadLetterCount, DeadLetterView, QuarantinePage, Recovery
+from berth.client.types import CellView, GroupView, HostDetail, NodesView, QuotaUse, Why, Zone
+from berth.web.history import Chart
 from berth.web.pages.figures import FailureGroup, ListedHost, MetalClass, Use
 from berth.web.pages.fleet import HostChange
 from berth.web.pages.instances import LostClaim, Now, Stage
@@ -63,7 +52,12 @@ OF_RENDERING = {"asked"}  # what `rendered` takes itself
 # {page: {variable: type}}, as `_page` is called in these modules.
 MODULES = ("instances.py", "host_pages.py", "object_pages.py", "operator_pages.py", "nova_calls.py", "login.py")
 PAGES: dict[str, dict[str, Any]] = {
-    "now.html": {"now": Now, "failures": list[FailureGroup], "failures_cut": bool},
+    "now.html": {
+        "now": Now,
+        "failures": list[FailureGroup],
+        "failures_cut": bool,
+        "charts": tuple[Chart, ...],
+    },
     "fleet.html": {
         "rows": list[ListedHost],
         "count": int,

@@ -684,6 +684,7 @@ async def test_rates_are_those_of_a_second_over_the_last_ten() -> None:
         cast("Any", SimpleNamespace(hosts_to_count=lambda: answer(()), known_workers=lambda: answer(()))),
         status=cast("Any", SimpleNamespace(read=lambda: answer(status_of((), 0.0)))),
         queues=cast("Any", SimpleNamespace(depths=lambda _: answer(nothing))),
+        history=never,
         clock=SystemClock(),
         last=LastAnswers(SystemClock()),
         has_session=False,
