@@ -29,6 +29,7 @@ from berth.client.types import (
     DrainCommandBody,
     DrainKind,
     HostDetail,
+    LoginOffer,
     LossesAccepted,
     NodesView,
     QuarantineDecided,
@@ -146,6 +147,11 @@ class InstanceOperations:
 
 class CallerOperations:
     """Who calls, what waits for a person, and the tokens on record."""
+
+    @operation
+    def show_login(self) -> ApiCall[LoginOffer]:
+        """How one logs in; answered without a token."""
+        return ApiCall("GET", "/login", LoginOffer)
 
     @operation
     def show_caller(self) -> ApiCall[CallerView]:

@@ -23,6 +23,7 @@ from berth.config.settings import Settings
 from berth.config.site import Site, process_name
 from berth.fencing.fencer import Fencer
 from berth.fencing.plugin import load
+from berth.web.oidc import Oidc
 from berth.web.server import DEFAULT_PORT, WebServer
 from berth.web.sign_in_sessions import Access, read_tokens
 from bus.clock import SystemClock
@@ -53,19 +54,21 @@ async def web(
 
     The API is at /api/v1. It runs until SIGTERM or SIGINT, or until the `berth up` that has its bus ends (status 3).
 
-    Without --tokens and --keystone it listens on loopback alone, and everyone who can reach it there may do everything.
+    Without --tokens, --keystone and `web.oidc` it listens on loopback alone, and everyone who can reach it there may do
+    everything.
     """
     host, port = host_and_port(listen, "--listen")
     telemetry = settings.telemetry
     configure_logging(process="web", role="web", level=telemetry.log_level, style=telemetry.log_format)
     site, process = Site(settings), process_name("web")
     known = _keystone(settings, site) if keystone else None
+    oidc = Oidc(settings.web.oidc, site.clock) if settings.web.oidc.issuer else None
     server = WebServer(
         site.environment(process),
         settings,
         host=host,
         port=port,
-        access=Access(None if tokens is None else read_tokens(tokens), site.clock, known),
+        access=Access(None if tokens is None else read_tokens(tokens), site.clock, known, oidc),
     )
     stop = asyncio.Event()
     for number in STOP_SIGNALS:
@@ -79,6 +82,8 @@ async def web(
         await server.close()
         if known is not None:
             await known.close()
+        if oidc is not None:
+            await oidc.close()
 
 
 def _keystone(settings: Settings, site: Site) -> Keystone:
