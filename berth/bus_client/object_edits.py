@@ -1,47 +1,19 @@
-"""A change of one object relative to its record: what is not named stays as it is.
-
-Read, edit, write unless the object is changed meanwhile, and then once more from the new record: of two operators who
-set different fields at once both win. The commands and the HTTP API change objects so; a file for `berth apply`, a
-PUT and the page's form are whole objects.
-"""
+"""Objects on record, and what projects use, as schedulers and placement have them on the bus."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
-
-from msgspec import Struct
+from collections.abc import AsyncIterator, Sequence
 
 from berth.client.types import QuotaUse
 from bus.bus import Bus
 from bus.contracts.objects import (
     DEFAULT_QUOTA,
-    ObjectChange,
     ObjectKind,
-    ObjectsChanged,
     ObjectsPage,
     ObjectsQuery,
     StoredObject,
 )
 from bus.contracts.placement_queries import ProjectUsagePage, ProjectUsageQuery
-from bus.faults import RequestRefused
-
-CONFLICT = "object.conflict"
-# Each lost try is the change of another operator; so many within one command come from a program in a loop.
-MAX_TRIES = 8
-
-Body = dict[str, Any]
-Send = Callable[[ObjectChange], Awaitable[ObjectsChanged]]
-
-
-class ObjectEdit(Struct, frozen=True):
-    """An object to change. edit: the body as it is to be, of the object on record (None: there is none); it may be
-    called more than once.
-    """
-
-    kind: ObjectKind
-    name: str
-    edit: Callable[[StoredObject | None], Body]
 
 
 async def find_object(bus: Bus, kind: ObjectKind, name: str, *, timeout_s: float) -> StoredObject | None:
@@ -62,44 +34,6 @@ async def stored_objects(
         if not page.more:
             return
         after = (page.objects[-1].kind.value, page.objects[-1].name)
-
-
-async def change_object(
-    bus: Bus, wanted: ObjectEdit, send: Send, *, timeout_s: float, if_version: int | None = None
-) -> ObjectsChanged:
-    """Edit an object on record. Raises RequestRefused, with `object.conflict` where it is changed again and again, and
-    what `edit` raises. if_version: only this version is edited.
-    """
-    tries = 1 if if_version is not None else MAX_TRIES
-    while True:
-        known = await find_object(bus, wanted.kind, wanted.name, timeout_s=timeout_s)
-        version = 0 if known is None else known.version
-        change = ObjectChange(
-            kind=wanted.kind,
-            name=wanted.name,
-            body=wanted.edit(known),
-            if_version=version if if_version is None else if_version,
-        )
-        tries -= 1
-        try:
-            return await send(change)
-        except RequestRefused as refused:
-            if refused.code != CONFLICT or not tries:
-                raise
-
-
-def merged(before: Mapping[str, Any], patch: Mapping[str, Any]) -> Body:
-    """A body with a JSON merge patch (RFC 7396): a null removes its field, an object is merged, all else replaces."""
-    after = dict(before)
-    for key, value in patch.items():
-        if value is None:
-            after.pop(key, None)
-        elif isinstance(value, Mapping):
-            known = after.get(key)
-            after[key] = merged(known if isinstance(known, Mapping) else {}, value)
-        else:
-            after[key] = value
-    return after
 
 
 async def project_usage(bus: Bus, projects: Sequence[str], *, timeout_s: float) -> dict[str, dict[str, int]]:

@@ -24,9 +24,7 @@ from berth.config.ports import ServerFailed
 from berth.text import counted, printable, printable_lines
 from berth.up.embedded.process import DirectoryInaccessible, ServerMissing
 from bus.bus_ownership import BusOwnedByAnother
-from bus.contracts.base import MAX_REASON, reason_of
-from bus.contracts.build import BuildQuery, BuildRecord, BuildState
-from bus.contracts.objects import CellsPage, CellsQuery
+from bus.contracts.base import MAX_REASON
 from bus.faults import (
     DatabaseUnavailable,
     DatabaseUnprepared,
@@ -105,30 +103,9 @@ def one_of(kind: str, unknown: str, text: str, names: Mapping[str, str]) -> str:
     raise Stop(Exit.NO, "name.ambiguous", f"{text} may be {some}{more}: name the {kind} by more letters")
 
 
-async def instance_of(berth: BuildClient, text: str, project: str | None, *, timeout_s: float) -> BuildRecord:
-    """The instance that a text stands for, as `one_of`; of several of one name the one that is not deleted, if there is
-    one. Raises Stop, BadParameter.
-    """
-    named = {"instance_uuid": parse_uuid(text)} if is_uuid(text) else {"name": text}
-    found: dict[str, BuildRecord] = {}
-    place: dict[str, object] = {}
-    while True:
-        try:
-            query = msgspec.convert({"project_id": project, **named, **place}, BuildQuery)
-        except msgspec.ValidationError as error:
-            raise typer.BadParameter(reason_of(error)) from error
-        page = await berth.query(query, timeout_s=timeout_s)
-        found |= {one.instance_uuid: one for one in page.builds}
-        if page.searched_to is None or any(one.state is not BuildState.DELETED for one in found.values()):
-            break
-        place = {"before": page.searched_to, "before_instance": page.searched_to_instance}
-    kept = {uuid: one for uuid, one in found.items() if one.state is not BuildState.DELETED} or found
-    return found[one_of("instance", "instance.unknown", text, {uuid: one.name for uuid, one in kept.items()})]
-
-
-def further(found: Sequence[object], limit: int) -> dict[str, str] | None:
-    """The option that lists more, of a list that ends at a limit of the caller's."""
-    return {"--limit": str(min(limit * 10, MAX_LIMIT))} if len(found) >= limit and limit < MAX_LIMIT else None
+def further(found: Sequence[object], limit: int, most: int = MAX_LIMIT) -> dict[str, str] | None:
+    """The option that lists more, of a list that ends at a limit of the caller's. most: that the list may have."""
+    return {"--limit": str(min(limit * 10, most))} if len(found) >= limit and limit < most else None
 
 
 Page = Annotated[str | None, typer.Option("--page", help="Go on where a list ended, as it said.")]
@@ -191,18 +168,6 @@ def decided_by(by: str | None) -> str:
     return by or f"{getpass.getuser()}@{socket.gethostname()}"
 
 
-async def check_cell(berth: BuildClient, settings: Settings, name: str | None) -> None:
-    """Check that there is a cell of this name, by the settings or among those added at run time (None: none is named).
-    Raises SettingsError, RequestTimeout.
-    """
-    if name is None or name in settings.cells:
-        return
-    page = await berth.bus.request(CellsQuery(), CellsPage, timeout_s=QUERY_TIMEOUT_S)
-    known = sorted({*settings.cells, *(one.name for one in page.cells)})
-    if name not in known:
-        raise SettingsError("cell.unknown", f"there is no cell {name!r}; there are {', '.join(known)}")
-
-
 def ask_first(what: str, *, yes: bool) -> None:
     """Prompt before what cannot be undone. what: an imperative that says how many, and which. Raises Stop."""
     if yes:
@@ -256,10 +221,24 @@ def print_stop(stop: Stop) -> None:
     err.print(message, soft_wrap=True)
 
 
+# Of refusals by the HTTP API, by HTTP's own status; others are a no.
+_STATUSES: Mapping[int, Exit] = {
+    400: Exit.USAGE,
+    401: Exit.USAGE,
+    403: Exit.USAGE,
+    408: Exit.TIME,
+    429: Exit.UNAVAILABLE,
+    503: Exit.UNAVAILABLE,
+    504: Exit.TIME,
+}
+
 # Faults in the words of a user, first match first: (fault, exit status, message; `{}` is the fault's own text). A class
 # that the client alone cannot import is named.
 _MEANINGS: tuple[tuple[type[BaseException] | str, int, str], ...] = (
     (SettingsError, Exit.USAGE, "{}"),
+    ("berth.cli.session.contexts.ContextFault", Exit.USAGE, "{}"),
+    ("berth.client.faults.ApiAddressInvalid", Exit.USAGE, "{}"),
+    ("berth.client.faults.ApiTimeout", Exit.TIME, "{}"),
     (Unroutable, Exit.UNAVAILABLE, "the bus has no queue for this yet: has a scheduler ever been started?"),
     (PublishRefused, Exit.UNAVAILABLE, "the queue is full: publish more slowly"),
     ("bus.rabbitmq.errors.BrokerUntrusted", Exit.USAGE, "the broker is not trusted: {}"),
@@ -284,6 +263,7 @@ _MEANINGS: tuple[tuple[type[BaseException] | str, int, str], ...] = (
 
 
 _WORKER_ENDED = "berth.up.local_workers.WorkerEnded"
+_API_PROBLEM = "berth.client.faults.ApiProblem"
 _POSTGRES_ERROR = "asyncpg.exceptions._base.PostgresError"
 
 # Stable codes for faults that have none of their own.
@@ -307,6 +287,8 @@ def explain(fault: BaseException) -> Stop | None:
         return fault
     if isinstance(fault, BaseExceptionGroup):
         return explain(fault.exceptions[0])
+    if isinstance(fault, Fault) and _is(fault, _API_PROBLEM):
+        return Stop(_STATUSES.get(getattr(fault, "status", 0), Exit.NO), fault.code, fault.reason)
     if isinstance(fault, ModuleNotFoundError):
         extra = absent_extra(fault)
         return Stop(Exit.USAGE, ABSENT, extra_message(extra)) if extra else None

@@ -50,9 +50,9 @@ class ObjectOperations:
     """Objects of every kind, and the log of their changes."""
 
     @operation
-    def list_objects(self) -> ApiCall[ObjectList]:
-        """All objects, in order of kind and name."""
-        return ApiCall("GET", "/objects", ObjectList)
+    def list_objects(self, *, kind: ObjectKind | None = None, name: Label | None = None) -> ApiCall[ObjectList]:
+        """Objects, in order of kind and name: all, of one kind, or one."""
+        return ApiCall("GET", "/objects", ObjectList, query={"kind": kind, "name": name})
 
     @operation
     def change_objects(self, body: ChangeBody) -> ApiCall[ObjectsChanged]:

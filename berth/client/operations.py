@@ -28,9 +28,14 @@ from berth.client.types import (
     DrainBody,
     DrainCommandBody,
     DrainKind,
+    HostClaims,
     HostDetail,
     LoginOffer,
     LossesAccepted,
+    MetricsBody,
+    MetricsPublished,
+    NodeMaintenance,
+    NodeRecord,
     NodesView,
     QuarantineDecided,
     QuarantineDecision,
@@ -44,11 +49,13 @@ from berth.client.types import (
     TokenRevoked,
     TokenView,
     Why,
+    WithoutService,
 )
 from bus.contracts.actions import ActionRecord, ActionRequest
-from bus.contracts.base import Label, Uuid, Word
+from bus.contracts.base import Label, Reason, Uuid, Word
 from bus.contracts.build import TERMINAL_STATES, BuildEvent, BuildRecord, BuildRequest, BuildState, HostRecord
 from bus.contracts.drains import DrainPlan, DrainProgress, DrainTarget
+from bus.contracts.host_metrics import HostMetricsRecord
 from bus.contracts.operations import HostAdminState, HostDeleted, ServiceDeleted, ServiceRecord
 from bus.contracts.workers import WorkerRecord
 
@@ -61,7 +68,7 @@ class InstanceOperations:
     @operation
     def create_build(self, body: BuildRequest | Mapping[str, Any]) -> ApiCall[Accepted]:
         """Ask for a machine, or several that start together. With an `instance_uuid` of the caller's own it may be sent
-        again; a mapping may leave it out, and a project's own token `project_id`.
+        again; a mapping may leave it out, and `project_id`, which is then that of the token, else `default`.
         """
         return ApiCall("POST", "/builds", Accepted, body=body)
 
@@ -71,6 +78,7 @@ class InstanceOperations:
         *,
         project: Word | None = None,
         state: BuildState | None = None,
+        name: Label | None = None,
         cell: Word | None = None,
         host: Label | None = None,
         flavor: Label | None = None,
@@ -81,10 +89,11 @@ class InstanceOperations:
         before_instance: Uuid | None = None,
         limit: int | None = None,
     ) -> ApiCall[Builds]:
-        """Builds, newest first. after, before: seconds since the epoch. The last of a page gives `before` (its
-        `created_at`) and `before_instance` for the next one, as `next` of the answer has them.
+        """Builds, newest first. name: or the first letters of a UUID. after, before: seconds since the epoch. The last
+        of a page gives `before` (its `created_at`) and `before_instance` for the next one, as `next` of the answer
+        has them.
         """
-        search = {"cell": cell, "host": host, "flavor": flavor, "code": code, "gang": gang}
+        search = {"name": name, "cell": cell, "host": host, "flavor": flavor, "code": code, "gang": gang}
         place = {"after": after, "before": before, "before_instance": before_instance, "limit": limit}
         return ApiCall("GET", "/builds", Builds, query={"project": project, "state": state, **search, **place})
 
@@ -195,6 +204,21 @@ class HostOperations:
         return ApiCall("GET", "/hosts/{host}", HostDetail, at={"host": host})
 
     @operation
+    def list_claims(self, host: Label, *, after: Uuid | None = None) -> ApiCall[HostClaims]:
+        """What placement has allocated on a host, and to whom. after: `next` of the page before."""
+        return ApiCall("GET", "/hosts/{host}/claims", HostClaims, at={"host": host}, query={"after": after})
+
+    @operation
+    def show_metrics(self, host: Label) -> ApiCall[tuple[HostMetricsRecord, ...]]:
+        """The numbers that are known of a host, or of each host of that name."""
+        return ApiCall("GET", "/hosts/{host}/metrics", tuple[HostMetricsRecord, ...], at={"host": host})
+
+    @operation
+    def publish_metrics(self, host: Label, body: MetricsBody) -> ApiCall[MetricsPublished]:
+        """Publish numbers about one host, as of now."""
+        return ApiCall("POST", "/hosts/{host}/metrics", MetricsPublished, at={"host": host}, body=body)
+
+    @operation
     def decide_about_host(self, host: Label, body: AdminStateRequest) -> ApiCall[HostAdminState]:
         """Disable a host, put it under maintenance, fence it, or enable it."""
         return ApiCall("PUT", "/hosts/{host}/admin-state", HostAdminState, at={"host": host}, body=body)
@@ -230,6 +254,16 @@ class HostOperations:
     def show_nodes(self) -> ApiCall[NodesView]:
         """Ironic's nodes by provision state, with what is wrong with each."""
         return ApiCall("GET", "/metal", NodesView)
+
+    @operation
+    def set_node_maintenance(self, node: Label, body: NodeMaintenance) -> ApiCall[NodeRecord]:
+        """Put a node into maintenance in Ironic: no build goes there. Instances on it continue to run."""
+        return ApiCall("PUT", "/metal/{node}/maintenance", NodeRecord, at={"node": node}, body=body)
+
+    @operation
+    def end_node_maintenance(self, node: Label) -> ApiCall[NodeRecord]:
+        """Take a node out of the maintenance that berth has set; another's is left alone."""
+        return ApiCall("DELETE", "/metal/{node}/maintenance", NodeRecord, at={"node": node})
 
     @operation
     def plan_drain(self, host: Label, *, kind: DrainKind | None = None, cell: Word | None = None) -> ApiCall[DrainPlan]:
@@ -272,9 +306,9 @@ class HostOperations:
         return ApiCall("GET", "/drains/{uuid}", DrainProgress, at={"uuid": uuid})
 
     @operation
-    def stop_drain(self, uuid: Uuid) -> ApiCall[DrainProgress]:
+    def stop_drain(self, uuid: Uuid, *, reason: Reason | None = None) -> ApiCall[DrainProgress]:
         """Begin nothing more of a drain; what is under way ends by itself."""
-        return ApiCall("DELETE", "/drains/{uuid}", DrainProgress, at={"uuid": uuid})
+        return ApiCall("DELETE", "/drains/{uuid}", DrainProgress, at={"uuid": uuid}, query={"reason": reason})
 
     @operation
     def pause_drain(self, uuid: Uuid, body: DrainCommandBody) -> ApiCall[DrainProgress]:
@@ -316,9 +350,10 @@ class RepairOperations:
         return ApiCall("POST", "/dead-letters/{bus}/{queue}/replay", DeadLettersReplayed, at=at, body=body)
 
     @operation
-    def purge_dead_letters(self, bus: Word, queue: Label) -> ApiCall[DeadLettersPurged]:
-        """Throw the dead letters of a queue away, for good."""
-        return ApiCall("DELETE", "/dead-letters/{bus}/{queue}", DeadLettersPurged, at={"bus": bus, "queue": queue})
+    def purge_dead_letters(self, bus: Word, queue: Label, *, until: Label | None = None) -> ApiCall[DeadLettersPurged]:
+        """Throw the dead letters of a queue away, for good. until: those up to this one; without it all."""
+        at = {"bus": bus, "queue": queue}
+        return ApiCall("DELETE", "/dead-letters/{bus}/{queue}", DeadLettersPurged, at=at, query={"until": until})
 
     @operation
     def list_quarantine(
@@ -326,13 +361,15 @@ class RepairOperations:
         *,
         cell: Word | None = None,
         service: Word | None = None,
+        instance: Uuid | None = None,
         decided: bool | None = None,
+        foreign: bool | None = None,
         after: str | None = None,
         limit: int | None = None,
     ) -> ApiCall[QuarantinePage]:
-        """Machines in quarantine. after: `next` of the page before."""
-        query = {"cell": cell, "service": service, "decided": decided, "after": after, "limit": limit}
-        return ApiCall("GET", "/quarantine", QuarantinePage, query=query)
+        """Machines in quarantine. foreign: also those of other databases. after: `next` of the page before."""
+        of = {"cell": cell, "service": service, "instance": instance, "decided": decided, "foreign": foreign}
+        return ApiCall("GET", "/quarantine", QuarantinePage, query={**of, "after": after, "limit": limit})
 
     @operation
     def decide_quarantine(self, body: QuarantineDecision) -> ApiCall[QuarantineDecided]:
@@ -358,6 +395,11 @@ class RepairOperations:
     def list_recoveries(self) -> ApiCall[tuple[Recovery, ...]]:
         """The recoveries of cells whose database was restored, and what each would lose."""
         return ApiCall("GET", "/recoveries", tuple[Recovery, ...])
+
+    @operation
+    def go_on_without(self, cell: Word, body: WithoutService) -> ApiCall[Recovery]:
+        """State that a decommissioned compute service has no machine: what waits for its hosts goes on."""
+        return ApiCall("POST", "/recoveries/{cell}/without", Recovery, at={"cell": cell}, body=body)
 
     @operation
     def accept_losses(self, cell: Word, body: LossesAccepted) -> ApiCall[Recovery]:

@@ -10,6 +10,7 @@ from msgspec import Struct
 from bus.contracts.base import Count, Label, Reason, Uuid, Version, Word
 from bus.contracts.build import AttemptRecord, BuildRecord, FunnelStep, HostRecord, HostScore
 from bus.contracts.drains import AtOnce, DeadlineS, DrainTarget, PerMinute
+from bus.contracts.host_metrics import MAX_NAMES, MetricName, MetricSource, MetricValue
 from bus.contracts.objects import CellBus, CellState, LinkState, ObjectChange, ObjectKind, StoredObject, TokenRole
 from bus.contracts.operations import AdminState, Losses
 from bus.contracts.placement import ServerGroup
@@ -208,17 +209,40 @@ class HostDetail(Struct, frozen=True, kw_only=True):
     more: bool
 
 
+class MetricsBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Numbers about a host, as of now. source: who has measured them."""
+
+    values: Annotated[dict[MetricName, MetricValue], Bound(min_length=1, max_length=MAX_NAMES)]
+    source: MetricSource = "operator"
+
+
+class MetricsPublished(Struct, frozen=True):
+    """Numbers that were published. at: their time; schedulers know them soon after, if they are the newest."""
+
+    host_uuid: Uuid
+    at: float
+
+
+class HostClaims(Struct, frozen=True):
+    """Consumers with allocations on a host, by UUID. next: the `after` of the next page; null: there is none."""
+
+    claims: tuple[TreeConsumer, ...]
+    next: Uuid | None = None
+
+
 class CellView(Struct, frozen=True, kw_only=True):
     """One cell as schedulers see it. configured: the settings of this server name it.
 
-    state, reason: what operators have decided, in revision `version` (0: nothing). bus: where that of an added cell is;
-    in_use: workers connect to it; link, problem: of the scheduler that answered.
+    state, reason, by, at: what operators have decided, in revision `version` (0: nothing). bus: where that of an added
+    cell is; in_use: workers connect to it; link, problem: of the scheduler that answered.
     """
 
     name: str
     state: CellState = CellState.ENABLED
     reason: str = ""
     version: int = 0
+    by: str = ""
+    at: float = 0.0
     configured: bool
     in_use: bool = True
     bus: CellBus | None = None
@@ -379,7 +403,8 @@ class DeadLettersPurged(Struct, frozen=True):
 
 
 class QuarantinedMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A machine with this database's tag that its cell's record does not have. reason: in what they differ.
+    """A machine with this database's tag (kind `quarantined`), or another's (`foreign`: it is never touched), that its
+    cell's record does not have. reason: in what they differ.
 
     first_seen, last_seen, decided_at: seconds since the epoch. decision: an operator's, "" until there is one.
     """
@@ -389,6 +414,7 @@ class QuarantinedMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     instance_uuid: str
     attempt: int
     service: str
+    kind: str
     reason: str
     first_seen: float
     last_seen: float
@@ -513,9 +539,22 @@ class Recovery(Struct, frozen=True):
         return self.state == "recovering" and self.losses.count > 0
 
 
+class WithoutService(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A decommissioned compute service that has no machine: what waits for its hosts goes on without them."""
+
+    service: Word
+    reason: Reason = ""
+
+
+class NodeMaintenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A node of Ironic's into maintenance. reason: Ironic shows it."""
+
+    reason: Annotated[Reason, Bound(min_length=1)]
+
+
 class LossesAccepted(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The recovery of a cell as it was seen: what it would lose is accepted if it is still this."""
 
     database_incarnation: Version
     losses: Annotated[int, Bound(ge=1)]
-    reason: Annotated[Reason, Bound(min_length=1)]
+    reason: Reason = ""

@@ -17,12 +17,12 @@ from berth.audit import recoveries
 from berth.audit.findings import Confirmed
 from berth.audit.passes import findings_without_hosts
 from berth.audit.quarantine import CellNeverStarted, on_database
-from berth.bus_client.drains import is_stuck
 from berth.bus_client.host_pages import read_hosts
 from berth.client.status import Severity, StatusKind, StatusRow, SystemStatus
 from berth.client.types import NodeRecord
 from berth.config.settings import Settings
 from berth.config.site import Site, cells_in_use
+from berth.drain_follow import is_stuck
 from berth.fencing.fencer import held_by_record, plan
 from berth.status import rows
 from berth.status.rows import INSTANCE_LOST, status_of

@@ -60,6 +60,7 @@ KEEP_ALIVE_S = 15.0
 CHECK_AGAIN_S = 10.0
 MAX_PAGE = 1_000
 MAX_HOSTS = 100_000
+DEFAULT_PROJECT = "default"
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]{1,64})`")
 
@@ -70,6 +71,7 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 # The conditions of a search for builds beside their project, state and time.
 SEARCHED_BY = ("cell", "host", "flavor", "code")
+FOUND_BY = ("gang", "name", *SEARCHED_BY)
 
 
 def checked(*query: str, role: WebRole | None = None) -> Callable[[Callable[[Any, Request], Awaitable[object]]], Any]:
@@ -130,20 +132,23 @@ class WebApi(Handlers):
 
     @route("POST", "/builds")
     async def create_build(self, request: Request) -> object:
-        """Ask for a machine, or several that start together. Idempotent by instance_uuid; without, one is made up."""
+        """Ask for a machine, or several that start together. Idempotent by instance_uuid; without, one is made up. A
+        project's own token leaves project_id out; of others that do, it is DEFAULT_PROJECT.
+        """
         caller = caller_of(request)
         fields = await object_of(request)
         fields.setdefault("instance_uuid", new_uuid(self._rng))
         may_change(caller)
-        if caller.project is not None and fields.setdefault("project_id", caller.project) != caller.project:
+        project = fields.setdefault("project_id", caller.project or DEFAULT_PROJECT)
+        if caller.project not in (None, project):
             raise Problem(403, "project.forbidden", f"this token builds for project {caller.project}")
         build = message_of({**fields, "by": caller.name}, BuildRequest, caller)
         reply = await self.send(build, BuildAccepted, build.instance_uuid)
         return _accepted(build.instance_uuid, reply.members)
 
-    @route("GET", "/builds", "project", "state", "gang", *SEARCHED_BY, "after", "before", "before_instance", "limit")
+    @route("GET", "/builds", "project", "state", *FOUND_BY, "after", "before", "before_instance", "limit")
     async def list_builds(self, request: Request) -> object:
-        """Builds, newest first: ?project=&state=&cell=&host=&flavor=&code=&gang=&after=&before=&limit=."""
+        """Builds, newest first: ?project=&state=&name=&cell=&host=&flavor=&code=&gang=&after=&before=&limit=."""
         query, caller = request.query_params, caller_of(request)
         project = query.get("project", caller.sees)
         if caller.sees is not None and project != caller.sees:
@@ -155,8 +160,7 @@ class WebApi(Handlers):
                     {
                         "project_id": project,
                         "state": query.get("state"),
-                        "gang": query.get("gang"),
-                        **{name: query.get(name) for name in SEARCHED_BY},
+                        **{name: query.get(name) for name in FOUND_BY},
                         "after": moment_of(query.get("after")),
                         "before": moment_of(query.get("before")),
                         "before_instance": query.get("before_instance"),

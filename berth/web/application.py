@@ -204,7 +204,7 @@ def application(
     parts = (
         api,
         actions,
-        WebOperations(bus, fleet),
+        WebOperations(bus, fleet, env.clock),
         WebStatus(status),
         WebDrains(drains),
         WebObjects(objects),

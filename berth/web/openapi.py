@@ -30,9 +30,14 @@ from berth.client.types import (
     DrainBody,
     DrainCommandBody,
     GroupView,
+    HostClaims,
     HostDetail,
     LoginOffer,
     LossesAccepted,
+    MetricsBody,
+    MetricsPublished,
+    NodeMaintenance,
+    NodeRecord,
     NodesView,
     ObjectList,
     ProblemBody,
@@ -49,6 +54,7 @@ from berth.client.types import (
     TokenRevoked,
     TokenView,
     Why,
+    WithoutService,
     Zone,
 )
 from berth.web.problems import PROBLEM_JSON
@@ -56,6 +62,7 @@ from bus.contracts.actions import ActionRecord, ActionRequest
 from bus.contracts.base import Label, Reason, Uuid, Version, Word
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState, HostRecord
 from bus.contracts.drains import DrainPlan, DrainProgress, DrainTarget
+from bus.contracts.host_metrics import HostMetricsRecord
 from bus.contracts.objects import (
     Aggregate,
     CellDecision,
@@ -90,6 +97,7 @@ class _Operation(Struct, frozen=True):
 _IN_PATH: dict[str, Any] = {
     "uuid": Uuid,
     "host": Label,
+    "node": Label,
     "service": Word,
     "name": Label,
     "token": Word,
@@ -120,7 +128,7 @@ def _of_callers() -> dict[str, _Operation]:
 def _of_instances() -> dict[str, _Operation]:
 
     builds = {"project": Word, "state": BuildState, "cell": Word, "host": Label, "flavor": Label, "code": Label}
-    builds |= {"gang": Uuid, "after": float, "before": float, "before_instance": Uuid, "limit": int}
+    builds |= {"gang": Uuid, "name": Label, "after": float, "before": float, "before_instance": Uuid, "limit": int}
     actions = {"instance": Uuid, "project": Word, "under_way": bool, "limit": int}
     return {
         "create_build": _Operation(Accepted, 202, BuildRequest, errors=(409, *_WRITES)),
@@ -144,6 +152,9 @@ def _of_hosts() -> dict[str, _Operation]:
     return {
         "list_hosts": _Operation(tuple[HostRecord, ...], query=listed, errors=_READS),
         "show_host": _Operation(HostDetail, errors=(404, 409, *_READS)),
+        "show_metrics": _Operation(tuple[HostMetricsRecord, ...], errors=(404, *_READS)),
+        "publish_metrics": _Operation(MetricsPublished, 202, body=MetricsBody, errors=(404, 409, *_WRITES)),
+        "list_claims": _Operation(HostClaims, query={"after": Uuid}, errors=(404, 409, *_READS)),
         "decide_about_host": _Operation(HostAdminState, body=AdminStateRequest, errors=(409, *_WRITES)),
         "delete_host": _Operation(HostDeleted, body=RemovalBody, errors=(409, *_WRITES)),
         "list_services": _Operation(tuple[ServiceRecord, ...], query=listed, errors=_READS),
@@ -157,10 +168,12 @@ def _of_hosts() -> dict[str, _Operation]:
         "drain_target": _Operation(DrainProgress, 202, TargetBody, errors=(409, *_WRITES)),
         "list_drains": _Operation(tuple[DrainProgress, ...], query={"limit": int}, errors=_READS),
         "show_drain": _Operation(DrainProgress, errors=(404, *_READS)),
-        "stop_drain": _Operation(DrainProgress, errors=(404, 409, *_WRITES)),
+        "stop_drain": _Operation(DrainProgress, query={"reason": Reason}, errors=(404, 409, *_WRITES)),
         "pause_drain": _Operation(DrainProgress, body=DrainCommandBody, errors=(404, 409, *_WRITES)),
         "resume_drain": _Operation(DrainProgress, body=DrainCommandBody, errors=(404, 409, *_WRITES)),
         "show_nodes": _Operation(NodesView, errors=_READS),
+        "set_node_maintenance": _Operation(NodeRecord, body=NodeMaintenance, errors=(404, 409, *_WRITES)),
+        "end_node_maintenance": _Operation(NodeRecord, errors=(404, 409, *_READS)),
     }
 
 
@@ -172,7 +185,7 @@ def _of_objects() -> dict[str, _Operation]:
     found = {
         "show_quota": _Operation(QuotaUse, errors=_READS),
         "list_zones": _Operation(tuple[Zone, ...], errors=_READS),
-        "list_objects": _Operation(ObjectList, errors=_READS),
+        "list_objects": _Operation(ObjectList, query={"kind": ObjectKind, "name": Label}, errors=_READS),
         "change_objects": _Operation(ObjectsChanged, body=ChangeBody, errors=(404, 409, *_WRITES)),
         "list_changes": _Operation(tuple[ObjectLogEntry, ...], query=log, errors=_READS),
     }
@@ -207,12 +220,13 @@ def _of_dead_letters() -> dict[str, _Operation]:
         "list_dead_letters": _Operation(tuple[DeadLetterView, ...], query={"limit": int}, errors=(404, *_READS)),
         "show_dead_letter": _Operation(DeadLetterView, errors=(404, *_READS)),
         "replay_dead_letters": _Operation(DeadLettersReplayed, body=ReplayBody, errors=(404, *_WRITES)),
-        "purge_dead_letters": _Operation(DeadLettersPurged, errors=(404, *_READS)),
+        "purge_dead_letters": _Operation(DeadLettersPurged, query={"until": Label}, errors=(404, *_READS)),
     }
 
 
 def _of_quarantine() -> dict[str, _Operation]:
-    listed = {"cell": Word, "service": Word, "decided": bool, "after": str, "limit": int}
+    listed = {"cell": Word, "service": Word, "instance": Uuid, "decided": bool, "foreign": bool}
+    listed |= {"after": str, "limit": int}
     return {
         "list_quarantine": _Operation(QuarantinePage, query=listed, errors=(404, *_READS)),
         "decide_quarantine": _Operation(QuarantineDecided, body=QuarantineDecision, errors=(404, *_WRITES)),
@@ -220,6 +234,7 @@ def _of_quarantine() -> dict[str, _Operation]:
         "show_breaker": _Operation(BreakerView, errors=(404, *_READS)),
         "reset_breakers": _Operation(BreakersAfterReset, body=BreakersReset, errors=(404, *_WRITES)),
         "list_recoveries": _Operation(tuple[Recovery, ...], errors=_READS),
+        "go_on_without": _Operation(Recovery, body=WithoutService, errors=(404, 409, *_WRITES)),
         "accept_losses": _Operation(Recovery, body=LossesAccepted, errors=(404, 409, *_WRITES)),
     }
 

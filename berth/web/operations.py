@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from berth.bus_client import drains as client_drains
-from berth.bus_client.baremetal import flavor_classes, node_record, unserved
+from berth.bus_client.baremetal import QUARANTINE, flavor_classes, node_record, unserved
 from berth.client.types import (
     ActionResponse,
     AdminStateRequest,
     DrainBody,
     DrainCommandBody,
     DrainKind,
+    MetricsBody,
+    MetricsPublished,
+    NodeMaintenance,
     NodeRecord,
     NodesView,
     RemovalBody,
@@ -52,7 +58,7 @@ from berth.why import explained
 from bus.bus import Bus
 from bus.clock import Clock, new_uuid
 from bus.contracts.actions import ActionAccepted, ActionKind, ActionPage, ActionQuery, ActionRequest
-from bus.contracts.base import Label
+from bus.contracts.base import Label, Uuid
 from bus.contracts.drains import (
     DrainAction,
     DrainCommand,
@@ -62,6 +68,13 @@ from bus.contracts.drains import (
     DrainsQuery,
     DrainStart,
     DrainTarget,
+)
+from bus.contracts.host_metrics import (
+    HostMetrics,
+    HostMetricsPage,
+    HostMetricsQuery,
+    HostMetricsRecord,
+    HostReading,
 )
 from bus.contracts.objects import ObjectKind
 from bus.contracts.operations import (
@@ -86,14 +99,47 @@ MAX_WORKERS = 100_000
 class WebOperations(Handlers):
     """The handlers. Each takes a request of a caller that is known."""
 
-    def __init__(self, bus: Bus, fleet: FleetReader) -> None:
+    def __init__(self, bus: Bus, fleet: FleetReader, clock: Clock) -> None:
         self._bus = bus
         self._fleet = fleet
+        self._clock = clock
 
     @route("GET", "/hosts/{host}", role=WebRole.READER)
     async def show_host(self, request: Request) -> object:
         """One host by uuid or name, with its tree, inventories and allocations. Not for role project."""
         return await self._fleet.detail(request.path_params["host"], fresh=True)
+
+    @route("GET", "/hosts/{host}/claims", "after", role=WebRole.READER)
+    async def list_claims(self, request: Request) -> object:
+        """What placement has allocated on a host, by consumer: ?after=. Not for role project."""
+        after = parsed(lambda: msgspec.convert(request.query_params.get("after"), Uuid | None))
+        return await self._fleet.claims(request.path_params["host"], after)
+
+    @route("GET", "/hosts/{host}/metrics", role=WebRole.READER)
+    async def show_metrics(self, request: Request) -> object:
+        """The numbers that are known of a host (power, temperature), or of each host of that name. Not for role
+        project.
+        """
+        return await self._metrics(request)
+
+    @route("POST", "/hosts/{host}/metrics", role=WebRole.OPERATOR)
+    async def publish_metrics(self, request: Request) -> object:
+        """Publish numbers about one host, as of now. For operators."""
+        body = converted(await object_of(request), MetricsBody)
+        found = await self._metrics(request)
+        if len(found) > 1:
+            places = ", ".join(one.host_uuid for one in found)
+            raise Problem(409, "host.ambiguous", f"{len(found)} hosts are called so: name one of {places}")
+        reading = HostReading(host_uuid=found[0].host_uuid, at=self._clock.time(), values=body.values)
+        await self._bus.publish(HostMetrics(source=body.source, readings=(reading,)))
+        return json_response(MetricsPublished(reading.host_uuid, reading.at), 202)
+
+    async def _metrics(self, request: Request) -> tuple[HostMetricsRecord, ...]:
+        query = parsed(lambda: msgspec.convert(request.path_params, HostMetricsQuery))
+        page = await self._bus.request(query, HostMetricsPage, timeout_s=ASK_TIMEOUT_S)
+        if not page.hosts:
+            raise Problem(404, "host.unknown", f"no host {query.host} is known")
+        return page.hosts
 
     @route("PUT", "/hosts/{host}/admin-state", role=WebRole.OPERATOR)
     async def decide_about_host(self, request: Request) -> object:
@@ -269,23 +315,57 @@ class NodesReader:
             assert problem is not None, fault
             return problem
 
-    async def _read(self) -> NodesView:
+    @asynccontextmanager
+    async def _ironic(self) -> AsyncIterator[IronicApi]:
         config = ironic_of(self._settings) or self._settings.compute.ironic
-        _, stored = await self._objects.stored(ObjectKind.FLAVOR)
-        classes = flavor_classes(stored)
         api = IronicApi(config, clock=self._clock)
         api.open()
         try:
-            raw = await api.raw_nodes()
+            yield api
         except DriverUnavailable as fault:
             raise Problem(503, "ironic.unavailable", f"{hide_password(config.url)}: {fault}") from fault
         finally:
             await api.close()
+
+    async def set_maintenance(self, node: str, reason: str | None) -> NodeRecord:
+        """Put a node into maintenance with a reason; None: take it out of that which berth has set. Raises Problem."""
+        classes = await self._classes()
+        async with self._ironic() as api:
+            known = await _raw_node(api, node)
+            was = str(known.get("maintenance_reason") or "")
+            if reason is None and not (known.get("maintenance") and was.startswith(QUARANTINE)):
+                raise Problem(409, "node.not_quarantined", f"node {node} is not in quarantine by berth: {was or '-'}")
+            if reason is None:
+                refused = await api.set_maintenance(node, on=False)
+            else:
+                refused = await api.set_maintenance(node, on=True, reason=f"{QUARANTINE}{reason}")
+            if refused is not None:
+                raise Problem(409, "ironic.refused", str(refused))
+            self._read_at = float("-inf")
+            return node_record(await _raw_node(api, node), classes)
+
+    async def _classes(self) -> dict[str, tuple[str, ...]]:
+        """By the flavors on record: an operator changes them while everything runs."""
+        _, stored = await self._objects.stored(ObjectKind.FLAVOR)
+        return flavor_classes(stored)
+
+    async def _read(self) -> NodesView:
+        config = ironic_of(self._settings) or self._settings.compute.ironic
+        classes = await self._classes()
+        async with self._ironic() as api:
+            raw = await api.raw_nodes()
         nodes = tuple(sorted((node_record(one, classes) for one in raw), key=lambda node: node.uuid))
         states = dict(sorted(Counter(node.state for node in nodes).items()))
         return NodesView(
             url=hide_password(config.url), states=states, nodes=nodes, unserved_flavors=unserved(classes, nodes)
         )
+
+
+async def _raw_node(api: IronicApi, node: str) -> dict[str, Any]:
+    raw = await api.raw_node(node)
+    if raw is None:
+        raise Problem(404, "node.unknown", f"Ironic has no node {node}")
+    return raw
 
 
 class WebNodes(Handlers):
@@ -298,6 +378,21 @@ class WebNodes(Handlers):
     async def show_nodes(self, request: Request) -> object:
         """Ironic's nodes by provision state, with what is wrong with each. Not for role project."""
         return await self._nodes.view()
+
+    @route("PUT", "/metal/{node}/maintenance", role=WebRole.OPERATOR)
+    async def set_node_maintenance(self, request: Request) -> object:
+        """Put a node into maintenance in Ironic, with a reason: no build goes there. For operators."""
+        body = converted(await object_of(request), NodeMaintenance)
+        return await self._nodes.set_maintenance(_node_of(request), body.reason)
+
+    @route("DELETE", "/metal/{node}/maintenance", role=WebRole.OPERATOR)
+    async def end_node_maintenance(self, request: Request) -> object:
+        """Take a node out of the maintenance that berth has set; another's is left alone. For operators."""
+        return await self._nodes.set_maintenance(_node_of(request), None)
+
+
+def _node_of(request: Request) -> str:
+    return parsed(lambda: msgspec.convert(request.path_params["node"], Label))
 
 
 class WebStatus(Handlers):
@@ -405,11 +500,11 @@ class WebDrains(Handlers):
         """The progress of a drain, and the state of each instance. Not for role project."""
         return await self._drains.get(uuid_of(request))
 
-    @route("DELETE", "/drains/{uuid}", role=WebRole.OPERATOR)
+    @route("DELETE", "/drains/{uuid}", "reason", role=WebRole.OPERATOR)
     async def stop_drain(self, request: Request) -> object:
-        """Begin nothing more of a drain; what is under way ends by itself. For operators."""
-        by = caller_of(request).name
-        return await self._drains.command(uuid_of(request), DrainAction.STOP, DrainCommandBody(), by)
+        """Begin nothing more of a drain; what is under way ends by itself: ?reason=. For operators."""
+        body = converted({"reason": request.query_params.get("reason", "")}, DrainCommandBody)
+        return await self._drains.command(uuid_of(request), DrainAction.STOP, body, caller_of(request).name)
 
     @route("POST", "/drains/{uuid}/pause", role=WebRole.OPERATOR)
     async def pause_drain(self, request: Request) -> object:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 from berth.bus_client import BuildClient
 from berth.bus_client import drains as client_drains
+from berth.drain_follow import follow
 from bus.clock import Clock, new_uuid
 from bus.contracts.drains import DrainStart, DrainTarget
 from bus.contracts.operations import AdminState, SetAdminState
@@ -73,7 +75,7 @@ class Draining:
 
     async def _ends(self, drain: str) -> None:
         followed = await self._until_answered(
-            lambda: client_drains.follow(self._client.bus, drain, clock=self._clock, timeout_s=ENDED_S)
+            lambda: follow(partial(client_drains.one, self._client.bus, drain), clock=self._clock, timeout_s=ENDED_S)
         )
         if followed is not None:
             self.moved += len(followed.moved)

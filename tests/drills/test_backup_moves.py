@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import os
 import random
+import subprocess
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import asyncpg
@@ -22,6 +24,7 @@ from berth.backup.copying import save
 from berth.backup.restoring import restore
 from berth.bus_client import drains
 from berth.bus_client.actions import ActionClient
+from berth.drain_follow import follow
 from berth.up.servers import variables
 from bus.clock import new_uuid
 from bus.contracts.actions import ActionKind, ActionRequest, ActionState
@@ -51,6 +54,7 @@ from tests.drills.test_backup_drill import (
     unclaimed,
 )
 from tests.kit.forks import run_berth
+from tests.kit.web_process import served
 from tests.system.worker_processes import Rig, rig
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.rabbitmq, pytest.mark.timeout(600)]
@@ -127,7 +131,7 @@ async def begin(it: Rig, actions: ActionClient, rng: random.Random, old: list[st
 async def stop(it: Rig, drain: str) -> None:
     """Stop the drain, and wait for its moves: it tries an instance again, also between two readings of the site."""
     await drains.command(it.client.bus, DrainCommand(drain=drain, action=DrainAction.STOP, by="drill"))
-    ended = await drains.follow(it.client.bus, drain, clock=it.site.clock, timeout_s=PATIENCE_S)
+    ended = await follow(partial(drains.one, it.client.bus, drain), clock=it.site.clock, timeout_s=PATIENCE_S)
     assert ended.state is DrainState.ENDED, ended
 
 
@@ -251,8 +255,13 @@ CONDUCTOR = "conductor-cell1-1"
 
 
 async def berth(it: Rig, *words: str) -> tuple[int, str]:
-    env = {**os.environ, **variables(it.site.settings)}
-    done = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=PATIENCE_S)
+    env = variables(it.site.settings)
+
+    def called() -> subprocess.CompletedProcess[str]:
+        with served(env, it.processes.directory) as web:
+            return run_berth(*words, env={**os.environ, **env, **web}, timeout_s=PATIENCE_S)
+
+    done = await asyncio.to_thread(called)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -245,10 +245,9 @@ def test_workers_wait_for_their_servers_and_outlive_a_restart_of_the_database() 
 
 def berth_list(small: Small) -> subprocess.CompletedProcess[str]:
     """It asked "is a scheduler running?", with the status of time that ran out."""
-    settings = small.site.settings
     return subprocess.run(
         [sys.executable, "-m", "berth", "list"],
-        env={**os.environ, **variables(settings), "BERTH_BUS__URL": settings.bus.url},
+        env={**os.environ, **small.variables},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

@@ -82,7 +82,7 @@ LAYERS: Mapping[str, str] = {
     """,
     "compute_sim": "config faults | host_plan | fleet | driver crash_plan faulty_results | plugin ironic_stand_in",
     "berth": """
-        client | bus_client config nova_objects asyncapi change_log codes version
+        client | bus_client config nova_objects asyncapi change_log codes drain_follow object_changes version
         | audit backup fencing dead_letters permissions database_rights project_vhost up | text
         | status why | web | cli | __main__
     """,

@@ -151,7 +151,8 @@ def parked(berth: Berth, instance: str) -> list[dict[str, Any]]:
     deadline = time.monotonic() + TIMEOUT_S
     while True:
         letters = berth("dead-letter", "list", "scheduler.requests", "-o", "json").data
-        if mine := [one for one in letters if instance in one["body"]]:
+        shown = [berth("dead-letter", "show", one["queue"], one["id"], "-o", "json").data for one in letters]
+        if mine := [one for one in shown if instance in one["body"]]:
             return mine
         assert time.monotonic() < deadline, letters
 

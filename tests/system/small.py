@@ -18,6 +18,7 @@ from berth.up.worker_processes import WorkerProcesses
 from compute_sim.config import SimulatedConfig
 from tests.kit.forks import ForkedProcess
 from tests.kit.lent import lent_servers
+from tests.kit.web_process import WebProcess
 
 PLAN = SystemPlan(
     cells=("cell1",),
@@ -34,6 +35,12 @@ class Small(Struct):
     servers: RealServers
     processes: WorkerProcesses
     settings: Settings
+    web: WebProcess
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of a command: the system's settings, and where its web server is."""
+        return {**variables(self.settings), **self.web.variables}
 
     @property
     def amqp_url(self) -> str:
@@ -61,11 +68,13 @@ def small_processes(*, start: bool = True) -> Iterator[Small]:
         settings = servers.settings(PLAN)
         compute = msgspec.structs.replace(settings.compute, state_dir=f"{name}/machines")
         settings = msgspec.structs.replace(settings, compute=compute)
-        small = Small(servers, WorkerProcesses(Path(name), variables(settings), spawn=ForkedProcess), settings)
+        web = WebProcess(variables(settings), Path(name))
+        small = Small(servers, WorkerProcesses(Path(name), variables(settings), spawn=ForkedProcess), settings, web)
         try:
             if start:
                 start_all(small.processes, PLAN)
                 small.ready()
             yield small
         finally:
+            web.stop()
             small.processes.stop()

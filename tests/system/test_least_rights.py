@@ -36,9 +36,7 @@ ALLOWED = (
     ("berth-operator", "placement", "audit", "--repair", "--yes"),
     ("berth-operator", "quarantine", "list"),
     ("berth-operator", "event", "list"),
-    ("berth-web", "quarantine", "list"),
-    ("berth-web", "breaker", "list"),
-    ("berth-web", "recovery", "list"),
+    ("berth-operator", "breaker", "list"),
     ("berth-operator", "recovery", "list"),
     (RESTORE, "db", "upgrade"),
 )
@@ -89,7 +87,7 @@ def system(tmp_path: Path) -> Iterator[Roles]:
         try:
             yield roles
         finally:
-            roles.processes.stop()
+            roles.stop()
 
 
 def waits(system: Roles, name: str, code: str) -> bool:
@@ -112,12 +110,12 @@ def test_a_restore_by_another_user_is_waited_for_until_the_printed_rights_are_ba
         done = system.berth(*arguments, user=user)
         assert done.returncode == 0, (user, arguments, done.stdout, done.stderr)
     for user, *arguments in REFUSED:
-        done = system.berth(*arguments, user=user)
+        done = system.berth(*arguments, user=user, web=user)
         assert "database.forbidden" in done.stderr and "Traceback" not in done.stderr, (user, arguments, done.stderr)
     saved = tmp_path / "backup"
     done = system.berth("backup", str(saved), user=BACKUP)
     assert done.returncode == 0, done.stderr
-    system.processes.stop()
+    system.stop()
     accepts_losses(system)
     with fresh_database(system.servers.database_url) as fresh:
         system.database = fresh
@@ -134,7 +132,7 @@ def test_a_restore_by_another_user_is_waited_for_until_the_printed_rights_are_ba
         asyncio.run(system.processes.ready())
         boot(system)
         assert "Traceback" not in system.logs()
-        system.processes.stop()
+        system.stop()
 
 
 def accepts_losses(system: Roles) -> None:
@@ -142,12 +140,12 @@ def accepts_losses(system: Roles) -> None:
     word = ("recovery", "accept", "cell1", "--losses", "3", "--reason", "drill", "--yes")
     for user in ("berth-web", "berth-operator"):
         asyncio.run(_stop_recovery(system.database))
-        assert system.berth("recovery", "show", "cell1", user=user).returncode == 1
-        refused = system.berth(*word, user=BACKUP)
+        assert system.berth("recovery", "show", "cell1", web=user).returncode == 1
+        refused = system.berth(*word, web=BACKUP)
         assert refused.returncode and "database.forbidden" in refused.stderr, refused.stderr
-        done = system.berth(*word, user=user)
+        done = system.berth(*word, web=user)
         assert done.returncode == 0, (user, done.stderr)
-        shown = system.berth("recovery", "list", "-o", "json", user=user)
+        shown = system.berth("recovery", "list", "-o", "json", web=user)
         assert [one["state"] for one in json.loads(shown.stdout)["items"]] == ["accepted"], shown.stdout
 
 
@@ -162,7 +160,7 @@ def test_a_start_with_all_rights_warns_of_nothing(system: Roles) -> None:
     asyncio.run(system.grant())
     system.start()
     boot(system)
-    system.processes.stop()
+    system.stop()
     lines = [json.loads(line) for line in system.logs().splitlines()]
     # A connection that a busy machine loses is no matter of rights, and is entered again; nor is that a conductor hears
     # its services before it acts.

@@ -9,6 +9,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 
 import asyncpg
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from berth.bus_client import drains as client_drains
 from berth.bus_client.actions import ActionClient
 from berth.config.settings import ComputeSettings
+from berth.drain_follow import follow
 from berth.up.servers import SystemPlan
 from bus.clock import new_uuid
 from bus.contracts.actions import ActionKind, ActionPage, ActionQuery, ActionRequest
@@ -411,7 +413,9 @@ async def drained(whole: Rig, host: str, *, force: bool = False) -> DrainProgres
 
 
 async def followed(whole: Rig, drain: str) -> DrainProgress:
-    return await client_drains.follow(whole.client.bus, drain, clock=whole.site.clock, timeout_s=TIMEOUT_S)
+    return await follow(
+        partial(client_drains.one, whole.client.bus, drain), clock=whole.site.clock, timeout_s=TIMEOUT_S
+    )
 
 
 async def used(whole: Rig, host: str) -> dict[str, int]:

@@ -35,6 +35,7 @@ from bus.transport import BusForbidden, BusRightsMissing, BusTopicsOpen
 from gateway.config import GatewayConfig
 from tests.kit.forks import ForkedProcess, run_berth
 from tests.kit.lent import lent_servers
+from tests.kit.web_process import WebProcess
 from tests.system.small import PLAN
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
@@ -62,6 +63,8 @@ class Guarded:
         servers.broker.define(users=[{"name": one.user, "password": PASSWORD, "tags": ""} for one in hosts])
         servers.broker.define(**host_definitions(hosts))
         self.processes = WorkerProcesses(directory, {}, spawn=ForkedProcess)
+        self.directory = directory
+        self._webs: dict[str, WebProcess] = {}
 
     def url(self, user: str, vhost: str = API_VHOST) -> str:
         return self.servers.broker.url(vhost, user=user, password=PASSWORD)
@@ -86,10 +89,27 @@ class Guarded:
         ):
             processes.start(name, *arguments, settings=variables(self.settings_of(f"berth-{name}")))
 
-    def berth(self, *arguments: str, user: str = "berth-operator") -> subprocess.CompletedProcess[str]:
-        """A command of the operator's."""
+    def web(self, user: str) -> WebProcess:
+        """It has an operator's user of the broker, as which it does what others ask. user: its role in the database."""
+        if user not in self._webs:
+            database = self.settings_of(user).database
+            settings = msgspec.structs.replace(self.settings_of("berth-operator"), database=database)
+            self._webs[user] = WebProcess(variables(settings), self.directory)
+        return self._webs[user]
+
+    def stop(self) -> None:
+        """End all of its processes."""
+        for web in self._webs.values():
+            web.stop()
+        self._webs.clear()
+        self.processes.stop()
+
+    def berth(
+        self, *arguments: str, user: str = "berth-operator", web: str = "berth-web"
+    ) -> subprocess.CompletedProcess[str]:
+        """A command of the operator's; of one that the HTTP API answers, web: that server's role in the database."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
-        env = {**kept, **variables(self.settings_of(user))}
+        env = {**kept, **variables(self.settings_of(user)), **self.web(web).variables}
         return run_berth(*arguments, env=env, timeout_s=2 * PATIENCE_S)
 
 
@@ -109,7 +129,7 @@ def system() -> Iterator[Guarded]:
             guarded.start()
             yield guarded
         finally:
-            guarded.processes.stop()
+            guarded.stop()
 
 
 def key_of(kind: str, project: str) -> str:
@@ -655,7 +675,7 @@ async def test_ironics_notifications_reach_the_sync(system: Guarded) -> None:
 
 
 def test_an_operator_may_read_every_part_of_the_status(system: Guarded) -> None:
-    rows = json.loads(system.berth("status", "--timeout", "20", "-o", "json").stdout)["rows"]
+    rows = json.loads(system.berth("status", "-o", "json").stdout)["rows"]
     assert [row for row in rows if row["severity"] == "not_known"] == []
 
 

@@ -20,7 +20,6 @@ import pytest
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 
 from berth.up.embedded.rabbitmq import RabbitMQ
-from berth.up.servers import variables
 from berth.up.worker_processes import Worker
 from bus.bus import API
 from bus.consuming import dead_letters
@@ -30,6 +29,7 @@ from bus.service.main import EXIT_SETTINGS
 from tests.kit import lent, servers
 from tests.kit.forks import run_berth
 from tests.kit.waiting import PATIENCE_S, until, wait_until
+from tests.kit.web_process import served
 from tests.system.small import Small, small_processes
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
@@ -366,7 +366,7 @@ ROLES = {
 def berth(small: Small, *arguments: str, database: str = "") -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
     other = {"BERTH_DATABASE__URL": database} if database else {}
-    return run_berth(*arguments, env={**kept, **variables(small.settings), **other}, timeout_s=TIMEOUT_S)
+    return run_berth(*arguments, env={**kept, **small.variables, **other}, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -469,5 +469,6 @@ def test_a_command_ends_soon_after_its_timeout(out_of_memory: RabbitMQ, words: t
     """`berth boot --timeout 20` took 64 s: it waited 30 s for a confirm, and 34 s for its farewell."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
     env = {**kept, "BERTH_BUS__URL": out_of_memory.url(), "BERTH_STATE_DIR": str(tmp_path)}
-    done = run_berth(*words, env=env, timeout_s=MOST_S)
-    assert done.returncode == 4 and "request.timeout" in done.stderr, done.stderr
+    with served(env, tmp_path) as found:
+        done = run_berth(*words, env={**env, **found}, timeout_s=MOST_S)
+    assert done.returncode == 4 and ".timeout)" in done.stderr, done.stderr

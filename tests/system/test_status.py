@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 import pytest
 from msgspec.structs import replace
 
-from berth.cli.site.status import read_status
 from berth.client.status import Severity, StatusKind, StatusRow, SystemState, SystemStatus
 from berth.config.settings import Settings
-from berth.up.servers import variables
+from berth.config.site import Site, process_name
+from berth.status.reader import StatusReader
 from bus.bus import API
 from bus.contracts.build import HostsPage, HostsQuery
 from bus.contracts.operations import AdminState, AdminStateSet, SetAdminState
@@ -25,7 +27,7 @@ from cell_conductor.state.unknown_machine import UnknownMachine, UnknownMachineK
 from cell_conductor.store.postgres_keyed import PostgresKeyed
 from cell_conductor.store.unknown_machines import Safety
 from tests.kit.forks import run_berth
-from tests.kit.waiting import until
+from tests.kit.waiting import until, wait_until
 from tests.system.small import Small, small_processes
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
@@ -34,6 +36,7 @@ HOST = "b0000000-0000-4000-8000-000000000000"  # no compute service reports it
 LOST = "11111111-2222-4333-8444-000000000001"
 CONDUCTOR, SCHEDULER, COMPUTE = "conductor-cell1-1", "scheduler1", "compute-cell1-c1"
 TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 2.0
 PART_S = 20.0  # a part that is away costs a test that long, and a busy machine none
 T = TypeVar("T")
 
@@ -106,18 +109,42 @@ def on_record(small: Small, work: Callable[[Safety], Awaitable[T]]) -> T:
     return asyncio.run(run())
 
 
-def ran(small: Small, *arguments: str) -> tuple[int, str]:
+async def read_status(settings: Settings, timeout_s: float) -> SystemStatus:
+    """One look at everything, over connections of its own. timeout_s: for each part."""
+    site = Site(settings)
+    env = site.environment(process_name("test"))
+    bus = env.bus(API)
+    reader = StatusReader(env, settings, bus, nodes=None, opens=True, timeout_s=timeout_s)
+    try:
+        return await reader.read()
+    finally:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await reader.close()
+                await bus.close()
+        await site.close()
+
+
+def berth(small: Small, *arguments: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
-    done = run_berth(
-        "status", "--timeout", str(PART_S), *arguments, env={**kept, **variables(small.settings)}, timeout_s=TIMEOUT_S
-    )
-    return done.returncode, done.stdout
+    return run_berth(*arguments, env={**kept, **small.variables}, timeout_s=TIMEOUT_S)
+
+
+def ran(small: Small, status: int, *arguments: str) -> str:
+    """What the command prints once it ends so: the web server has a second for each part, and the machine is busy."""
+    done: list[subprocess.CompletedProcess[str]] = []
+
+    def ends_so() -> bool:
+        done[:] = [berth(small, "status", *arguments)]
+        return done[0].returncode == status
+
+    wait_until(ends_so)
+    return done[0].stdout
 
 
 def test_of_a_healthy_system_nothing_waits(small: Small) -> None:
-    assert ran(small) == (0, "nothing waits for a person\n")
-    status, out = ran(small, "-o", "json")
-    assert (status, json.loads(out)["state"]) == (0, "fine")
+    assert ran(small, 0) == "nothing waits for a person\n"
+    assert json.loads(ran(small, 0, "-o", "json"))["state"] == "fine"
 
 
 def test_an_open_breaker(small: Small) -> None:
@@ -125,8 +152,7 @@ def test_an_open_breaker(small: Small) -> None:
     found = row_of(look(small.settings), StatusKind.BREAKER_OPEN)
     assert (found.severity, found.subject, found.since) == (Severity.CRITICAL, "cell1", 1.0)
     assert found.next == "berth breaker list --cell cell1"
-    status, out = ran(small, "-o", "json")
-    assert (status, json.loads(out)["rows"][0]["kind"]) == (2, "breaker.open")
+    assert json.loads(ran(small, 2, "-o", "json"))["rows"][0]["kind"] == "breaker.open"
     on_record(small, lambda safety: safety.reset("gone", "me", 2.0))
     fine(small)
 
@@ -136,7 +162,7 @@ def test_a_machine_in_quarantine(small: Small) -> None:
     (record,) = on_record(small, lambda safety: safety.record("gone", [machine], 1.0))
     found = row_of(look(small.settings), StatusKind.QUARANTINE)
     assert (found.severity, found.subject, found.since) == (Severity.WARNING, "cell1", 1.0)
-    assert ran(small)[0] == 1
+    ran(small, 1)
     on_record(small, lambda safety: safety.delete([replace(record, is_new=False)]))
     fine(small)
 
@@ -157,17 +183,13 @@ def test_dead_letters(small: Small) -> None:
     found = row_of(seen(small, has(StatusKind.DEAD_LETTERS)), StatusKind.DEAD_LETTERS)
     assert (found.severity, found.subject) == (Severity.WARNING, API)
     assert found.next == "berth dead-letter list --bus api"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
-    purge = ("dead-letter", "delete", "placement.inventory", "--yes")
-    assert run_berth(*purge, env={**kept, **variables(small.settings)}, timeout_s=TIMEOUT_S).returncode == 0
+    assert berth(small, "dead-letter", "delete", "placement.inventory", "--yes").returncode == 0
     fine(small)
 
 
 def test_a_lost_instance(small: Small) -> None:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
-    env = {**kept, **variables(small.settings)}
     boot = ("boot", "--flavor", "m1.tiny", "--project", "p", "--wait", "-o", "json")
-    assert run_berth(*boot, env=env, timeout_s=TIMEOUT_S).returncode == 0
+    assert berth(small, *boot).returncode == 0
     in_schema(small, "scheduler", "UPDATE build_requests SET state = 'failed', code = 'instance.lost'")
     found = row_of(look(small.settings), StatusKind.INSTANCES_LOST)
     assert (found.severity, found.next) == (Severity.CRITICAL, "berth list --state failed --code instance.lost")
@@ -238,7 +260,7 @@ def test_without_a_scheduler_its_parts_are_not_known_and_the_others_are(small: S
     ]
     unknown = found.rows[-1].subject
     assert all(part in unknown for part in ("workers", "compute services", "fences", "drains", "lost instances"))
-    assert ran(small)[0] == 2
+    ran(small, 2)
     small.processes.start(SCHEDULER, "scheduler")
     on_record(small, lambda safety: safety.reset("gone2", "me", 2.0))
 

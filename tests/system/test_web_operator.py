@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from berth.web.pages.objects import MAX_GROUPS
 from tests.kit.waiting import wait_until
 from tests.system.web_server import Web, boot, code_of, ended, follow, running_web
 
@@ -176,8 +177,28 @@ def test_a_group_is_shown_with_its_members_to_its_project_alone(web: Web) -> Non
         assert build in client.get("/objects/groups", params={"name": "p-alice/web"}).text
         assert "p-alice/web" in client.get("/objects").text
         assert code_of(client.delete("/api/v1/groups/p-alice/web"), 409) == "object.in_use"
-        assert code_of(alice.delete("/api/v1/groups/p-alice/web"), 403) == "role.forbidden"
-        assert client.delete("/api/v1/groups/p-alice/web", params={"force": "true"}).status_code == 200
+        assert code_of(alice.delete("/api/v1/groups/p-alice/web"), 409) == "object.in_use"
+        assert code_of(bob.delete("/api/v1/groups/p-alice/web"), 403) == "role.forbidden"
+        assert alice.delete("/api/v1/groups/p-alice/web", params={"force": "true"}).status_code == 200
+
+
+def test_a_project_makes_server_groups_of_its_own(web: Web) -> None:
+    own, others = {"kind": "group", "name": "p-alice/own"}, {"kind": "group", "name": "p-bob/own"}
+    body = {"body": {"policy": "affinity"}}
+    with web.client("alice") as alice, web.client("see") as see:
+        assert alice.post("/api/v1/objects", json={"changes": [own | body]}).status_code == 200
+        assert [one["name"] for one in alice.get("/api/v1/objects?kind=group").json()["objects"]] == ["p-alice/own"]
+        for changes in ([others | body], [own, others], [own, {"kind": "flavor", "name": "m1.tiny"}]):
+            refused = alice.post("/api/v1/objects", json={"changes": changes})
+            assert code_of(refused, 403) == "role.forbidden"
+        assert (
+            code_of(alice.post("/api/v1/objects", json={"changes": [own], "prune": ["group"]}), 403) == "role.forbidden"
+        )
+        assert code_of(alice.get("/api/v1/objects?kind=aggregate"), 403) == "role.forbidden"
+        assert code_of(see.post("/api/v1/objects", json={"changes": [own | body]}), 403) == "role.forbidden"
+        many = [{"kind": "group", "name": f"p-alice/g{number}"} | body for number in range(MAX_GROUPS)]
+        assert code_of(alice.post("/api/v1/objects", json={"changes": many}), 409) == "group.too_many"
+        assert alice.post("/api/v1/objects", json={"changes": [own]}).status_code == 200
 
 
 def test_a_project_sees_the_flavors_that_it_may_request(web: Web) -> None:
@@ -193,7 +214,9 @@ def test_a_project_sees_the_flavors_that_it_may_request(web: Web) -> None:
 
 
 READERS = (
-    "/aggregates", "/rules", "/objects", "/objects/log", "/hosts/x", "/hosts/x/drain-plan", "/drain-plan", "/drains",
+    "/aggregates", "/rules", "/objects", "/objects/log", "/hosts/x", "/hosts/x/claims", "/hosts/x/metrics",
+    "/hosts/x/drain-plan",
+    "/drain-plan", "/drains",
     f"/drains/{UNKNOWN}", "/workers", "/cells", "/services", "/metal", "/dead-letters", "/dead-letters/api/x",
     "/quarantine", "/breakers", "/breakers/cell1/s", "/recoveries",
 )  # fmt: skip
@@ -204,7 +227,9 @@ OPERATORS: tuple[tuple[str, str, Any], ...] = (
     ("PUT", "/quotas/p-alice", {"limits": {}}),
     ("DELETE", "/quotas/p-alice", None),
     ("PUT", "/rules/default", {}),
-    ("POST", "/objects", {"changes": []}),
+    ("POST", "/objects", {"changes": [], "prune": ["group"]}),
+    ("POST", "/objects", {"changes": [{"kind": "flavor", "name": "m1.tiny"}]}),
+    ("PUT", "/groups/p-bob/x", {"policy": "affinity"}),
     ("PUT", "/hosts/x/admin-state", {"state": "fenced"}),
     ("POST", "/hosts/x/delete", {"reason": "scrapped"}),
     ("POST", "/services/x/delete", {"reason": "scrapped"}),
@@ -218,6 +243,10 @@ OPERATORS: tuple[tuple[str, str, Any], ...] = (
     ("DELETE", "/dead-letters/api/scheduler.requests", None),
     ("POST", "/quarantine/decide", {"decision": "destroy", "machines": []}),
     ("POST", "/breakers/reset", {"breakers": []}),
+    ("POST", "/recoveries/cell1/without", {"service": "gone"}),
+    ("POST", "/hosts/x/metrics", {"values": {"power.watts": 1.0}}),
+    ("PUT", "/metal/x/maintenance", {"reason": "fan"}),
+    ("DELETE", "/metal/x/maintenance", None),
     ("POST", "/recoveries/cell1/accept", {"database_incarnation": 1, "losses": 1, "reason": "lost"}),
 )
 

@@ -40,6 +40,7 @@ from tests.kit.forks import ForkedProcess, run_berth
 from tests.kit.lent import lent_servers
 from tests.kit.raw_amqp import raw_publisher
 from tests.kit.waiting import until, wait_until
+from tests.kit.web_process import WebProcess, served
 from tests.system.small import PLAN, Small
 from tests.system.worker_processes import rig
 
@@ -148,19 +149,21 @@ def environment(service: dict[str, Any], places: Mapping[str, str]) -> dict[str,
 
 
 def test_the_services_of_the_compose_file_find_each_other_and_build(places: Mapping[str, str], tmp_path: Path) -> None:
-    ours = {name: service for name, service in SERVICES.items() if name not in SERVERS}
+    ours = {name: service for name, service in SERVICES.items() if name not in {*SERVERS, "web"}}
     processes = WorkerProcesses(tmp_path, {}, spawn=ForkedProcess)
     try:
         for name, service in ours.items():  # all at once: an engine waits for none of them
             assert service["command"][0] == "run"
             processes.start(name, *service["command"][1:], settings=environment(service, places))
         asyncio.run(processes.ready())
-        env = {**os.environ, **environment(ours["scheduler"], places)}
-        for command in (["boot", "--flavor", "m1.small", "--count", str(COUNT), "--wait"], ["check"]):
-            ran = run_berth(*command, "-o", "json", env=env, timeout_s=TIMEOUT_S)
-            assert ran.returncode == 0, ran.stdout + ran.stderr
-            if command[0] == "boot":
-                assert [one["state"] for one in json.loads(ran.stdout)["items"]] == ["active"] * COUNT
+        assert SERVICES["web"]["command"] == ["serve", "web"]
+        env = {**os.environ, **environment(SERVICES["web"], places)}
+        with served(env, tmp_path) as found:
+            for command in (["boot", "--flavor", "m1.small", "--count", str(COUNT), "--wait"], ["check"]):
+                ran = run_berth(*command, "-o", "json", env={**env, **found}, timeout_s=TIMEOUT_S)
+                assert ran.returncode == 0, ran.stdout + ran.stderr
+                if command[0] == "boot":
+                    assert [one["state"] for one in json.loads(ran.stdout)["items"]] == ["active"] * COUNT
         assert list(tmp_path.glob("*.machines")), "the machines are not in the volume"
     finally:
         processes.stop()
@@ -185,19 +188,21 @@ def small() -> Iterator[Small]:
             ),
         )
         env = {**variables(settings), "BERTH_STATE_DIR": f"{name}/state"}
-        made = Small(servers, WorkerProcesses(Path(name), env, spawn=ForkedProcess), settings)
+        web = WebProcess(env, Path(name))
+        made = Small(servers, WorkerProcesses(Path(name), env, spawn=ForkedProcess), settings, web)
         try:
             start_all(made.processes, PLAN)
             made.ready()
             yield made
         finally:
+            web.stop()
             made.processes.stop()
 
 
 def berth(small: Small, *arguments: str) -> list[Any]:
     """Run a command that waits, and return what it printed of each instance."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
-    env = {**kept, **variables(small.settings)}
+    env = {**kept, **small.variables}
     done = run_berth(*arguments, "--wait", "-o", "json", env=env, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, (arguments, done.stdout, done.stderr)
     found = msgspec.json.decode(done.stdout)

@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 from msgspec import Struct
 
-from berth.bus_client import BuildClient
-from berth.cli.common import QUERY_TIMEOUT_S, Exit, InProject, Instance, Stop, check_cell, client, instance_of
+from berth.cli.common import Exit, InProject, Instance, Stop
 from berth.cli.fleet.hosts import InCell, named_host
+from berth.cli.http import check_cell, connected, instance_of
 from berth.cli.output import As, Cell, Form, Id, ListedItems, ListOutput, Table, print_data, print_list, print_one
-from berth.config.settings import Settings
-from bus.contracts.placement_queries import HostTree, HostTreeQuery, TreeConsumer
+from berth.client import AsyncClient
+from bus.contracts.placement_queries import TreeConsumer
 
 MAX_CLAIMS = 10_000  # that are read of one host
 
@@ -37,15 +37,15 @@ CLAIMS = Table("consumer project type amounts | host attempt", _row)
 
 
 async def list_claims(
-    settings: Settings,
+    context: typer.Context,
     host: Annotated[str, typer.Argument(help="Name or UUID of a host.", metavar="HOST")],
     cell: InCell = None,
     *,
     listing: ListOutput,
 ) -> None:
     """List what placement has allocated on a host: consumers, projects and amounts."""
-    async with client(settings) as berth:
-        await check_cell(berth, settings, cell)
+    async with connected(context) as berth:
+        await check_cell(berth, cell)
         found = await named_host(berth, host, cell)
 
         async def read() -> ListedItems[HeldClaim]:
@@ -54,10 +54,12 @@ async def list_claims(
         await print_list(read, CLAIMS, listing)
 
 
-async def show_claim(settings: Settings, instance: Instance, project: InProject = None, form: As = Form.TABLE) -> None:
+async def show_claim(
+    context: typer.Context, instance: Instance, project: InProject = None, form: As = Form.TABLE
+) -> None:
     """Show what placement has allocated to an instance on the host that it has."""
-    async with client(settings) as berth:
-        record = await instance_of(berth, instance, project, timeout_s=QUERY_TIMEOUT_S)
+    async with connected(context) as berth:
+        record = await instance_of(berth, instance, project)
         if record.host is None:
             raise Stop(Exit.NO, "claim.none", f"instance {record.instance_uuid} has no host")
         host = await named_host(berth, record.host, record.cell)
@@ -72,16 +74,15 @@ async def show_claim(settings: Settings, instance: Instance, project: InProject 
         print_one(CLAIMS, held)
 
 
-async def _claims(berth: BuildClient, provider: str, host: str) -> list[HeldClaim]:
+async def _claims(berth: AsyncClient, provider: str, host: str) -> list[HeldClaim]:
     found: list[HeldClaim] = []
     after: str | None = None
     while len(found) < MAX_CLAIMS:
-        query = HostTreeQuery(provider=provider, after=after)
-        page = await berth.bus.request(query, HostTree, timeout_s=QUERY_TIMEOUT_S)
-        found += [_claim(one, host) for one in page.consumers]
-        if not page.more or not page.consumers:
+        page = await berth.list_claims(provider, after=after)
+        found += [_claim(one, host) for one in page.claims]
+        if page.next is None:
             break
-        after = page.consumers[-1].consumer
+        after = page.next
     return found
 
 

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Collection, Sequence
+from typing import Annotated, Literal
 
 import typer
 from msgspec import Struct
 
-from berth.audit import quarantine as records
-from berth.audit.quarantine import InCells
 from berth.cli.common import (
-    By,
     Exit,
     Stop,
     Yes,
     ask_first,
     by_cell,
     check_reason,
-    database_of,
-    decided_by,
-    explain,
     one_of,
     parse_uuid,
     print_stop,
 )
+from berth.cli.http import connected
 from berth.cli.output import (
     As,
     Cell,
@@ -40,19 +35,25 @@ from berth.cli.output import (
     print_one,
     print_result,
 )
-from berth.config.settings import Settings
+from berth.client import AsyncClient
+from berth.client.types import (
+    MAX_DECIDED,
+    BreakersReset,
+    BreakerView,
+    QuarantineDecision,
+    QuarantinedMachine,
+    QuarantinePage,
+    SeenBreaker,
+    SeenMachine,
+)
 from berth.text import counted, utc
-from bus.faults import Fault
-from bus.service.environment import Environment
-from cell_conductor.state.breaker import Breaker
-from cell_conductor.state.unknown_machine import UnknownMachineKind
-from cell_conductor.store.keyed_tables import ADOPT, DESTROY, PROTECT, DecidedMachine, UnknownMachineRecord
 
+MAX_SHOWN = 10_000
 CellName = Annotated[str | None, typer.Option("--cell", help="Only this cell.")]
 
 
 async def list_quarantine(
-    settings: Settings,
+    context: typer.Context,
     cell: CellName = None,
     unknown: Annotated[
         bool, typer.Option("--unknown", help="Also the other machines on hosts that no record has.")
@@ -64,21 +65,21 @@ async def list_quarantine(
 
     Exit status 3 when a cell has no record here; the others are listed.
     """
-    kinds = tuple(UnknownMachineKind) if unknown else (UnknownMachineKind.QUARANTINED,)
     status = 0
+    async with connected(context) as berth:
 
-    async def read() -> ListedItems[MachineInCell]:
-        nonlocal status
-        found = await records.read(environment(settings), cell)
-        status = name_never_started(found)
-        return ListedItems([MachineInCell(cell=name, record=one) for name, one in found.machines(*kinds)])
+        async def read() -> ListedItems[QuarantinedMachine]:
+            nonlocal status
+            page = await berth.list_quarantine(cell=cell, foreign=unknown or None, limit=MAX_SHOWN)
+            status = name_never_started(page)
+            return ListedItems(page.machines, total=page.count)
 
-    await print_list(read, MACHINES, listing)
+        await print_list(read, MACHINES, listing)
     return status
 
 
 async def show_machine(
-    settings: Settings,
+    context: typer.Context,
     uuid: Annotated[str, typer.Argument(help="The instance's UUID, or its first letters.", metavar="INSTANCE")],
     cell: CellName = None,
     form: As = Form.TABLE,
@@ -87,30 +88,17 @@ async def show_machine(
 
     Where they are, why, and what was decided.
     """
-    read = await records.read(environment(settings), cell)
-    every = read.machines(*UnknownMachineKind)
-    wanted = one_of("machine", "quarantine.unknown", uuid, {one.machine.uuid: "" for _, one in every})
-    found = [MachineInCell(cell=name, record=one) for name, one in every if one.machine.uuid == wanted]
+    async with connected(context) as berth:
+        page = await berth.list_quarantine(cell=cell, foreign=True, limit=MAX_SHOWN)
+    known = {one.instance_uuid: "" for one in page.machines}
+    wanted = one_of("machine", "quarantine.unknown", uuid, known)
+    found = [one for one in page.machines if one.instance_uuid == wanted]
     if form.is_data:
         print_data(found, form)
     else:
         for one in found:
             print_one(MACHINES, one)
-    return name_never_started(read)
-
-
-class MachineInCell(Struct, frozen=True, kw_only=True):
-    """A machine that no record has, and the cell that has it on record as such."""
-
-    cell: str
-    record: UnknownMachineRecord
-
-
-class BreakerInCell(Struct, frozen=True, kw_only=True):
-    """A breaker, and its cell."""
-
-    cell: str
-    breaker: Breaker
+    return name_never_started(page)
 
 
 class MachineOptions(Struct, frozen=True, kw_only=True):
@@ -120,59 +108,72 @@ class MachineOptions(Struct, frozen=True, kw_only=True):
         str | None, typer.Option("--service", help="Those of this compute service; without UUIDs all undecided ones.")
     ] = None
     cell: CellName = None
-    by: By = None
     form: As = Form.TABLE
 
 
 Machines = Annotated[list[str] | None, typer.Argument(metavar="[UUID]...", help="The instances.")]
 
 
-async def destroy(settings: Settings, uuids: Machines = None, yes: Yes = False, *, options: MachineOptions) -> None:
+async def destroy(context: typer.Context, uuids: Machines = None, yes: Yes = False, *, options: MachineOptions) -> None:
     """Destroy machines in quarantine.
 
     Their hosts do so from their next reports on.
     """
-    await _decide(settings, uuids or (), DESTROY, options, yes=yes)
+    await _decide(context, uuids or (), "destroy", options, yes=yes)
 
 
-async def protect(settings: Settings, uuids: Machines = None, *, options: MachineOptions) -> None:
+async def protect(context: typer.Context, uuids: Machines = None, *, options: MachineOptions) -> None:
     """Leave machines in quarantine alone for good.
 
     `berth quarantine adopt` records one as its instance's.
     """
-    await _decide(settings, uuids or (), PROTECT, options)
+    await _decide(context, uuids or (), "protect", options)
 
 
 async def _decide(
-    settings: Settings, uuids: Sequence[str], decision: str, options: MachineOptions, *, yes: bool = True
+    context: typer.Context,
+    uuids: Sequence[str],
+    decision: Literal["destroy", "protect"],
+    options: MachineOptions,
+    *,
+    yes: bool = True,
 ) -> None:
     instances, service = {parse_uuid(one) for one in uuids}, options.service
     if not instances and service is None:
         raise typer.BadParameter("give UUIDs, or --service", param_hint="[UUID]...")
-
-    here, actor = environment(settings), decided_by(options.by)
-    chosen = _chosen(await records.read(here, options.cell), instances, service)
-    if decision == DESTROY and chosen:
-        uuids_of = {name: [one.uuid for one in of] for name, of in chosen.items()}
-        ask_first(f"Destroy {by_cell(uuids_of, 'machine')}", yes=yes)
-    of_cells, faults = await records.decide(here, chosen, decision, actor)
-    decided = [place for of in of_cells.values() for place in of]
-    done = sorted({uuid for _, uuid in decided})
+    async with connected(context) as berth:
+        chosen = await _chosen(berth, options.cell, instances, service)
+        if decision == "destroy" and chosen:
+            uuids_of: dict[str, list[str]] = defaultdict(list)
+            for one in chosen:
+                uuids_of[one.cell].append(one.instance_uuid)
+            ask_first(f"Destroy {by_cell(uuids_of, 'machine')}", yes=yes)
+        decided, faults = list[str](), list[Stop]()
+        for at in range(0, len(chosen), MAX_DECIDED):
+            body = QuarantineDecision(decision=decision, machines=tuple(chosen[at : at + MAX_DECIDED]))
+            answer = await berth.decide_quarantine(body)
+            decided += answer.decided
+            faults += [
+                Stop(Exit.UNAVAILABLE, one.code, one.reason)
+                for one in answer.undecided
+                if one.code != "quarantine.unknown"
+            ]
+    done = sorted({*decided})
     what = ", ".join(done) if instances else f"service {service}"
     if done or faults:
         found = {"instances": done, "decision": decision, "machines": len(decided)}
         print_result(found, options.form, f"{what}: {decision}, {counted(len(decided), 'machine')}")
-    raise_first(faults)
+    for fault in faults:
+        raise fault
     if left := ", ".join(sorted(instances.difference(done))) or ("" if done else what):
         raise Stop(Exit.NO, "quarantine.unknown", f"no machine of {left} is in quarantine")
 
 
 async def adopt(
-    settings: Settings,
+    context: typer.Context,
     uuid: Annotated[str, typer.Argument(help="The instance.")],
     host: Annotated[str, typer.Option("--host", help="The UUID of the host with the machine, as `list` shows it.")],
     reason: Annotated[str, typer.Option("--reason", help="The reason, for the record.")],
-    by: By = None,
     form: As = Form.TABLE,
 ) -> None:
     """Adopt a machine in quarantine as its instance's.
@@ -185,58 +186,56 @@ async def adopt(
     """
     instance, place = parse_uuid(uuid), parse_uuid(host)
     check_reason(reason, least=1)
+    async with connected(context) as berth:
+        page = await berth.list_quarantine(instance=instance, limit=MAX_SHOWN)
+        seen = tuple(_seen(one) for one in page.machines if one.host_uuid == place)
+        if not seen:
+            raise Stop(Exit.NO, "quarantine.unknown", f"no machine of {instance} is in quarantine on host {place}")
+        answer = await berth.decide_quarantine(QuarantineDecision(decision="adopt", machines=seen, reason=reason))
+    for one in answer.undecided:
+        raise Stop(Exit.NO, one.code, one.reason)
+    found = {"instance": instance, "decision": "adopt", "cell": seen[0].cell, "host": place}
+    print_result(found, form, f"{instance}: adopt, with the next report of host {place}")
 
-    decided, refused = await records.adopt(
-        environment(settings), [(place, instance)], actor=decided_by(by), reason=reason
-    )
-    if refused:
-        raise refused[place, instance]
-    found = {"instance": instance, "decision": ADOPT, "cell": decided[place, instance], "host": place}
-    print_result(found, form, f"{instance}: {ADOPT}, with the next report of host {place}")
 
-
-async def list_breakers(settings: Settings, cell: CellName = None, *, listing: ListOutput) -> int:
+async def list_breakers(context: typer.Context, cell: CellName = None, *, listing: ListOutput) -> int:
     """List the breakers that ever tripped. Exit status 3 when a cell has no record here; the others are listed."""
     status = 0
+    async with connected(context) as berth:
 
-    async def read() -> ListedItems[BreakerInCell]:
-        nonlocal status
-        found = await records.read(environment(settings), cell)
-        status = name_never_started(found)
-        return ListedItems(_breakers(found))
+        async def read() -> ListedItems[BreakerView]:
+            nonlocal status
+            found = await berth.list_breakers(cell=cell)
+            status = name_never_started(await berth.list_quarantine(cell=cell, limit=1))
+            return ListedItems(found)
 
-    await print_list(read, BREAKERS, listing)
+        await print_list(read, BREAKERS, listing)
     return status
 
 
 async def show_breaker(
-    settings: Settings,
+    context: typer.Context,
     service: Annotated[str, typer.Argument(help="The compute service.")],
     cell: CellName = None,
     form: As = Form.TABLE,
 ) -> None:
     """Show the breaker of a compute service, and what tripped it."""
-    found = [
-        one for one in _breakers(await records.read(environment(settings), cell)) if one.breaker.service == service
-    ]
-    _check_one_cell(service, [one.cell for one in found])
-    if not found:
-        raise Stop(Exit.NO, "breaker.unknown", f"no breaker of {service} ever tripped")
+    async with connected(context) as berth:
+        of_service = [one for one in await berth.list_breakers(cell=cell) if one.service == service]
+        _check_one_cell(service, {one.cell for one in of_service})
+        if not of_service:
+            raise Stop(Exit.NO, "breaker.unknown", f"no breaker of {service} ever tripped")
+        found = await berth.show_breaker(of_service[0].cell, service)
     if form.is_data:
-        print_data(found[0], form)
+        print_data(found, form)
     else:
-        print_one(BREAKERS, found[0])
-
-
-def _breakers(read: InCells) -> list[BreakerInCell]:
-    return [BreakerInCell(cell=name, breaker=one) for name, breakers in read.breakers.items() for one in breakers]
+        print_one(BREAKERS, found)
 
 
 async def reset(
-    settings: Settings,
+    context: typer.Context,
     service: Annotated[str, typer.Argument(help="The compute service.")],
     cell: CellName = None,
-    by: By = None,
     form: As = Form.TABLE,
     yes: Yes = False,
 ) -> None:
@@ -244,36 +243,37 @@ async def reset(
 
     It may be destroyed or counted as lost; later findings are evaluated again.
     """
-    here, actor = environment(settings), decided_by(by)
-    tripped = [
-        (name, one)
-        for name, breakers in (await records.read(here, cell)).breakers.items()
-        for one in breakers
-        if one.service == service and one.is_open
-    ]
-    _check_one_cell(service, [name for name, _ in tripped])
-    if not tripped:
-        raise Stop(Exit.NO, "breaker.not_open", f"no breaker of {service} is open")
-    ((name, one),) = tripped
-    what = f"{counted(one.lost, 'machine')} lost, {one.quarantined} in quarantine, {one.over} over"
-    ask_first(f"Allow what tripped the breaker of {service} in {name} ({what})", yes=yes)
-    was_open, _ = await records.reset(here, [(name, service, one.tripped_at)], actor)
-    if not all(was_open.values()):
+    async with connected(context) as berth:
+        tripped = [one for one in await berth.list_breakers(cell=cell, open=True) if one.service == service]
+        _check_one_cell(service, {one.cell for one in tripped})
+        if not tripped:
+            raise Stop(Exit.NO, "breaker.not_open", f"no breaker of {service} is open")
+        (one,) = tripped
+        what = f"{counted(one.lost, 'machine')} lost, {one.quarantined} in quarantine, {one.over} over"
+        ask_first(f"Allow what tripped the breaker of {service} in {one.cell} ({what})", yes=yes)
+        seen = SeenBreaker(cell=one.cell, service=service, tripped_at=one.tripped_at)
+        answer = await berth.reset_breakers(BreakersReset(breakers=(seen,)))
+    if answer.no_answer:
+        raise Stop(Exit.UNAVAILABLE, "database.unavailable", f"the records of cell {one.cell} cannot be reached")
+    if answer.not_open:
         reason = "was reset or has tripped again meanwhile: read it again"
-        raise Stop(Exit.NO, "breaker.not_open", f"the breaker of {service} in {name} {reason}")
-    print_result({"service": service, "cells": [name]}, form, f"{service}: reset in {name}")
+        raise Stop(Exit.NO, "breaker.not_open", f"the breaker of {service} in {one.cell} {reason}")
+    print_result({"service": service, "cells": [one.cell]}, form, f"{service}: reset in {one.cell}")
 
 
-def _chosen(read: InCells, instances: Collection[str], service: str | None) -> dict[str, list[DecidedMachine]]:
+async def _chosen(
+    berth: AsyncClient, cell: str | None, instances: Collection[str], service: str | None
+) -> list[SeenMachine]:
     """The machines in quarantine of these instances, or else the undecided ones of a service. Raises Stop."""
-    chosen: dict[str, list[DecidedMachine]] = defaultdict(list)
-    for name, one in read.machines(UnknownMachineKind.QUARANTINED):
-        machine = one.machine
-        if service in (None, one.service) and (machine.uuid in instances or not (instances or one.decision)):
-            chosen[name].append(DecidedMachine(machine.uuid, machine.host_uuid, machine.attempt))
+    page = await berth.list_quarantine(cell=cell, service=service, limit=MAX_SHOWN)
+    chosen = [_seen(one) for one in page.machines if one.instance_uuid in instances or not (instances or one.decision)]
     if service is not None:
-        _check_one_cell(service, chosen)
+        _check_one_cell(service, {one.cell for one in chosen})
     return chosen
+
+
+def _seen(one: QuarantinedMachine) -> SeenMachine:
+    return SeenMachine(cell=one.cell, host_uuid=one.host_uuid, instance_uuid=one.instance_uuid, attempt=one.attempt)
 
 
 def _check_one_cell(service: str, cells: Collection[str]) -> None:
@@ -283,42 +283,26 @@ def _check_one_cell(service: str, cells: Collection[str]) -> None:
         raise Stop(Exit.USAGE, "service.ambiguous", reason)
 
 
-def raise_first(faults: Mapping[Any, Fault]) -> None:
-    """Of the cells that have not answered, after what was done in the others is stated."""
-    for fault in faults.values():
-        raise fault
-
-
-def environment(settings: Settings) -> Environment:
-    """The environment of these commands. Raises Stop when the database is not known."""
-    return database_of(settings).environment("operator")
-
-
-def name_never_started(read: InCells) -> int:
+def name_never_started(page: QuarantinePage) -> int:
     """Name the cells that have no record; returns the exit status for it."""
-    for cell in read.never_started:
-        fault = records.CellNeverStarted(f"cell {cell} has never been started here with this release")
-        stop = explain(fault)
-        assert stop is not None
-        print_stop(stop)
-    return Exit.UNAVAILABLE if read.never_started else 0
+    for cell in page.never_started:
+        reason = f"cell {cell} has never been started here with this release"
+        print_stop(Stop(Exit.UNAVAILABLE, "cell.never_started", reason))
+    return Exit.UNAVAILABLE if page.never_started else 0
 
 
-def _machine_row(found: MachineInCell) -> list[Cell]:
-    one = found.record
-    machine = one.machine
+def _machine_row(one: QuarantinedMachine) -> list[Cell]:
     decided = f"{one.decision} ({one.decided_by}, {utc(one.decided_at)})" if one.decision else ""
-    of: list[Cell] = [Id(machine.uuid), Id(machine.host_uuid), one.service, machine.kind.value, Time(one.first_seen)]
-    return [*of, decided, machine.reason, found.cell, machine.attempt or ""]
+    of: list[Cell] = [Id(one.instance_uuid), Id(one.host_uuid), one.service, one.kind, Time(one.first_seen)]
+    return [*of, decided, one.reason, one.cell, one.attempt or ""]
 
 
 MACHINES = Table("instance host service kind first-seen decided reason | cell attempt", _machine_row)
 
 
-def _breaker_row(found: BreakerInCell) -> list[Cell]:
-    one = found.breaker
-    state = "open" if one.is_open else f"reset by {one.reset_by}"
-    return [one.service, found.cell, state, one.lost, one.quarantined, one.over, Time(one.tripped_at)]
+def _breaker_row(one: BreakerView) -> list[Cell]:
+    state = "open" if one.open else f"reset by {one.reset_by}"
+    return [one.service, one.cell, state, one.lost, one.quarantined, one.over, Time(one.tripped_at)]
 
 
 BREAKERS = Table("service cell state lost quarantined over tripped", _breaker_row)

@@ -7,18 +7,16 @@ from typing import Annotated
 import msgspec
 import typer
 
-from berth.audit import recoveries
-from berth.cli.claims.quarantine import CellName, environment
+from berth.cli.claims.quarantine import CellName
 from berth.cli.common import (
-    By,
     Exit,
     Reason,
     Stop,
     Yes,
     ask_first,
     check_reason,
-    decided_by,
 )
+from berth.cli.http import connected
 from berth.cli.output import (
     As,
     Cell,
@@ -31,26 +29,29 @@ from berth.cli.output import (
     print_one,
     print_result,
 )
-from berth.client.types import Recovery
-from berth.config.settings import Settings
+from berth.client import AsyncClient
+from berth.client.types import LossesAccepted, Recovery, WithoutService
 from berth.text import counted
 from bus.contracts.base import Word, reason_of
 
 
-async def list_recoveries(settings: Settings, cell: CellName = None, *, listing: ListOutput) -> None:
+async def list_recoveries(context: typer.Context, cell: CellName = None, *, listing: ListOutput) -> None:
     """List whether cells recover, and which instances they would lose."""
 
-    async def read() -> ListedItems[Recovery]:
-        return ListedItems(await recoveries.read(environment(settings), cell))
+    async with connected(context) as berth:
 
-    await print_list(read, RECOVERIES, listing)
+        async def read() -> ListedItems[Recovery]:
+            return ListedItems([one for one in await berth.list_recoveries() if cell in (None, one.cell)])
+
+        await print_list(read, RECOVERIES, listing)
 
 
 async def show(
-    settings: Settings, cell: Annotated[str, typer.Argument(help="The cell.")], form: As = Form.TABLE
+    context: typer.Context, cell: Annotated[str, typer.Argument(help="The cell.")], form: As = Form.TABLE
 ) -> int:
     """Show the recovery of one cell. Exit status 1 when it waits for `accept`."""
-    (found,) = await recoveries.read(environment(settings), cell)
+    async with connected(context) as berth:
+        found = await _of_cell(berth, cell)
     if form.is_data:
         print_data(found, form)
     else:
@@ -59,34 +60,41 @@ async def show(
 
 
 async def accept(
-    settings: Settings,
+    context: typer.Context,
     cell: Annotated[str, typer.Argument(help="The cell.")],
     losses: Annotated[int, typer.Option("--losses", help="How many, as `show` names them.", min=1)],
     reason: Reason = "",
-    by: By = None,
     form: As = Form.TABLE,
     yes: Yes = False,
 ) -> None:
     """Have a cell recover though it loses these instances: they end, and their allocations are released."""
     check_reason(reason)
-    here = environment(settings)
-    (found,) = await recoveries.read(here, cell)
-    if not found.is_waiting or found.losses.count != losses:
-        waits = f"for a decision about {counted(found.losses.count, 'instance')}" if found.is_waiting else "for nothing"
-        raise Stop(Exit.NO, "recovery.not_waiting", f"the recovery of {cell} waits {waits}")
-    what = counted(losses, "instance")
-    ask_first(f"Lose {what} in {cell}, and {counted(found.losses.builds, 'build')} under way", yes=yes)
-    if not await recoveries.accept(here, found, decided_by(by), reason):
-        raise Stop(Exit.NO, "recovery.not_waiting", f"the recovery of {cell} has continued meanwhile: read it again")
+    async with connected(context) as berth:
+        found = await _of_cell(berth, cell)
+        if not found.is_waiting or found.losses.count != losses:
+            about = f"about {counted(found.losses.count, 'instance')}"
+            waits = f"for a decision {about}" if found.is_waiting else "for nothing"
+            raise Stop(Exit.NO, "recovery.not_waiting", f"the recovery of {cell} waits {waits}")
+        what = counted(losses, "instance")
+        ask_first(f"Lose {what} in {cell}, and {counted(found.losses.builds, 'build')} under way", yes=yes)
+        seen = LossesAccepted(database_incarnation=found.database_incarnation, losses=losses, reason=reason)
+        await berth.accept_losses(cell, seen)
     print_result({"cell": cell, "losses": losses}, form, f"{cell}: recovers, {what} lost")
 
 
+async def _of_cell(berth: AsyncClient, cell: str) -> Recovery:
+    """Raises Stop: no such cell was ever started."""
+    found = next((one for one in await berth.list_recoveries() if one.cell == cell), None)
+    if found is None:
+        raise Stop(Exit.USAGE, "cell.unknown", f"there is no cell {cell!r} that was ever started")
+    return found
+
+
 async def without(
-    settings: Settings,
+    context: typer.Context,
     cell: Annotated[str, typer.Argument(help="The cell.")],
     service: Annotated[str, typer.Argument(help="The compute service.")],
     reason: Reason = "",
-    by: By = None,
     form: As = Form.TABLE,
     yes: Yes = False,
 ) -> None:
@@ -100,10 +108,8 @@ async def without(
     except msgspec.ValidationError as error:
         raise typer.BadParameter(reason_of(error), param_hint="SERVICE") from None
     ask_first(f"Count the hosts of {service} in {cell} as empty", yes=yes)
-    if not await recoveries.state_without(environment(settings), cell, service, decided_by(by), reason):
-        raise Stop(
-            Exit.NO, "recovery.not_without", f"the compute service {service} of {cell} is up: it lists by itself"
-        )
+    async with connected(context) as berth:
+        await berth.go_on_without(cell, WithoutService(service=service, reason=reason))
     print_result({"cell": cell, "service": service}, form, f"{cell}: goes on without {service}")
 
 

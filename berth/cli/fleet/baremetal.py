@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from berth.bus_client.baremetal import QUARANTINE, flavor_classes, node_record, unserved
-from berth.bus_client.object_edits import stored_objects
-from berth.cli.common import (
-    QUERY_TIMEOUT_S,
-    Exit,
-    Stop,
-    client,
-)
+from berth.cli.common import Exit, one_of
+from berth.cli.http import connected
 from berth.cli.output import (
     As,
     Cell,
@@ -30,34 +22,27 @@ from berth.cli.output import (
     print_list,
     print_result,
 )
-from berth.client.types import NodeRecord
-from berth.config.settings import Settings
-from berth.config.site import ironic_of
+from berth.client.types import NodeMaintenance, NodeRecord
 from berth.text import render_rows
-from bus.clock import SystemClock
-from bus.contracts.objects import ObjectKind
-from bus.service.settings import hide_password
-from compute_agent.driver import DriverUnavailable
-from compute_agent.drivers.ironic.api import IronicApi, Refused
 
-NodeIdent = Annotated[str, typer.Argument(help="The node's UUID or name.", metavar="NODE")]
+NodeIdent = Annotated[str, typer.Argument(help="The node's UUID, its first letters, or its name.", metavar="NODE")]
 
 
-async def list_nodes(settings: Settings, *, listing: ListOutput) -> None:
+async def list_nodes(context: typer.Context, *, listing: ListOutput) -> None:
     """List all nodes, with the fault of each."""
+    async with connected(context) as berth:
 
-    async def read() -> ListedItems[NodeRecord]:
-        return ListedItems(await records(settings, await _classes(settings)))
+        async def read() -> ListedItems[NodeRecord]:
+            return ListedItems((await berth.show_nodes()).nodes)
 
-    await print_list(read, NODES, listing)
+        await print_list(read, NODES, listing)
 
 
-async def problems(settings: Settings, form: As = Form.TABLE) -> int:
+async def problems(context: typer.Context, form: As = Form.TABLE) -> int:
     """List nodes that no build can go to, with reasons, and flavors that no node serves. Exit status 1 if there are."""
-    classes = await _classes(settings)
-    found = await records(settings, classes)
-    wrong = [node for node in found if node.problems]
-    flavors = unserved(classes, found)
+    async with connected(context) as berth:
+        found = await berth.show_nodes()
+    wrong, flavors = [node for node in found.nodes if node.problems], found.unserved_flavors
     if form.is_data:
         print_data({"nodes": wrong, "flavors": flavors}, form)
     else:
@@ -68,13 +53,11 @@ async def problems(settings: Settings, form: As = Form.TABLE) -> int:
     return Exit.NO if wrong or flavors else 0
 
 
-async def show(settings: Settings, node: NodeIdent, form: As = Form.TABLE) -> None:
+async def show(context: typer.Context, node: NodeIdent, form: As = Form.TABLE) -> None:
     """Show one node: what berth makes of it, and Ironic's own words."""
-    async with _ironic(settings) as api:
-        raw = await api.raw_node(node)
-    if raw is None:
-        raise Stop(Exit.NO, "node.unknown", f"Ironic has no node {node}")
-    record = node_record(raw, await _classes(settings))
+    async with connected(context) as berth:
+        known = {one.uuid: one for one in (await berth.show_nodes()).nodes}
+    record = known[one_of("node", "node.unknown", node, {uuid: one.name or "" for uuid, one in known.items()})]
     if form.is_data:
         print_data(record, form)
         return
@@ -93,66 +76,22 @@ async def show(settings: Settings, node: NodeIdent, form: As = Form.TABLE) -> No
 
 
 async def quarantine(
-    settings: Settings,
+    context: typer.Context,
     node: NodeIdent,
     reason: Annotated[str, typer.Option(help="The reason; Ironic shows it.")],
     form: As = Form.TABLE,
 ) -> None:
     """Put a node into maintenance in Ironic, with a reason: no build goes there. Instances on it continue to run."""
-    async with _ironic(settings) as api:
-        await _known(api, node)
-        _check_accepted(await api.set_maintenance(node, on=True, reason=f"{QUARANTINE}{reason}"))
+    async with connected(context) as berth:
+        await berth.set_node_maintenance(node, NodeMaintenance(reason=reason))
     print_result({"node": node, "maintenance": True}, form, f"{node}: in maintenance")
 
 
-async def release(settings: Settings, node: NodeIdent, form: As = Form.TABLE) -> None:
+async def release(context: typer.Context, node: NodeIdent, form: As = Form.TABLE) -> None:
     """Take a node out of the maintenance that `quarantine` set; another's maintenance is left alone."""
-    async with _ironic(settings) as api:
-        raw = await _known(api, node)
-        reason = str(raw.get("maintenance_reason") or "")
-        if not raw.get("maintenance") or not reason.startswith(QUARANTINE):
-            raise Stop(Exit.NO, "node.not_quarantined", f"node {node} is not in quarantine by berth: {reason or '-'}")
-        _check_accepted(await api.set_maintenance(node, on=False))
+    async with connected(context) as berth:
+        await berth.end_node_maintenance(node)
     print_result({"node": node, "maintenance": False}, form, f"{node}: out of maintenance")
-
-
-@asynccontextmanager
-async def _ironic(settings: Settings) -> AsyncIterator[IronicApi]:
-    """Ironic as the compute service's settings have it, or as a running `berth up` has one."""
-    config = ironic_of(settings) or settings.compute.ironic
-    api = IronicApi(config, clock=SystemClock())
-    api.open()
-    try:
-        yield api
-    except DriverUnavailable as fault:
-        raise Stop(Exit.UNAVAILABLE, "ironic.unavailable", f"{hide_password(config.url)}: {fault}") from fault
-    finally:
-        await api.close()
-
-
-async def _classes(settings: Settings) -> dict[str, tuple[str, ...]]:
-    """By the flavors on record: an operator changes them while everything runs."""
-    async with client(settings) as berth:
-        stored = stored_objects(berth.bus, ObjectKind.FLAVOR, timeout_s=QUERY_TIMEOUT_S)
-        return flavor_classes([one async for one in stored])
-
-
-async def records(settings: Settings, classes: Mapping[str, tuple[str, ...]]) -> list[NodeRecord]:
-    """Ironic's nodes by uuid. classes: which flavors request each class. Raises Stop."""
-    async with _ironic(settings) as api:
-        return sorted((node_record(raw, classes) for raw in await api.raw_nodes()), key=lambda node: node.uuid)
-
-
-async def _known(api: IronicApi, node: str) -> dict[str, Any]:
-    raw = await api.raw_node(node)
-    if raw is None:
-        raise Stop(Exit.NO, "node.unknown", f"Ironic has no node {node}")
-    return raw
-
-
-def _check_accepted(refused: Refused | None) -> None:
-    if refused is not None:
-        raise Stop(Exit.NO, "ironic.refused", str(refused))
 
 
 def _row(node: NodeRecord) -> list[Cell]:

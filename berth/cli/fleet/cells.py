@@ -7,13 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from berth.bus_client.object_edits import ObjectEdit
 from berth.cli.common import (
-    QUERY_TIMEOUT_S,
     Exit,
     Stop,
-    client,
 )
+from berth.cli.http import connected
 from berth.cli.objects.objects import ChangeOptions, LogReason, Name, change_objects
 from berth.cli.output import (
     As,
@@ -27,26 +25,28 @@ from berth.cli.output import (
     print_list,
     print_one,
 )
-from berth.config.settings import Settings
-from bus.contracts.objects import CellRecord, CellsPage, CellsQuery, CellState, ObjectKind, StoredObject
+from berth.client.types import CellView
+from berth.object_changes import ObjectEdit
+from bus.contracts.objects import CellState, ObjectKind, StoredObject
 
 LastOne = Annotated[bool, typer.Option("--force", help="Also the last cell that takes builds.")]
 Body = dict[str, Any]
 
 
-async def list_cells(settings: Settings, *, listing: ListOutput) -> None:
+async def list_cells(context: typer.Context, *, listing: ListOutput) -> None:
     """List all cells: those of the schedulers' settings, and those that operators have added."""
-    async with client(settings) as berth:
+    async with connected(context) as berth:
 
-        async def read() -> ListedItems[CellRecord]:
-            return ListedItems((await berth.bus.request(CellsQuery(), CellsPage, timeout_s=QUERY_TIMEOUT_S)).cells)
+        async def read() -> ListedItems[CellView]:
+            return ListedItems(await berth.list_cells())
 
         await print_list(read, CELLS, listing)
 
 
-async def show_cell(settings: Settings, name: Name, form: As = Form.TABLE) -> None:
+async def show_cell(context: typer.Context, name: Name, form: As = Form.TABLE) -> None:
     """Show one cell."""
-    found = next((one for one in await _known(settings) if one.name == name), None)
+    async with connected(context) as berth:
+        found = next((one for one in await berth.list_cells() if one.name == name), None)
     if found is None:
         raise Stop(Exit.NO, "cell.unknown", f"there is no cell {name!r}")
     if form.is_data:
@@ -56,7 +56,7 @@ async def show_cell(settings: Settings, name: Name, form: As = Form.TABLE) -> No
 
 
 async def create_cell(
-    settings: Settings,
+    context: typer.Context,
     name: Name,
     url_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="The URL of its bus is in this file in each worker's cells_dir.")
@@ -89,7 +89,7 @@ async def create_cell(
     def made(before: Body) -> Body:
         return {"state": state.value, "reason": decision.reason, "bus": {**before.get("bus", {}), **named}}
 
-    await _change(settings, name, made, decision)
+    await _change(context, name, made, decision)
 
 
 class ReasonedOptions(ChangeOptions, frozen=True, kw_only=True):
@@ -98,18 +98,20 @@ class ReasonedOptions(ChangeOptions, frozen=True, kw_only=True):
     reason: LogReason
 
 
-async def disable_cell(settings: Settings, name: Name, force: LastOne = False, *, decision: ReasonedOptions) -> None:
+async def disable_cell(
+    context: typer.Context, name: Name, force: LastOne = False, *, decision: ReasonedOptions
+) -> None:
     """Place no builds in a cell. Instances there continue to run, and moves within it continue."""
-    await _change(settings, name, _to(name, CellState.DISABLED, decision.reason), decision, force=force)
+    await _change(context, name, _to(name, CellState.DISABLED, decision.reason), decision, force=force)
 
 
-async def enable_cell(settings: Settings, name: Name, *, decision: ChangeOptions) -> None:
+async def enable_cell(context: typer.Context, name: Name, *, decision: ChangeOptions) -> None:
     """Place builds in a cell again."""
-    await _change(settings, name, _to(name, CellState.ENABLED, decision.reason), decision)
+    await _change(context, name, _to(name, CellState.ENABLED, decision.reason), decision)
 
 
 async def remove_cell(
-    settings: Settings,
+    context: typer.Context,
     name: Name,
     force: Annotated[
         bool,
@@ -125,7 +127,7 @@ async def remove_cell(
     def made(before: Body) -> Body:
         return {**before, "state": CellState.REMOVED.value, "reason": decision.reason, "abandoned": force}
 
-    await _change(settings, name, made, decision, force=force)
+    await _change(context, name, made, decision, force=force)
 
 
 def _to(name: str, state: CellState, reason: str) -> Callable[[Body], Body]:
@@ -144,28 +146,24 @@ def _to(name: str, state: CellState, reason: str) -> Callable[[Body], Body]:
 
 
 async def _change(
-    settings: Settings, name: str, made: Callable[[Body], Body], decision: ChangeOptions, *, force: bool = False
+    context: typer.Context, name: str, made: Callable[[Body], Body], decision: ChangeOptions, *, force: bool = False
 ) -> None:
     """Change a cell relative to its record. made: the body, of the one before."""
 
     def edit(known: StoredObject | None) -> Body:
         return made({} if known is None else known.body)
 
-    await change_objects(settings, ObjectEdit(ObjectKind.CELL, name, edit), decision, force=force)
+    await change_objects(context, ObjectEdit(ObjectKind.CELL, name, edit), decision, force=force)
 
 
-async def _known(settings: Settings) -> tuple[CellRecord, ...]:
-    async with client(settings) as berth:
-        return (await berth.bus.request(CellsQuery(), CellsPage, timeout_s=QUERY_TIMEOUT_S)).cells
-
-
-def _row(one: CellRecord) -> list[Cell]:
+def _row(one: CellView) -> list[Cell]:
     link = f"{one.link.value}: {one.problem}" if one.problem else one.link.value
     return [
         one.name,
         one.state.value,
         "yes" if one.in_use else "no",
         link,
+        f"{one.hosts_up} of {one.hosts}",
         _place(one),
         one.by,
         Time(one.at),
@@ -173,10 +171,10 @@ def _row(one: CellRecord) -> list[Cell]:
     ]
 
 
-CELLS = Table("name state in-use link bus by at reason", _row)
+CELLS = Table("name state in-use link hosts-up bus | by at reason", _row)
 
 
-def _place(one: CellRecord) -> str:
+def _place(one: CellView) -> str:
     """Where its bus is; a URL is never shown."""
     if one.configured or one.bus is None:
         return "as in the settings" if one.configured else ""

@@ -5,27 +5,25 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+from functools import partial
 from typing import Annotated
 
 import typer
 from msgspec import Struct
 
-from berth.bus_client import BuildClient
-from berth.bus_client import drains as client_drains
 from berth.cli.common import (
-    By,
+    MAX_LIMIT,
     Exit,
     Reason,
     Stop,
     Timeout,
     check_reason,
-    client,
-    decided_by,
     further,
     is_uuid,
     one_of,
     parse_uuid,
 )
+from berth.cli.http import connected, may_pass
 from berth.cli.output import (
     As,
     Cell,
@@ -40,23 +38,20 @@ from berth.cli.output import (
     print_line,
     print_list,
 )
-from berth.config.settings import Settings
+from berth.client import ApiProblem, ApiTimeout, AsyncClient
+from berth.client.types import DrainCommandBody, DrainKind, TargetBody
+from berth.drain_follow import follow, is_stuck
 from berth.text import counted, printable, render_rows, utc
-from bus.clock import new_uuid
-from bus.contracts.actions import ActionKind
+from bus.clock import SystemClock, new_uuid
 from bus.contracts.drains import (
     MAX_AT_ONCE,
     MAX_DEADLINE_S,
-    DrainAction,
-    DrainCommand,
     DrainPlan,
     DrainProgress,
-    DrainQuery,
-    DrainsQuery,
-    DrainStart,
     DrainState,
     DrainTarget,
 )
+from bus.faults import Fault
 
 DrainId = Annotated[str, typer.Argument(help="The drain's id, or its first letters.", metavar="DRAIN")]
 Deadline = Annotated[
@@ -92,7 +87,6 @@ class DrainOptions(Struct, frozen=True, kw_only=True):
         ),
     ] = None
     reason: Reason = "drain"
-    by: By = None
     timeout: Timeout = 3600.0
     form: As = Form.TABLE
 
@@ -101,7 +95,7 @@ InCell = Annotated[str | None, typer.Option("--cell", help="The cell in which th
 
 
 async def drain_host(
-    settings: Settings,
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="Name or UUID of a host.", metavar="HOST")],
     cell: InCell = None,
     *,
@@ -114,54 +108,53 @@ async def drain_host(
     Ctrl-C stops the drain: it starts nothing more. Exit status 1 when no remaining instance can move, whether the drain
     goes on or has ended; 4 when it has ended, or the time is over, before the others have been moved.
     """
-    return await drain(settings, name, DrainTarget.HOST, cell, options=options)
+    return await drain(context, name, DrainTarget.HOST, cell, options=options)
 
 
 async def drain_service(
-    settings: Settings,
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="Name of a compute service.", metavar="SERVICE")],
     cell: InCell = None,
     *,
     options: DrainOptions,
 ) -> int:
     """Move every instance off the hosts of a compute service, as `berth host drain` does off one."""
-    return await drain(settings, name, DrainTarget.SERVICE, cell, options=options)
+    return await drain(context, name, DrainTarget.SERVICE, cell, options=options)
 
 
 async def drain_aggregate(
-    settings: Settings,
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="Name of a host aggregate.", metavar="AGGREGATE")],
     *,
     options: DrainOptions,
 ) -> int:
     """Move every instance off the hosts of an aggregate, as `berth host drain` does off one."""
-    return await drain(settings, name, DrainTarget.AGGREGATE, options=options)
+    return await drain(context, name, DrainTarget.AGGREGATE, options=options)
 
 
 async def drain_cell(
-    settings: Settings,
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="Name of a cell.", metavar="CELL")],
     *,
     options: DrainOptions,
 ) -> int:
     """Move every instance off the hosts of a cell, as `berth host drain` does off one."""
-    return await drain(settings, name, DrainTarget.CELL, options=options)
+    return await drain(context, name, DrainTarget.CELL, options=options)
 
 
 async def drain(
-    settings: Settings, name: str, target: DrainTarget, cell: str | None = None, *, options: DrainOptions
+    context: typer.Context, name: str, target: DrainTarget, cell: str | None = None, *, options: DrainOptions
 ) -> int:
     """Drain a target of this kind, or plan it; returns the exit status."""
     check_reason(options.reason)
-    kind = ActionKind.MIGRATE if options.cold else ActionKind.LIVE_MIGRATE
+    kind: DrainKind = "migrate" if options.cold else "live-migrate"
     if options.plan:
-        async with client(settings) as berth:
-            query = DrainQuery(host=name, target=target, cell=cell, kind=kind)
-            planned = await client_drains.plan(berth.bus, query)
+        async with connected(context) as berth:
+            planned = await berth.plan_target(name=name, target=target, cell=cell, kind=kind)
         _show_plan(planned, options.form)
         return Exit.NO if any(not one.hosts for one in planned.moves) else 0
-    command = DrainStart(
-        drain=options.drain_id or new_uuid(random.SystemRandom()),
+    body = TargetBody(
+        id=options.drain_id or new_uuid(random.SystemRandom()),
         name=name,
         target=target,
         cell=cell,
@@ -171,51 +164,47 @@ async def drain(
         deadline_s=options.deadline,
         force=options.force,
         reason=options.reason,
-        by=decided_by(options.by),
     )
-    async with client(settings) as berth:
-        begun = await client_drains.start(berth.bus, command)
+    async with connected(context) as berth:
+        begun = await berth.drain_target(body)
         if options.detach:
             _show(begun, options.form)
             return 0
         if not options.form.is_data:
             show_begun(begun)
-        seen = await _follow(berth, command.drain, options.timeout, command.by, options.form)
+        seen = await _follow(berth, begun.id, options.timeout, options.form)
     return _ended(seen, options.form)
 
 
 async def list_drains(
-    settings: Settings,
+    context: typer.Context,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="So many, the newest first.")] = 20,
     *,
     listing: ListOutput,
 ) -> None:
     """List drains, the newest first."""
-    async with client(settings) as berth:
+    async with connected(context) as berth:
 
         async def read() -> ListedItems[DrainProgress]:
-            found = await client_drains.drains(berth.bus, DrainsQuery(limit=limit))
+            found = await berth.list_drains(limit=limit)
             return ListedItems(found, further(found, limit))
 
         await print_list(read, DRAINS, listing)
 
 
-async def show(settings: Settings, drain_id: DrainId, form: As = Form.TABLE) -> int:
+async def show(context: typer.Context, drain_id: DrainId, form: As = Form.TABLE) -> int:
     """Show the progress of a drain, and what it has not moved. Exit status 1 when something cannot move."""
-    async with client(settings) as berth:
-        ident = await _drain_of(berth, drain_id)
-        found = await client_drains.drains(berth.bus, DrainsQuery(drain=ident))
-    if not found:
-        raise Stop(Exit.NO, "drain.unknown", f"no drain {ident} is on record")
-    _show(found[0], form)
-    return Exit.NO if found[0].failed else 0
+    async with connected(context) as berth:
+        found = await berth.show_drain(await _drain_of(berth, drain_id))
+    _show(found, form)
+    return Exit.NO if found.failed else 0
 
 
-async def _drain_of(berth: BuildClient, text: str) -> str:
+async def _drain_of(berth: AsyncClient, text: str) -> str:
     """The id of a drain, by its first letters. Raises Stop."""
     if is_uuid(text):
         return parse_uuid(text)
-    found = await client_drains.drains(berth.bus, DrainsQuery(limit=1000))
+    found = await berth.list_drains(limit=MAX_LIMIT)
     return one_of("drain", "drain.unknown", text, {one.id: one.host for one in found})
 
 
@@ -223,53 +212,38 @@ class ToDrain(Struct, frozen=True, kw_only=True):
     """The options of each command to a drain."""
 
     reason: Reason = ""
-    by: By = None
     form: As = Form.TABLE
 
 
-async def pause(settings: Settings, drain_id: DrainId, *, options: ToDrain) -> int:
+async def pause(context: typer.Context, drain_id: DrainId, *, options: ToDrain) -> None:
     """Start no further move until it is resumed; moves in progress end by themselves."""
-    return await _command(settings, drain_id, DrainAction.PAUSE, options)
-
-
-async def resume(settings: Settings, drain_id: DrainId, deadline: Deadline = None, *, options: ToDrain) -> int:
-    """Go on, also with one that has ended."""
-    return await _command(settings, drain_id, DrainAction.RESUME, options, deadline_s=deadline)
-
-
-async def cancel(settings: Settings, drain_id: DrainId, *, options: ToDrain) -> int:
-    """End it: begin nothing more. Its hosts stay disabled, and moved instances stay where they are."""
-    return await _command(settings, drain_id, DrainAction.STOP, options)
-
-
-async def _command(
-    settings: Settings,
-    drain_id: str,
-    action: DrainAction,
-    options: ToDrain,
-    *,
-    deadline_s: float | None = None,
-) -> int:
     check_reason(options.reason)
-    async with client(settings) as berth:
-        command = DrainCommand(
-            drain=await _drain_of(berth, drain_id),
-            action=action,
-            by=decided_by(options.by),
-            reason=options.reason,
-            deadline_s=deadline_s,
-        )
-        found = await client_drains.command(berth.bus, command)
+    async with connected(context) as berth:
+        body = DrainCommandBody(reason=options.reason)
+        _show(await berth.pause_drain(await _drain_of(berth, drain_id), body), options.form)
+
+
+async def resume(context: typer.Context, drain_id: DrainId, deadline: Deadline = None, *, options: ToDrain) -> None:
+    """Go on, also with one that has ended."""
+    check_reason(options.reason)
+    async with connected(context) as berth:
+        body = DrainCommandBody(reason=options.reason, deadline_s=deadline)
+        _show(await berth.resume_drain(await _drain_of(berth, drain_id), body), options.form)
+
+
+async def cancel(context: typer.Context, drain_id: DrainId, *, options: ToDrain) -> None:
+    """End it: begin nothing more. Its hosts stay disabled, and moved instances stay where they are."""
+    check_reason(options.reason)
+    async with connected(context) as berth:
+        found = await berth.stop_drain(await _drain_of(berth, drain_id), reason=options.reason or None)
     _show(found, options.form)
-    return 0
 
 
-async def _follow(berth: BuildClient, ident: str, timeout_s: float, by: str, form: Form) -> DrainProgress:
+async def _follow(berth: AsyncClient, ident: str, timeout_s: float, form: Form) -> DrainProgress:
     """Follow a drain to its end; SIGINT stops it."""
-    on_interrupt = DrainCommand(drain=ident, action=DrainAction.STOP, by=by, reason="Ctrl-C")
     loop, stopping = asyncio.get_running_loop(), set[asyncio.Task[DrainProgress]]()
     loop.add_signal_handler(
-        signal.SIGINT, lambda: stopping.add(loop.create_task(client_drains.command(berth.bus, on_interrupt)))
+        signal.SIGINT, lambda: stopping.add(loop.create_task(berth.stop_drain(ident, reason="Ctrl-C")))
     )
     last: list[str] = []
 
@@ -281,11 +255,23 @@ async def _follow(berth: BuildClient, ident: str, timeout_s: float, by: str, for
             show_progress(seen)
 
     try:
-        seen = await client_drains.follow(berth.bus, ident, clock=berth.clock, timeout_s=timeout_s, on_progress=look)
+        seen = await follow(partial(_read, berth, ident), clock=SystemClock(), timeout_s=timeout_s, on_progress=look)
         await asyncio.gather(*stopping)
         return seen
     finally:
         loop.remove_signal_handler(signal.SIGINT)
+
+
+async def _read(berth: AsyncClient, ident: str) -> DrainProgress | None:
+    """The drain; None: it is not on record. Raises RequestTimeout where nothing answers now, and Fault."""
+    try:
+        return await berth.show_drain(ident)
+    except Fault as fault:
+        if isinstance(fault, ApiProblem) and fault.code == "drain.unknown":
+            return None
+        if may_pass(fault):
+            raise ApiTimeout(fault.reason, code=fault.code) from fault
+        raise
 
 
 def _ended(seen: DrainProgress, form: Form) -> int:
@@ -301,7 +287,7 @@ def _ended(seen: DrainProgress, form: Form) -> int:
 def _left(seen: DrainProgress) -> Stop | None:
     """Why the command ends though instances may still move; None: none may."""
     if seen.state is not DrainState.ENDED:
-        if client_drains.is_stuck(seen):
+        if is_stuck(seen):
             reason = f"{counted(len(seen.failed), 'instance')} cannot move now; the drain goes on: "
             return Stop(Exit.NO, "drain.left", f"{reason}see berth drain show {seen.id}")
         return Stop(Exit.TIME, "drain.under_way", f"it continues; see berth drain show {seen.id}")

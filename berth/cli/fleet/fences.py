@@ -6,36 +6,36 @@ from typing import Annotated
 
 import typer
 
-from berth.cli.common import QUERY_TIMEOUT_S, Exit, Reason, Stop, check_cell, client
+from berth.cli.common import Exit, Reason, Stop
 from berth.cli.fleet.hosts import FinalOptions, Hosts, InCell, OnlyCell, decided_state, end_fences, named_host
+from berth.cli.http import check_cell, connected
 from berth.cli.output import As, Cell, Form, Id, ListedItems, ListOutput, Table, Time, print_data, print_list, print_one
-from berth.config.settings import Settings
 from berth.fencing.fencer import MAX_HOSTS
 from bus.contracts.build import HostRecord
 from bus.contracts.operations import AdminState
 
 
-async def list_fences(settings: Settings, cell: OnlyCell = None, *, listing: ListOutput) -> None:
+async def list_fences(context: typer.Context, cell: OnlyCell = None, *, listing: ListOutput) -> None:
     """List fenced hosts: whether the cell of each has acknowledged it, and the machines that are left."""
-    async with client(settings) as berth:
-        await check_cell(berth, settings, cell)
+    async with connected(context) as berth:
+        await check_cell(berth, cell)
 
         async def read() -> ListedItems[HostRecord]:
-            page = await berth.hosts(limit=MAX_HOSTS, cell=cell, timeout_s=QUERY_TIMEOUT_S)
-            return ListedItems([one for one in page.hosts if is_fenced(one)])
+            found = await berth.list_hosts(limit=MAX_HOSTS, cell=cell)
+            return ListedItems([one for one in found if is_fenced(one)])
 
         await print_list(read, FENCES, listing)
 
 
 async def show_fence(
-    settings: Settings,
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="Name or UUID of a host.", metavar="HOST")],
     cell: InCell = None,
     form: As = Form.TABLE,
 ) -> None:
     """Show the fence of one host."""
-    async with client(settings) as berth:
-        await check_cell(berth, settings, cell)
+    async with connected(context) as berth:
+        await check_cell(berth, cell)
         found = await named_host(berth, name, cell)
     if not is_fenced(found):
         raise Stop(Exit.NO, "host.not_fenced", f"host {found.name} is not fenced")
@@ -46,7 +46,7 @@ async def show_fence(
 
 
 async def cancel_fences(
-    settings: Settings,
+    context: typer.Context,
     names: Hosts,
     reason: Reason = "",
     force: Annotated[
@@ -60,12 +60,12 @@ async def cancel_fences(
     A fenced host is used once it has destroyed its stale machines; until then it stays fenced, and `list` shows how
     many machines are left. With --force and a reason it does not wait for that.
     """
-    async with client(settings) as berth:
-        await check_cell(berth, settings, decision.cell)
+    async with connected(context) as berth:
+        await check_cell(berth, decision.cell)
         for name in names:
             if not is_fenced(found := await named_host(berth, name, decision.cell)):
                 raise Stop(Exit.NO, "host.not_fenced", f"host {found.name} is not fenced: nothing is done")
-    return await end_fences(settings, names, reason, decision, force=force)
+    return await end_fences(context, names, reason, decision, force=force)
 
 
 def is_fenced(host: HostRecord) -> bool:

@@ -3,46 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from berth.bus_client import BuildClient
-from berth.cli.common import (
-    QUERY_TIMEOUT_S,
-    Exit,
-    Stop,
-    client,
-)
-from berth.cli.output import (
-    As,
-    Form,
-    out,
-    print_data,
-)
-from berth.config.settings import Settings
+from berth.cli.common import Exit, Stop
+from berth.cli.http import connected
+from berth.cli.output import As, Form, out, print_data
+from berth.client import AsyncClient
+from berth.client.types import MetricsBody
 from berth.text import printable, render_rows
-from bus.contracts.host_metrics import (
-    MAX_NAMES,
-    HostMetrics,
-    HostMetricsPage,
-    HostMetricsQuery,
-    HostMetricsRecord,
-    HostReading,
-    MetricName,
-    MetricSource,
-    MetricValue,
-)
+from bus.contracts.host_metrics import MAX_NAMES, HostMetricsRecord, MetricName, MetricSource, MetricValue
 
 SEEN_WITHIN_S = 10.0
 LOOK_AGAIN_S = 0.1
 
 
 async def host_metrics(
-    settings: Settings,
+    context: typer.Context,
     host: Annotated[str, typer.Argument(help="Name or UUID of a host.")],
     given: Annotated[
         list[str] | None,
@@ -60,11 +40,11 @@ async def host_metrics(
         raise typer.BadParameter(f"at most {MAX_NAMES} at a time", param_hint="--set")
     name = _checked(source, MetricSource, "--source: letters, digits, - and _")
 
-    async with client(settings) as berth:
-        found = await _metrics_of(berth, host)
+    async with connected(context) as berth:
         if values:
-            reading = HostReading(host_uuid=found[0].host_uuid, at=time.time(), values=values)
-            found = await _publish(berth, found, HostMetrics(source=name, readings=(reading,)))
+            found = await _publish(berth, host, MetricsBody(values=values, source=name))
+        else:
+            found = await berth.show_metrics(host)
     if form.is_data:
         print_data(found, form)
         return
@@ -72,26 +52,13 @@ async def host_metrics(
     render_rows(out, headers, [row for record in found for row in _metric_rows(record)])
 
 
-async def _metrics_of(berth: BuildClient, host: str) -> tuple[HostMetricsRecord, ...]:
-    page = await berth.bus.request(HostMetricsQuery(host=host), HostMetricsPage, timeout_s=QUERY_TIMEOUT_S)
-    if not page.hosts:
-        raise Stop(Exit.NO, "host.unknown", f"there is no host {printable(host)}")
-    return page.hosts
-
-
-async def _publish(
-    berth: BuildClient, found: tuple[HostMetricsRecord, ...], message: HostMetrics
-) -> tuple[HostMetricsRecord, ...]:
+async def _publish(berth: AsyncClient, host: str, body: MetricsBody) -> tuple[HostMetricsRecord, ...]:
     """Publish, and wait until the scheduler that answers knows it. Events go unconfirmed by their readers."""
-    if len(found) > 1:
-        places = ", ".join(record.host_uuid for record in found)
-        raise Stop(Exit.NO, "host.ambiguous", f"{len(found)} hosts are called so: name one of {places}")
-    (reading,) = message.readings
-    await berth.bus.publish(message)
+    sent = await berth.publish_metrics(host, body)
     for _ in range(int(SEEN_WITHIN_S / LOOK_AGAIN_S)):
-        found = await _metrics_of(berth, reading.host_uuid)
+        found = await berth.show_metrics(sent.host_uuid)
         newest = {one.name: one.at for one in found[0].metrics}
-        if all(newest.get(name, 0.0) >= reading.at for name in reading.values):
+        if all(newest.get(name, 0.0) >= sent.at for name in body.values):
             return found
         await asyncio.sleep(LOOK_AGAIN_S)
     raise Stop(Exit.TIME, "metrics.not_taken", f"no scheduler has accepted it within {SEEN_WITHIN_S:g} s")

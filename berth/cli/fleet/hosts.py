@@ -6,29 +6,28 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 from msgspec import Struct
 from rich.text import Text
 
-from berth.bus_client import BuildClient
 from berth.cli.common import (
     QUERY_TIMEOUT_S,
-    By,
     Exit,
     Reason,
     Stop,
-    Timeout,
     Yes,
     ask_first,
     by_cell,
-    check_cell,
     check_reason,
     client,
     decided_by,
     explain,
+    further,
+    settings_of,
 )
+from berth.cli.http import check_cell, connected, may_pass
 from berth.cli.output import (
     As,
     Cell,
@@ -44,19 +43,16 @@ from berth.cli.output import (
     print_list,
     print_one,
 )
-from berth.config.settings import Settings
-from berth.fencing.fencer import MAX_HOSTS, Fencer
-from berth.fencing.plugin import FencingFailed, load
-from bus.clock import SystemClock
+from berth.client import ApiProblem, AsyncClient
+from berth.client.types import AdminStateRequest, RemovalBody
+from berth.fencing.fencer import MAX_HOSTS
+from berth.fencing.plugin import FencingFailed
 from bus.contracts.build import HostRecord
 from bus.contracts.operations import (
     AdminState,
-    DeleteHost,
-    DeleteService,
     HostAdminState,
     HostDeleted,
     ServiceDeleted,
-    SetAdminState,
 )
 from bus.faults import Fault, RequestRefused, Transient
 from bus.transport import BusError
@@ -79,8 +75,6 @@ class HostOptions(Struct, frozen=True, kw_only=True):
     """The options of each decision about hosts or services."""
 
     cell: Annotated[str | None, typer.Option("--cell", help=f"{CELL_OF_NAME}.")] = None
-    by: By = None
-    timeout: Timeout = 30.0
     form: As = Form.TABLE
 
 
@@ -99,7 +93,7 @@ class FenceOptions(FinalOptions, frozen=True, kw_only=True):
 
 
 async def list_hosts(
-    settings: Settings,
+    context: typer.Context,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="At most this many hosts, the first by name.")] = 100,
     cell: OnlyCell = None,
     up: Annotated[
@@ -113,25 +107,25 @@ async def list_hosts(
     Their state, the usage of each resource, and the operator's decision. A host that is `not reported` has been
     reported by no compute service since the scheduler that answers started.
     """
-    async with client(settings) as berth:
-        await check_cell(berth, settings, cell)
+    async with connected(context) as berth:
+        await check_cell(berth, cell)
 
         async def read() -> ListedItems[HostRecord]:
-            page = await berth.hosts(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
-            return ListedItems(page.hosts, {"--limit": str(min(limit * 10, MAX_HOSTS))} if page.more else None)
+            found = await berth.list_hosts(limit=limit, cell=cell, up=up)
+            return ListedItems(found, further(found, limit, MAX_HOSTS))
 
         await print_list(read, HOSTS, listing)
 
 
 async def show_host(
-    settings: Settings,
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="Name or UUID of a host.", metavar="HOST")],
     cell: InCell = None,
     form: As = Form.TABLE,
 ) -> None:
     """Show one host: its state, usage, zone, aggregates, and the operator's decision."""
-    async with client(settings) as berth:
-        await check_cell(berth, settings, cell)
+    async with connected(context) as berth:
+        await check_cell(berth, cell)
         found = await named_host(berth, name, cell)
     if form.is_data:
         print_data(found, form)
@@ -139,18 +133,18 @@ async def show_host(
         print_one(HOSTS, found)
 
 
-async def disable(settings: Settings, names: Hosts, reason: Reason, *, decision: HostOptions) -> int:
+async def disable(context: typer.Context, names: Hosts, reason: Reason, *, decision: HostOptions) -> int:
     """Place nothing new on these hosts; their instances stay. In effect on every scheduler at once."""
-    return await _decide(settings, names, AdminState.DISABLED, reason, decision)
+    return await _decide(context, names, AdminState.DISABLED, reason, decision)
 
 
-async def maintenance(settings: Settings, names: Hosts, reason: Reason, *, decision: HostOptions) -> int:
+async def maintenance(context: typer.Context, names: Hosts, reason: Reason, *, decision: HostOptions) -> int:
     """Disable these hosts for forced requests, too, which pass the filters."""
-    return await _decide(settings, names, AdminState.MAINTENANCE, reason, decision)
+    return await _decide(context, names, AdminState.MAINTENANCE, reason, decision)
 
 
 async def fence(
-    settings: Settings,
+    context: typer.Context,
     names: Hosts,
     reason: Reason,
     force: Annotated[bool, typer.Option("--force", help="Even if the compute service is up or unknown.")] = False,
@@ -169,45 +163,44 @@ async def fence(
     """
     ask = "Switch off and fence" if switch_off else "Fence"
     return await _decide(
-        settings, names, AdminState.FENCED, reason, decision, force=force, switch_off=switch_off, ask=ask
+        context, names, AdminState.FENCED, reason, decision, force=force, switch_off=switch_off, ask=ask
     )
 
 
-async def enable(settings: Settings, names: Hosts, reason: Reason = "", *, decision: HostOptions) -> int:
+async def enable(context: typer.Context, names: Hosts, reason: Reason = "", *, decision: HostOptions) -> int:
     """Use these hosts again.
 
     A fenced host is used once it has destroyed its stale machines; until then it stays fenced, and `berth fence list`
     shows how many machines are left. `berth fence cancel --force` does not wait for that.
     """
-    return await _decide(settings, names, AdminState.ENABLED, reason, decision)
+    return await _decide(context, names, AdminState.ENABLED, reason, decision)
 
 
 async def end_fences(
-    settings: Settings, names: Sequence[str], reason: str, decision: FinalOptions, *, force: bool
+    context: typer.Context, names: Sequence[str], reason: str, decision: FinalOptions, *, force: bool
 ) -> int:
     """Use fenced hosts again; force: without their cells' reports, after a prompt. Returns the exit status."""
     ask = "End the fence, without their cells' report, of" if force else ""
-    return await _decide(settings, names, AdminState.ENABLED, reason, decision, force=force, ask=ask)
+    return await _decide(context, names, AdminState.ENABLED, reason, decision, force=force, ask=ask)
 
 
-async def delete_hosts(settings: Settings, names: Hosts, reason: Reason, *, decision: FinalOptions) -> int:
+async def delete_hosts(context: typer.Context, names: Hosts, reason: Reason, *, decision: FinalOptions) -> int:
     """Delete these decommissioned hosts: their providers leave placement, their decisions the record.
 
     Refused while something shows that a host may still exist: a compute service that is up reports it, instances are on
     record there, consumers have allocations on it, it is fenced, or it is being drained.
     """
     check_names("host", names, reason)
-    await _ask_about_hosts(settings, "Delete for good", names, decision)
+    await _ask_about_hosts(context, "Delete for good", names, decision)
 
-    def delete(berth: BuildClient, name: str) -> Awaitable[HostDeleted]:
-        command = DeleteHost(host=name, reason=reason, by=decided_by(decision.by), cell=decision.cell)
-        return berth.delete_host(command, timeout_s=decision.timeout)
+    def delete(berth: AsyncClient, name: str) -> Awaitable[HostDeleted]:
+        return berth.delete_host(name, RemovalBody(reason=reason, cell=decision.cell))
 
-    return finish("host", *await _delete_each(settings, names, decision, delete), show_deleted, decision.form)
+    return finish("host", *await _delete_each(context, names, decision, delete), show_deleted, decision.form)
 
 
 async def delete_services(
-    settings: Settings,
+    context: typer.Context,
     names: Annotated[list[str], typer.Argument(help="Names of compute services.", metavar="SERVICE...")],
     reason: Reason,
     *,
@@ -221,16 +214,15 @@ async def delete_services(
     """
     check_names("service", names, reason)
     if not decision.yes:
-        async with client(settings) as berth:
-            page = await berth.services(limit=MAX_HOSTS, cell=decision.cell, timeout_s=QUERY_TIMEOUT_S)
-        places = {name: {one.cell for one in page.services if one.name == name} for name in names}
+        async with connected(context) as berth:
+            listed = await berth.list_services(limit=MAX_HOSTS, cell=decision.cell)
+        places = {name: {one.cell for one in listed if one.name == name} for name in names}
         _ask("Delete for good, with all machines that they may have had,", places, "service", decision)
 
-    def delete(berth: BuildClient, name: str) -> Awaitable[ServiceDeleted]:
-        command = DeleteService(service=name, reason=reason, by=decided_by(decision.by), cell=decision.cell)
-        return berth.delete_service(command, timeout_s=decision.timeout)
+    def delete(berth: AsyncClient, name: str) -> Awaitable[ServiceDeleted]:
+        return berth.delete_service(name, RemovalBody(reason=reason, cell=decision.cell))
 
-    done = await _delete_each(settings, names, decision, delete)
+    done = await _delete_each(context, names, decision, delete)
     return finish("service", *done, show_deleted_service, decision.form)
 
 
@@ -241,13 +233,13 @@ def check_names(kind: str, names: Sequence[str], reason: str) -> None:
         raise typer.BadParameter(f"at most {MAX_NAMED} {kind}s", param_hint=kind.upper())
 
 
-async def _ask_about_hosts(settings: Settings, verb: str, names: Sequence[str], decision: FinalOptions) -> None:
+async def _ask_about_hosts(context: typer.Context, verb: str, names: Sequence[str], decision: FinalOptions) -> None:
     """Raises Stop."""
     if decision.yes:
         return
-    async with client(settings) as berth:
-        page = await berth.hosts(limit=MAX_HOSTS, cell=decision.cell, timeout_s=QUERY_TIMEOUT_S)
-    places = {name: {one.cell for one in page.hosts if name in (one.uuid, one.name)} for name in names}
+    async with connected(context) as berth:
+        listed = await berth.list_hosts(limit=MAX_HOSTS, cell=decision.cell)
+    places = {name: {one.cell for one in listed if name in (one.uuid, one.name)} for name in names}
     _ask(verb, places, "host", decision)
 
 
@@ -273,12 +265,12 @@ async def _each(names: Iterable[str], work: Callable[[str], Awaitable[T]]) -> tu
         try:
             done.append(await work(name))
             silent = 0
-        except (Transient, BusError) as fault:
-            refused.append((name, fault if isinstance(fault, Fault) else Transient(str(fault), code="bus.unavailable")))
+        except BusError as fault:
+            refused.append((name, Transient(str(fault), code="bus.unavailable")))
             silent += 1
-        except (RequestRefused, FencingFailed) as fault:
+        except (ApiProblem, RequestRefused, FencingFailed, Transient) as fault:
             refused.append((name, fault))
-            silent = 0
+            silent = silent + 1 if may_pass(fault) else 0
         except asyncio.CancelledError:
             refused.append((name, Fault("interrupted: it may be done, or half done", code="command.interrupted")))
             silent = MAX_SILENT
@@ -286,10 +278,13 @@ async def _each(names: Iterable[str], work: Callable[[str], Awaitable[T]]) -> tu
 
 
 async def _delete_each(
-    settings: Settings, names: Sequence[str], decision: HostOptions, delete: Callable[[BuildClient, str], Awaitable[T]]
+    context: typer.Context,
+    names: Sequence[str],
+    decision: HostOptions,
+    delete: Callable[[AsyncClient, str], Awaitable[T]],
 ) -> tuple[list[T], Refused]:
-    async with client(settings) as berth:
-        await check_cell(berth, settings, decision.cell)
+    async with connected(context) as berth:
+        await check_cell(berth, decision.cell)
         return await _each(dict.fromkeys(names), lambda name: delete(berth, name))
 
 
@@ -311,7 +306,7 @@ def finish(kind: str, done: Sequence[T], refused: Refused, show: Callable[[T], N
 
 
 async def _decide(
-    settings: Settings,
+    context: typer.Context,
     names: Sequence[str],
     state: AdminState,
     reason: str,
@@ -324,16 +319,15 @@ async def _decide(
     """ask: the verb of the prompt that comes first."""
     check_names("host", names, reason)
     if ask and isinstance(decision, FinalOptions):
-        await _ask_about_hosts(settings, ask, names, decision)
-    of: dict[str, Any] = {
-        "state": state,
-        "reason": reason,
-        "by": decided_by(decision.by),
-        "cell": decision.cell,
-        "force": force,
-    }
-    commands = [SetAdminState(host=name, **of) for name in dict.fromkeys(names)]
-    done = await _set_states(settings, commands, decision.timeout, switch_off=switch_off)
+        await _ask_about_hosts(context, ask, names, decision)
+    each_name = dict.fromkeys(names)
+    if switch_off:
+        done = await _switch_off(context, each_name, reason, decision, force=force)
+        return finish("host", *done, show_decision, decision.form)
+    body = AdminStateRequest(state=state, reason=reason, cell=decision.cell, force=force)
+    async with connected(context) as berth:
+        await check_cell(berth, decision.cell)
+        done = await _each(each_name, lambda name: berth.decide_about_host(name, body))
     return finish("host", *done, show_decision, decision.form)
 
 
@@ -345,38 +339,44 @@ def show_deleted(one: HostDeleted) -> None:
     print_line(f"{one.host}: {what}")
 
 
-async def _set_states(
-    settings: Settings, commands: Sequence[SetAdminState], timeout_s: float, *, switch_off: bool
+async def _switch_off(
+    context: typer.Context, names: Iterable[str], reason: str, decision: HostOptions, *, force: bool
 ) -> tuple[list[HostAdminState], list[tuple[str, Fault]]]:
-    """(the states that were set, the hosts whose state was refused with the reason), one host after the other."""
+    """Switch hosts off by the plug-in and fence them, one after the other: by the settings in force, which have the
+    credentials of what switches them off, and not by a token.
+    """
+    from berth.fencing.fencer import Fencer  # noqa: PLC0415  (of a site's own machine)
+    from berth.fencing.plugin import load  # noqa: PLC0415
+    from bus.clock import SystemClock  # noqa: PLC0415
+
+    settings, clock, by = settings_of(context), SystemClock(), decided_by(None)
     async with contextlib.AsyncExitStack() as stack:
-        clock, fencer = SystemClock(), None
-        plugin = load(settings.fencing, clock=clock) if switch_off else None
+        plugin = load(settings.fencing, clock=clock)
+        assert plugin is not None
+        stack.push_async_callback(plugin.close)
         berth = await stack.enter_async_context(client(settings))
-        await check_cell(berth, settings, commands[0].cell)
-        if plugin is not None:
-            stack.push_async_callback(plugin.close)
-            fencer = Fencer(berth, plugin, settings.fencing, clock=clock)
-        by_name = {command.host: command for command in commands}
+        fencer = Fencer(berth, plugin, settings.fencing, clock=clock)
 
         async def decide(name: str) -> HostAdminState:
-            command = by_name[name]
-            if fencer is None:
-                return await berth.set_admin_state(command, timeout_s=timeout_s)
-            host = await named_host(berth, name, command.cell)
-            return await fencer.fence(host, command.reason, by=command.by, force=command.force, cell=command.cell)
+            page = await berth.hosts(limit=MAX_HOSTS, timeout_s=QUERY_TIMEOUT_S)
+            host = host_called(name, decision.cell, page.hosts)
+            return await fencer.fence(host, reason, by=by, force=force, cell=decision.cell)
 
-        return await _each(by_name, decide)
+        return await _each(names, decide)
 
 
-async def named_host(berth: BuildClient, name: str, cell: str | None) -> HostRecord:
-    """The host of this name or UUID. Raises RequestRefused (`host.unknown`, `host.ambiguous`)."""
-    page = await berth.hosts(limit=MAX_HOSTS, cell=cell, timeout_s=QUERY_TIMEOUT_S)
-    found = [host for host in page.hosts if name == host.uuid]  # another host may call itself so
-    found = found or [host for host in page.hosts if name == host.name]
-    if not found and cell is not None:  # nothing may show its cell; then the operator states it with the UUID
-        page = await berth.hosts(limit=MAX_HOSTS, timeout_s=QUERY_TIMEOUT_S)
-        found = [host for host in page.hosts if name == host.uuid and host.cell is None]
+async def named_host(berth: AsyncClient, name: str, cell: str | None) -> HostRecord:
+    """The host of this name or UUID. Raises RequestRefused (`host.unknown`, `host.ambiguous`), Fault."""
+    return host_called(name, cell, await berth.list_hosts(limit=MAX_HOSTS))
+
+
+def host_called(name: str, cell: str | None, hosts: Sequence[HostRecord]) -> HostRecord:
+    """The one of these hosts that has this name or UUID. Raises RequestRefused (`host.unknown`, `host.ambiguous`)."""
+    within = [host for host in hosts if cell in (None, host.cell)]
+    found = [host for host in within if name == host.uuid]  # another host may call itself so
+    found = found or [host for host in within if name == host.name]
+    # nothing may show its cell; then the operator states it with the UUID
+    found = found or [host for host in hosts if name == host.uuid and host.cell is None]
     if len(found) > 1:
         raise RequestRefused(f"{len(found)} hosts are called {name}: name a UUID", code="host.ambiguous")
     if not found:

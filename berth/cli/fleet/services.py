@@ -7,15 +7,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from berth.cli.common import (
-    QUERY_TIMEOUT_S,
-    Exit,
-    Stop,
-    check_cell,
-    client,
-    one_of,
-)
+from berth.cli.common import Exit, Stop, further, one_of
 from berth.cli.fleet.hosts import InCell, OnlyCell
+from berth.cli.http import check_cell, connected
 from berth.cli.output import (
     As,
     Cell,
@@ -28,14 +22,13 @@ from berth.cli.output import (
     print_list,
     print_one,
 )
-from berth.config.settings import Settings
 from berth.fencing.fencer import MAX_HOSTS
 from bus.contracts.operations import ServiceRecord
-from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
+from bus.contracts.workers import WorkerRecord
 
 
 async def list_services(
-    settings: Settings,
+    context: typer.Context,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="So many, by cell and name.")] = 1000,
     cell: OnlyCell = None,
     up: Annotated[bool | None, typer.Option("--up/--down", help="Only those that are up, or not.")] = None,
@@ -43,28 +36,27 @@ async def list_services(
     listing: ListOutput,
 ) -> None:
     """List compute services."""
-    async with client(settings) as berth:
-        await check_cell(berth, settings, cell)
+    async with connected(context) as berth:
+        await check_cell(berth, cell)
 
         async def read() -> ListedItems[ServiceRecord]:
-            page = await berth.services(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
-            more = len(page.services) == limit and limit < MAX_HOSTS
-            return ListedItems(page.services, {"--limit": str(min(limit * 10, MAX_HOSTS))} if more else None)
+            found = await berth.list_services(limit=limit, cell=cell, up=up)
+            return ListedItems(found, further(found, limit, MAX_HOSTS))
 
         await print_list(read, SERVICES, listing)
 
 
 async def show_service(
-    settings: Settings,
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="Name of a compute service.", metavar="SERVICE")],
     cell: InCell = None,
     form: As = Form.TABLE,
 ) -> None:
     """Show one compute service: whether it is up, its hosts, and the reason."""
-    async with client(settings) as berth:
-        await check_cell(berth, settings, cell)
-        page = await berth.services(limit=MAX_HOSTS, cell=cell, timeout_s=QUERY_TIMEOUT_S)
-    of_cells = {one.cell: one for one in page.services if one.name == name}
+    async with connected(context) as berth:
+        await check_cell(berth, cell)
+        listed = await berth.list_services(limit=MAX_HOSTS, cell=cell)
+    of_cells = {one.cell: one for one in listed if one.name == name}
     if not of_cells:
         raise Stop(Exit.NO, "service.unknown", f"there is no compute service {name}")
     if len(of_cells) > 1:
@@ -88,7 +80,7 @@ SERVICES = Table("service cell state hosts enabled reported reason | since", _se
 
 
 async def list_workers(
-    settings: Settings,
+    context: typer.Context,
     role: Annotated[str | None, typer.Option(help="Only of this role.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="So many, by role, bus and name.")] = 1000,
     *,
@@ -98,26 +90,24 @@ async def list_workers(
 
     A worker that ended on purpose is listed as silent for an hour.
     """
-    async with client(settings) as berth:
+    async with connected(context) as berth:
 
         async def read() -> ListedItems[WorkerRecord]:
-            query = WorkersQuery(role=role, limit=limit)
-            page = await berth.bus.request(query, WorkersPage, timeout_s=QUERY_TIMEOUT_S)
-            more = len(page.workers) == limit and limit < MAX_HOSTS
-            return ListedItems(page.workers, {"--limit": str(min(limit * 10, MAX_HOSTS))} if more else None)
+            found = await berth.list_workers(role=role, limit=limit)
+            return ListedItems(found, further(found, limit, MAX_HOSTS))
 
         await print_list(read, WORKERS, listing)
 
 
 async def show_worker(
-    settings: Settings,
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="Name of a worker; BUS/NAME where two have it.", metavar="WORKER")],
     form: As = Form.TABLE,
 ) -> None:
     """Show one worker: its state, and what it has in hand."""
-    async with client(settings) as berth:
-        page = await berth.bus.request(WorkersQuery(limit=MAX_HOSTS), WorkersPage, timeout_s=QUERY_TIMEOUT_S)
-    known = {f"{one.bus}/{one.heartbeat.worker}": one for one in page.workers}  # workers of two buses share names
+    async with connected(context) as berth:
+        listed = await berth.list_workers(limit=MAX_HOSTS)
+    known = {f"{one.bus}/{one.heartbeat.worker}": one for one in listed}  # workers of two buses share names
     found = known[one_of("worker", "worker.unknown", name, {key: one.heartbeat.worker for key, one in known.items()})]
     if form.is_data:
         print_data(found, form)

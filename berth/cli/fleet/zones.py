@@ -7,13 +7,12 @@ from typing import Annotated
 import typer
 from msgspec import Struct
 
-from berth.bus_client import BuildClient
-from berth.bus_client.object_edits import stored_objects
-from berth.cli.common import QUERY_TIMEOUT_S, Exit, Stop, client
+from berth.cli.common import Exit, Stop
+from berth.cli.http import connected
 from berth.cli.output import As, Form, ListedItems, ListOutput, Table, print_data, print_list, print_one
-from berth.config.settings import Settings
+from berth.client import ApiProblem, AsyncClient
 from berth.fencing.fencer import MAX_HOSTS
-from bus.contracts.objects import ZONE_KEY, ObjectKind
+from bus.contracts.build import HostRecord
 
 
 class ZoneHosts(Struct, frozen=True, kw_only=True):
@@ -32,9 +31,9 @@ def _row(one: ZoneHosts) -> list[str | int]:
 ZONES = Table("zone hosts up aggregates | names", _row)
 
 
-async def list_zones(settings: Settings, *, listing: ListOutput) -> None:
+async def list_zones(context: typer.Context, *, listing: ListOutput) -> None:
     """List availability zones, with their hosts and aggregates."""
-    async with client(settings) as berth:
+    async with connected(context) as berth:
 
         async def read() -> ListedItems[ZoneHosts]:
             return ListedItems(await _zones(berth))
@@ -43,10 +42,12 @@ async def list_zones(settings: Settings, *, listing: ListOutput) -> None:
 
 
 async def show_zone(
-    settings: Settings, name: Annotated[str, typer.Argument(help="The zone.", metavar="ZONE")], form: As = Form.TABLE
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="The zone.", metavar="ZONE")],
+    form: As = Form.TABLE,
 ) -> None:
     """Show one availability zone."""
-    async with client(settings) as berth:
+    async with connected(context) as berth:
         found = next((one for one in await _zones(berth) if one.name == name), None)
     if found is None:
         raise Stop(Exit.NO, "zone.unknown", f"there is no availability zone {name!r}")
@@ -56,14 +57,21 @@ async def show_zone(
         print_one(ZONES, found)
 
 
-async def _zones(berth: BuildClient) -> list[ZoneHosts]:
+async def hosts_seen(berth: AsyncClient) -> tuple[HostRecord, ...]:
+    """All hosts; none for a project, which sees its zones alone."""
+    try:
+        return await berth.list_hosts(limit=MAX_HOSTS)
+    except ApiProblem as problem:
+        if problem.code != "role.forbidden":
+            raise
+        return ()
+
+
+async def _zones(berth: AsyncClient) -> list[ZoneHosts]:
     """By name. A host that is in no aggregate with a zone is in none of these."""
-    page = await berth.hosts(limit=MAX_HOSTS, timeout_s=QUERY_TIMEOUT_S)
-    aggregates: dict[str, list[str]] = {}
-    async for one in stored_objects(berth.bus, ObjectKind.AGGREGATE, timeout_s=QUERY_TIMEOUT_S):
-        if zone := one.body.get("metadata", {}).get(ZONE_KEY):
-            aggregates.setdefault(zone, []).append(one.name)
-    found = {zone: [host for host in page.hosts if host.zone == zone] for zone in aggregates}
+    hosts = await hosts_seen(berth)
+    aggregates = {one.name: one.aggregates for one in await berth.list_zones()}
+    found = {zone: [host for host in hosts if host.zone == zone] for zone in aggregates}
     return [
         ZoneHosts(
             name=zone,

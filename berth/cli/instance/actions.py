@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 import typer
 from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 from rich.text import Text
 
-from berth.bus_client import BuildClient
-from berth.bus_client.actions import ActionClient
 from berth.cli.common import (
-    QUERY_TIMEOUT_S,
+    MAX_LIMIT,
     Exit,
     InProject,
     Instance,
@@ -26,15 +23,13 @@ from berth.cli.common import (
     Wait,
     Yes,
     ask_first,
-    client,
-    decided_by,
     further,
-    instance_of,
     is_uuid,
     one_of,
     pairs_of,
     parse_uuid,
 )
+from berth.cli.http import connected, each, ended, instance_of
 from berth.cli.instance.instances import ImageSha256, ImageSourceUrl, image_source_of
 from berth.cli.output import (
     As,
@@ -51,14 +46,11 @@ from berth.cli.output import (
     print_list,
     print_one,
 )
-from berth.config.settings import Settings
+from berth.client import AsyncClient
 from berth.text import printable, render_funnel
 from bus.clock import new_uuid
 from bus.contracts.actions import (
-    ActionEvent,
     ActionKind,
-    ActionPage,
-    ActionQuery,
     ActionRecord,
     ActionRequest,
     ActionState,
@@ -67,6 +59,7 @@ from bus.contracts.actions import (
 )
 from bus.contracts.base import reason_of
 from bus.contracts.build import BuildRecord
+from bus.faults import Fault
 
 
 class RequestOptions(Struct, frozen=True, kw_only=True):
@@ -105,7 +98,7 @@ AutoConfirm = Annotated[
 
 
 async def migrate(
-    settings: Settings,
+    context: typer.Context,
     instance: Instance,
     live: Annotated[bool, typer.Option("--live", help="While it runs; nothing to confirm afterwards.")] = False,
     *,
@@ -120,11 +113,11 @@ async def migrate(
     kind = ActionKind.LIVE_MIGRATE if live else ActionKind.MIGRATE
     if live and auto_confirm is not None:
         raise typer.BadParameter("a live migration has nothing to confirm", param_hint="--auto-confirm")
-    return await _request(settings, instance, kind, request, **asdict(to), auto_confirm_s=auto_confirm)
+    return await _request(context, instance, kind, request, **asdict(to), auto_confirm_s=auto_confirm)
 
 
 async def resize(
-    settings: Settings,
+    context: typer.Context,
     instance: Instance,
     flavor: Annotated[str, typer.Option(help="The new flavor.")],
     policy: Annotated[
@@ -140,11 +133,11 @@ async def resize(
     On another host, or where it is; confirm or revert follows.
     """
     fields = {"flavor": flavor, "policy": policy.value, "auto_confirm_s": auto_confirm}
-    return await _request(settings, instance, ActionKind.RESIZE, request, **fields, **asdict(to))
+    return await _request(context, instance, ActionKind.RESIZE, request, **fields, **asdict(to))
 
 
 async def evacuate(
-    settings: Settings,
+    context: typer.Context,
     instance: Instance,
     *,
     to: DestinationOptions,
@@ -158,11 +151,11 @@ async def evacuate(
     An operator has fenced the host before (`berth host fence`). Refused when the host has reported since that the
     instance runs there in spite of the fence. A shelved instance is offloaded instead.
     """
-    return await _request(settings, instance, ActionKind.EVACUATE, request, **asdict(to), fenced=True, force=force)
+    return await _request(context, instance, ActionKind.EVACUATE, request, **asdict(to), fenced=True, force=force)
 
 
 async def rebuild(
-    settings: Settings,
+    context: typer.Context,
     instance: Instance,
     image: Annotated[str, typer.Option(help="The image's name.")],
     properties: Annotated[
@@ -185,11 +178,11 @@ async def rebuild(
     pairs = pairs_of(properties, "--image-property") if properties else None
     named = {"image": image, "image_properties": pairs, "image_source": image_source_of(source, sha256)}
     ask_first(f"Replace the disk of {instance} by image {image}", yes=yes)
-    return await _request(settings, instance, ActionKind.REBUILD, request, **named)
+    return await _request(context, instance, ActionKind.REBUILD, request, **named)
 
 
 async def reboot(
-    settings: Settings,
+    context: typer.Context,
     instance: Instance,
     soft: Annotated[bool, typer.Option("--soft", help="Have its own system shut down first; it must run.")] = False,
     *,
@@ -199,11 +192,11 @@ async def reboot(
 
     A stopped one starts.
     """
-    return await _request(settings, instance, ActionKind.REBOOT, request, soft=soft)
+    return await _request(context, instance, ActionKind.REBOOT, request, soft=soft)
 
 
 async def rescue(
-    settings: Settings,
+    context: typer.Context,
     instance: Instance,
     password: Annotated[
         str | None,
@@ -223,33 +216,35 @@ async def rescue(
     chosen = password or secrets.token_urlsafe(12)
     if password is None:
         err.print(f"password: {chosen}", soft_wrap=True)
-    return await _request(settings, instance, ActionKind.RESCUE, request, rescue_password=chosen)
+    return await _request(context, instance, ActionKind.RESCUE, request, rescue_password=chosen)
 
 
 async def shelve(
-    settings: Settings,
+    context: typer.Context,
     instance: Instance,
     offload: Annotated[bool, typer.Option("--offload", help="Release its host as well.")] = False,
     *,
     request: RequestOptions,
 ) -> int:
     """Stop an instance and keep its image. A shelved one that is offloaded later keeps only that."""
-    return await _request(settings, instance, ActionKind.SHELVE, request, offload=offload)
+    return await _request(context, instance, ActionKind.SHELVE, request, offload=offload)
 
 
-async def unshelve(settings: Settings, instance: Instance, *, to: DestinationOptions, request: RequestOptions) -> int:
+async def unshelve(
+    context: typer.Context, instance: Instance, *, to: DestinationOptions, request: RequestOptions
+) -> int:
     """Start a shelved instance again.
 
     An offloaded one starts on a newly chosen host; one that is not, where it is, and is refused with --host.
     """
-    return await _request(settings, instance, ActionKind.UNSHELVE, request, **asdict(to))
+    return await _request(context, instance, ActionKind.UNSHELVE, request, **asdict(to))
 
 
 def _simple(kind: ActionKind, help_text: str) -> Any:
     """A command that takes an instance and nothing else."""
 
-    async def command(settings: Settings, instance: Instance, *, request: RequestOptions) -> int:
-        return await _request(settings, instance, kind, request)
+    async def command(context: typer.Context, instance: Instance, *, request: RequestOptions) -> int:
+        return await _request(context, instance, kind, request)
 
     command.__doc__ = help_text
     return command
@@ -276,32 +271,35 @@ class ActionListOptions(ListOutput, frozen=True, kw_only=True):
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The most to list, newest first.")] = 50
 
 
-async def actions(settings: Settings, *, options: ActionListOptions) -> None:
+async def actions(context: typer.Context, *, options: ActionListOptions) -> None:
     """List actions, newest first."""
-    query = ActionQuery(project_id=options.project, under_way=options.under_way, limit=options.limit)
-    async with client(settings) as berth:
+    async with connected(context) as berth:
+        about = None
         if options.instance is not None:
-            found = await instance_of(berth, options.instance, options.project, timeout_s=QUERY_TIMEOUT_S)
-            query = replace(query, instance_uuid=found.instance_uuid)
+            about = (await instance_of(berth, options.instance, options.project)).instance_uuid
 
         async def read() -> ListedItems[ActionRecord]:
-            page = await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)
-            return ListedItems(page.actions, further(page.actions, options.limit))
+            found = await berth.list_actions(
+                instance=about, project=options.project, under_way=options.under_way, limit=options.limit
+            )
+            return ListedItems(found, further(found, options.limit))
 
         await print_list(read, ACTIONS, options)
 
 
 async def show_action(
-    settings: Settings,
+    context: typer.Context,
     request_id: Annotated[str, typer.Argument(help="The action's id, or its first letters.", metavar="ACTION")],
     form: As = Form.TABLE,
 ) -> None:
     """Show one action: its state, and the reason."""
-    async with client(settings) as berth:
-        query = ActionQuery(request_id=parse_uuid(request_id)) if is_uuid(request_id) else ActionQuery(limit=1000)
-        page = await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)
-    wanted = one_of("action", "action.unknown", request_id, {one.request_id: one.kind.value for one in page.actions})
-    found = next(one for one in page.actions if one.request_id == wanted)
+    async with connected(context) as berth:
+        if is_uuid(request_id):
+            found = await berth.show_action(parse_uuid(request_id))
+        else:
+            known = {one.request_id: one for one in await berth.list_actions(limit=MAX_LIMIT)}
+            kinds = {one.request_id: one.kind.value for one in known.values()}
+            found = known[one_of("action", "action.unknown", request_id, kinds)]
     if form.is_data:
         print_data(found, form)
         return
@@ -318,54 +316,68 @@ def _row(one: ActionRecord) -> list[Cell]:
 ACTIONS = Table("action instance what state host since reason | cell project requested", _row)
 
 
-@contextlib.asynccontextmanager
-async def _clients(settings: Settings) -> AsyncIterator[tuple[BuildClient, ActionClient]]:
-    async with client(settings) as berth:
-        following = ActionClient(berth.bus, clock=berth.clock, process=berth.process)
-        await following.open()
-        try:
-            yield berth, following
-        finally:
-            await following.close()
-
-
-async def _request(settings: Settings, name: str, kind: ActionKind, options: RequestOptions, **fields: object) -> int:
-    """Publish a request and print it, or with --wait its end; the exit status. fields: of the message."""
-    async with _clients(settings) as (berth, following):
-        found = await instance_of(berth, name, options.project, timeout_s=QUERY_TIMEOUT_S)
-        request = _message(found.instance_uuid, found.project_id, kind, fields, options.request_id)
-        await following.ask(request)
-        if not options.wait:
-            _show(request, None, options.form)
-            return 0
-        if not await following.wait(options.timeout):
-            raise Stop(Exit.TIME, "timeout", f"{kind} {request.request_id} had not ended in time")
-        end = following.ended[request.request_id]
-    _show(request, end, options.form)
-    return 0 if end.state is ActionState.DONE else Exit.NO
+async def _request(
+    context: typer.Context, name: str, kind: ActionKind, options: RequestOptions, **fields: object
+) -> int:
+    """Request something of one instance and print it, or with --wait its end; returns the exit status."""
+    async with connected(context) as berth:
+        found = await instance_of(berth, name, options.project)
+        return await request_all(berth, kind, [found], options, as_list=False, **fields)
 
 
 async def request_all(
-    settings: Settings, kind: ActionKind, records: Sequence[BuildRecord], options: RequestOptions
+    berth: AsyncClient,
+    kind: ActionKind,
+    records: Sequence[BuildRecord],
+    options: RequestOptions,
+    *,
+    as_list: bool = True,
+    **fields: object,
 ) -> int:
-    """Publish the same request about several instances, and print each or its end; returns the exit status."""
+    """Request the same of several instances, and print each or its end; returns the exit status. fields: of the
+    message. as_list: the form of data.
+    """
     if options.request_id is not None and len(records) > 1:
         raise typer.BadParameter("an id is one request's", param_hint="--id")
-    async with _clients(settings) as (_, following):
-        requests = [_message(one.instance_uuid, one.project_id, kind, {}, options.request_id) for one in records]
-        for request in requests:
-            await following.ask(request)
-        ended = not options.wait or await following.wait(options.timeout)
-    ends = [following.ended.get(request.request_id) if options.wait else None for request in requests]
+    requests = [_message(one.instance_uuid, one.project_id, kind, fields, options.request_id) for one in records]
+    answers = await each(
+        requests, lambda one: berth.create_action(one.instance_uuid, _body(one)), retry_for_s=options.timeout
+    )
+    faults = [answer for answer in answers if isinstance(answer, Fault)]
+    accepted = [one for one, answer in zip(requests, answers, strict=True) if not isinstance(answer, Fault)]
+    ends, in_time = list[ActionRecord](), True
+    if options.wait:
+        ids = [one.request_id for one in accepted]
+        ends, in_time = await ended(ids, berth.show_action, _is_over, timeout_s=options.timeout)
+    outcomes = [(request, ends[at] if ends else None) for at, request in enumerate(accepted)]
     if options.form.is_data:
-        print_data([_plain(*both) for both in zip(requests, ends, strict=True)], options.form)
+        plain = [_plain(*both) for both in outcomes]
+        print_data(plain if as_list or not plain else plain[0], options.form)
     else:
-        for request, end in zip(requests, ends, strict=True):
-            _show(request, end, options.form)
-    if not ended:
-        raise Stop(Exit.TIME, "timeout", f"{sum(end is None for end in ends)} had not ended in time")
-    failed = options.wait and any(end is None or end.state is not ActionState.DONE for end in ends)
-    return Exit.NO if failed else 0
+        for request, end in outcomes:
+            _show(request, end, await _is_resized(berth, end))
+    for fault in faults:
+        raise fault
+    if not in_time:
+        raise Stop(Exit.TIME, "timeout", f"{sum(not _is_over(one) for one in ends)} had not ended in time")
+    return Exit.NO if any(end.state is not ActionState.DONE for end in ends) else 0
+
+
+def _is_over(one: ActionRecord) -> bool:
+    return one.terminal
+
+
+async def _is_resized(berth: AsyncClient, end: ActionRecord | None) -> bool:
+    """Whether an operator has to confirm or revert now."""
+    if end is None or end.state is not ActionState.DONE or end.kind not in (ActionKind.RESIZE, ActionKind.MIGRATE):
+        return False
+    return (await berth.show_build(end.instance_uuid)).condition == Condition.RESIZED
+
+
+def _body(request: ActionRequest) -> dict[str, object]:
+    """The request without what the server fills in."""
+    fields: dict[str, object] = msgspec.to_builtins(request)
+    return {name: value for name, value in fields.items() if name not in ("type", "by")}
 
 
 def _message(
@@ -379,23 +391,19 @@ def _message(
         "project_id": project,
     }
     try:
-        by = {"by": decided_by(None)}
-        return msgspec.convert({**of_instance, **by, "kind": kind.value, **named}, ActionRequest)
+        return msgspec.convert({**of_instance, "kind": kind.value, **named}, ActionRequest)
     except msgspec.ValidationError as error:
         raise Stop(Exit.USAGE, "request.invalid", reason_of(error)) from error
 
 
-def _show(request: ActionRequest, end: ActionEvent | ActionRecord | None, form: Form) -> None:
-    if form.is_data:
-        print_data(_plain(request, end), form)
-        return
+def _show(request: ActionRequest, end: ActionRecord | None, is_resized: bool) -> None:
     state = "accepted" if end is None else end.state.value
     where = f" on {end.host} in {end.cell}" if end is not None and end.host else ""
     suffix = f": {end.reason or end.code}" if end is not None and end.code else ""
     line = Text.assemble(f"{request.instance_uuid} {request.kind} ", _colour(state), printable(f"{where}{suffix}"))
     out.print(line, soft_wrap=True)
     out.print(Text(f"  request {request.request_id}", "dim"), soft_wrap=True)
-    if isinstance(end, ActionEvent) and end.condition is Condition.RESIZED:
+    if is_resized:
         uuid = request.instance_uuid
         out.print(
             f"  its old allocation stays until `berth instance confirm {uuid}` or `berth instance revert {uuid}`",
@@ -405,7 +413,7 @@ def _show(request: ActionRequest, end: ActionEvent | ActionRecord | None, form: 
         render_funnel(end.funnel, out)
 
 
-def _plain(request: ActionRequest, end: ActionEvent | ActionRecord | None) -> dict[str, object]:
+def _plain(request: ActionRequest, end: ActionRecord | None) -> dict[str, object]:
     of = {"request_id": request.request_id, "instance_uuid": request.instance_uuid, "kind": request.kind.value}
     came = {name: getattr(end, name, None) for name in ("host", "cell")}
     reason = {name: getattr(end, name, "") for name in ("code", "reason")}

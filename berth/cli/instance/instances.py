@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeGuard
 from uuid import UUID
 
 import msgspec
@@ -16,21 +16,8 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
-from berth.bus_client import BuildClient, RequestWatch
-from berth.cli.common import (
-    QUERY_TIMEOUT_S,
-    Exit,
-    InProject,
-    Instance,
-    Page,
-    Stop,
-    Timeout,
-    check_cell,
-    client,
-    decided_by,
-    instance_of,
-    parse_uuid,
-)
+from berth.cli.common import Exit, InProject, Instance, Page, Stop, Timeout, parse_uuid
+from berth.cli.http import check_cell, connected, each, ended, instance_of, place_of
 from berth.cli.output import (
     As,
     Cell,
@@ -45,18 +32,26 @@ from berth.cli.output import (
     print_line,
     print_list,
 )
-from berth.config.settings import Settings
+from berth.client import ApiProblem, AsyncClient
+from berth.client.types import Accepted
 from berth.text import printable, render_funnel, render_rows, render_scores, render_stages, utc
 from bus.clock import new_uuid
-from bus.contracts.actions import ActionPage, ActionQuery, ActionRecord
+from bus.contracts.actions import ActionRecord
 from bus.contracts.base import reason_of
-from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
+from bus.contracts.build import (
+    TERMINAL_STATES,
+    BuildQuery,
+    BuildRecord,
+    BuildRequest,
+    BuildState,
+    FunnelStep,
+    TimelineEntry,
+)
 from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, NetworkRequest, VolumeRequest
 from bus.contracts.deploy import Volumes as VolumeRequests
 from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import MAX_MEMBERS, GroupPolicy, ServerGroup
-from bus.faults import RequestUnconfirmed
-from bus.transport import BusUnavailable, PublishRefused
+from bus.faults import Fault
 
 MAX_COUNT = 100_000
 
@@ -65,6 +60,20 @@ ImageSourceUrl = Annotated[
     str | None, typer.Option("--image-source", help="Where the image is, for bare metal (a URL).")
 ]
 ImageSha256 = Annotated[str | None, typer.Option("--image-sha256", help="Its SHA-256.")]
+
+
+class RequestOutcome(Struct, frozen=True):
+    """What became of a request to build or delete. latency_s: from a build's request until it was active."""
+
+    instance_uuid: str
+    name: str = ""
+    state: str = "accepted"
+    host: str | None = None
+    cell: str | None = None
+    code: str = ""
+    reason: str = ""
+    funnel: tuple[FunnelStep, ...] = ()
+    latency_s: float | None = None
 
 
 class BootOptions(Struct, frozen=True, kw_only=True):
@@ -80,7 +89,9 @@ class BootOptions(Struct, frozen=True, kw_only=True):
         typer.Option(min=1, max=MAX_MEMBERS, help="As --gang, but this many are enough."),
     ] = None
     name: Annotated[str, typer.Option(help="A name; with --count, a number is added.")] = ""
-    project: Annotated[str, typer.Option(help="The project that the instances are for.")] = "default"
+    project: Annotated[
+        str | None, typer.Option(help="The project that the instances are for; else your own, or `default`.")
+    ] = None
     image: Annotated[str, typer.Option(help="The image's name.")] = ""
     image_source: ImageSourceUrl = None
     image_sha256: ImageSha256 = None
@@ -133,17 +144,87 @@ class BootOptions(Struct, frozen=True, kw_only=True):
     form: As = Form.TABLE
 
 
-async def boot(settings: Settings, *, options: BootOptions) -> int:
+async def boot(context: typer.Context, *, options: BootOptions) -> int:
     """Request machines. With --wait, exit status 1 when one of them failed."""
     requests = requests_of(options)
     _check(requests[-1])
-    async with client(settings) as berth:
-        watches = await publish_and_follow(berth, requests, timeout_s=options.timeout, form=options.form)
-        ended = not options.wait or await berth.wait(options.timeout)
-        report_requests(watches, form=options.form)
-    if not ended:
-        raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in watches)} builds had not ended in time")
-    return Exit.NO if options.wait and any(t.state != "active" for t in watches) else 0
+    async with connected(context) as berth:
+        answers = await each(requests, lambda one: berth.create_build(_body(one)), retry_for_s=options.timeout)
+        accepted = [
+            RequestOutcome(uuid, _name_of(request, number))
+            for request, answer in zip(requests, answers, strict=True)
+            if isinstance(answer, Accepted)
+            for number, uuid in enumerate(answer.members or (answer.instance_uuid,), 1)
+        ]
+        outcomes, in_time = accepted, True
+        if options.wait:
+            try:
+                outcomes, in_time = await wait_for(berth, accepted, TERMINAL_STATES, options.timeout)
+            except Fault:
+                report_requests(accepted, form=options.form)  # they are on record, whatever is away now
+                raise
+    outcomes += [
+        RequestOutcome(request.instance_uuid, request.name, "refused", code=answer.code, reason=answer.reason)
+        for request, answer in zip(requests, answers, strict=True)
+        if is_refusal(answer)
+    ]
+    if outcomes:
+        report_requests(outcomes, form=options.form)
+    for answer in answers:
+        if isinstance(answer, Fault) and not is_refusal(answer):
+            raise answer
+    if not in_time:
+        raise Stop(
+            Exit.TIME,
+            "timeout",
+            f"{sum(one.state not in TERMINAL_STATES for one in outcomes)} builds had not ended in time",
+        )
+    good = {BuildState.ACTIVE} if options.wait else {"accepted"}
+    return Exit.NO if any(one.state not in good for one in outcomes) else 0
+
+
+def is_refusal(answer: object) -> TypeGuard[ApiProblem]:
+    """Whether it is an answer about this request, and not about the caller or the server."""
+    return isinstance(answer, ApiProblem) and answer.status in (404, 409, 422)
+
+
+def _body(request: BuildRequest) -> dict[str, object]:
+    """The request without what the server fills in: who asks, and whose it is where no project is named."""
+    fields: dict[str, object] = msgspec.to_builtins(request)
+    of_server = {"type", "by"} if request.project_id else {"type", "by", "project_id"}
+    return {name: value for name, value in fields.items() if name not in of_server}
+
+
+def _name_of(request: BuildRequest, number: int) -> str:
+    """As the schedulers name the members of a gang."""
+    return f"{request.name}-{number}" if request.name and request.count > 1 else request.name
+
+
+async def wait_for(
+    berth: AsyncClient, outcomes: Sequence[RequestOutcome], ends: Collection[BuildState], timeout_s: float
+) -> tuple[list[RequestOutcome], bool]:
+    """How each is once it has ended, or the time is over; and whether all have."""
+    found, in_time = await ended(
+        [one.instance_uuid for one in outcomes],
+        berth.show_build,
+        lambda record: record.state in ends,
+        timeout_s=timeout_s,
+    )
+    return [_outcome_of(record) for record in found], in_time
+
+
+def _outcome_of(record: BuildRecord) -> RequestOutcome:
+    return RequestOutcome(
+        instance_uuid=record.instance_uuid,
+        name=record.name,
+        state=record.state,
+        host=record.host,
+        cell=record.cell,
+        code=record.code,
+        reason=record.reason,
+        funnel=record.funnel,
+        latency_s=max(0.0, record.updated_at - record.created_at) if record.state is BuildState.ACTIVE else None,
+    )
 
 
 def requests_of(options: BootOptions) -> list[BuildRequest]:
@@ -153,8 +234,7 @@ def requests_of(options: BootOptions) -> list[BuildRequest]:
     first = BuildRequest(
         instance_uuid=options.uuid or new_uuid(random.SystemRandom()),
         flavor=options.flavor,
-        project_id=options.project,
-        by=decided_by(None),
+        project_id=options.project or "",
         name=options.name,
         image=options.image,
         availability_zone=options.availability_zone,
@@ -251,6 +331,8 @@ def _read(path: Path) -> str:
     return text
 
 
+_UNNAMED = {"project_id": "default"}
+
 # A user's possible mistakes, in the words of the command line.
 _RULES = {
     "project_id": ("--project", "letters, digits, _ and -, at most 64"),
@@ -265,7 +347,7 @@ _RULES = {
 def _check(request: BuildRequest) -> None:
     """Refuse here the requests that the scheduler would refuse as malformed. Raises typer.BadParameter."""
     try:
-        msgspec.convert(msgspec.to_builtins(request), BuildRequest)
+        msgspec.convert({**msgspec.to_builtins(request), **({} if request.project_id else _UNNAMED)}, BuildRequest)
     except msgspec.ValidationError as error:
         name = reason_of(error).rpartition("$.")[2].rstrip("`")
         option, rule = _RULES.get(name, ("", reason_of(error)))
@@ -273,23 +355,20 @@ def _check(request: BuildRequest) -> None:
 
 
 async def show(
-    settings: Settings,
+    context: typer.Context,
     instance: Instance,
     history: Annotated[bool, typer.Option("--history", help="The whole timeline, a line each.")] = False,
     project: InProject = None,
     form: As = Form.TABLE,
 ) -> None:
     """Show one build: its state, and the reason."""
-
-    async with client(settings) as berth:
-        record = await instance_of(berth, instance, project, timeout_s=QUERY_TIMEOUT_S)
-        # Any project may name the uuid in a request of its own.
-        query = ActionQuery(instance_uuid=record.instance_uuid, project_id=record.project_id, limit=1)
-        newest = await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)
+    async with connected(context) as berth:
+        record = await instance_of(berth, instance, project)
+        newest = await berth.list_actions(instance=record.instance_uuid, project=record.project_id, limit=1)
     if form.is_data:
         print_data(record, form)
     else:
-        show_record(record, newest.unplaced, history=history)
+        show_record(record, next(iter(newest), None), history=history)
 
 
 class InstanceListOptions(ListOutput, frozen=True, kw_only=True):
@@ -310,10 +389,10 @@ class InstanceListOptions(ListOutput, frozen=True, kw_only=True):
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The most to list, newest first.")] = 50
     page: Page = None
 
-    def query(self) -> BuildQuery:
-        """Raises BadParameter."""
+    def query(self) -> dict[str, Any]:
+        """The parameters of the search. Raises BadParameter."""
         same = {name: getattr(self, name) for name in ("state", "host", "cell", "flavor", "code", "gang", "limit")}
-        moments: dict[str, object] = {
+        moments: dict[str, Any] = {
             name: None if at is None else at.replace(tzinfo=UTC).timestamp()
             for name, at in (("after", self.after), ("before", self.before))
         }
@@ -323,30 +402,25 @@ class InstanceListOptions(ListOutput, frozen=True, kw_only=True):
                 moments |= {"before": float(before), "before_instance": last or None}
             except ValueError:
                 raise typer.BadParameter("take it from the list before", param_hint="--page") from None
-        return _query({"project_id": self.project, **same, **moments})
+        _check_query({"project_id": self.project, **same, **moments})
+        return {"project": self.project, **same, **moments}
 
 
-async def list_builds(settings: Settings, *, options: InstanceListOptions) -> None:
+async def list_builds(context: typer.Context, *, options: InstanceListOptions) -> None:
     """List instances, newest first."""
     query = options.query()
 
-    async with client(settings) as berth:
+    async with connected(context) as berth:
 
         async def read() -> ListedItems[BuildRecord]:
-            page = await berth.query(query, timeout_s=QUERY_TIMEOUT_S)
+            page = await berth.list_builds(**query)
             if not page.builds:  # else there was the cell, if there is none of this name any more
-                await check_cell(berth, settings, query.cell)
-            return ListedItems(page.builds, _next_page(page, query.limit))
+                await check_cell(berth, options.cell)
+            place = place_of(page)
+            further = None if place is None else {"--page": f"{place['before']!r}/{place['before_instance'] or ''}"}
+            return ListedItems(page.builds, further)
 
         await print_list(read, INSTANCES, options)
-
-
-def _next_page(page: BuildPage, limit: int) -> dict[str, str] | None:
-    """Where a page ended: full, or after as many as a scheduler looks through."""
-    if page.searched_to is not None:
-        return {"--page": f"{page.searched_to!r}/{page.searched_to_instance or ''}"}
-    last = page.builds[-1] if len(page.builds) == limit else None
-    return None if last is None else {"--page": f"{last.created_at!r}/{last.instance_uuid}"}
 
 
 def _build_row(one: BuildRecord) -> list[Cell]:
@@ -357,71 +431,58 @@ def _build_row(one: BuildRecord) -> list[Cell]:
 INSTANCES = Table("instance name flavor state host since | cell project requested code", _build_row)
 
 
-def _query(fields: Mapping[str, object]) -> BuildQuery:
+def _check_query(fields: Mapping[str, object]) -> None:
+    """Raises BadParameter."""
     try:
-        return msgspec.convert(fields, BuildQuery)
+        msgspec.convert(fields, BuildQuery)
     except msgspec.ValidationError as error:
         raise typer.BadParameter(reason_of(error)) from error
 
 
-async def publish_and_follow(
-    berth: BuildClient, requests: Sequence[BuildRequest], *, timeout_s: float, form: Form
-) -> list[RequestWatch]:
-    """Publish all, waiting for a full queue to have space.
-
-    The builds that were accepted before an end without success are shown.
-    """
-    try:
-        return await berth.boot(requests, retry_for_s=timeout_s)
-    except (PublishRefused, BusUnavailable, RequestUnconfirmed):
-        accepted = [watch for watch in berth.watches.values() if watch.published_at is not None]
-        if accepted:
-            report_requests(accepted, form=form)
-        raise
-
-
-def report_requests(watches: Sequence[RequestWatch], *, form: Form) -> None:
+def report_requests(outcomes: Sequence[RequestOutcome], *, form: Form) -> None:
     """As JSON, or a line for each."""
     if form.is_data:
-        print_data([_plain(watch) for watch in watches], form)
+        print_data([_plain(one) for one in outcomes], form)
         return
-    show_requests(watches, out)
+    show_requests(outcomes, out)
 
 
-def show_requests(watches: Sequence[RequestWatch], out: Console) -> None:
+def show_requests(outcomes: Sequence[RequestOutcome], out: Console) -> None:
     """A line for each build, then each explanation once, with how many builds it is of."""
-    explained = [watch.last for watch in watches if watch.last is not None and watch.last.funnel]
-    for watch in watches:
-        event = watch.last
-        where = f" on {event.host} in {event.cell}" if event is not None and event.host else ""
-        where += f", zone {event.zone}" if where and event is not None and event.zone else ""
-        suffix = f": {event.reason}" if event is not None and event.reason and watch.state != "active" else ""
-        suffix += f" ({event.code})" if suffix and event is not None and event.code else ""
-        if event in explained and event is not None:
-            suffix = f": {event.code}, explained below"
-        took = f" in {1000 * watch.latency_s:.0f} ms" if watch.latency_s is not None else ""
-        name = f" {printable(watch.name)}" if watch.name else ""
-        line = Text.assemble(watch.instance_uuid, f"{name} ", _colour(watch.state), printable(f"{where}{took}{suffix}"))
+    for one in outcomes:
+        where = f" on {one.host} in {one.cell}" if one.host else ""
+        suffix = f": {one.reason}" if one.reason and one.state != "active" else ""
+        suffix += f" ({one.code})" if suffix and one.code else ""
+        if one.funnel:
+            suffix = f": {one.code}, explained below"
+        took = f" in {1000 * one.latency_s:.0f} ms" if one.latency_s is not None else ""
+        name = f" {printable(one.name)}" if one.name else ""
+        line = Text.assemble(one.instance_uuid, f"{name} ", _colour(one.state), printable(f"{where}{took}{suffix}"))
         out.print(line, soft_wrap=True)
-    for reason, funnel in {event.reason: event.funnel for event in explained}.items():
-        count = sum(event.reason == reason for event in explained)
+    explained = [one for one in outcomes if one.funnel]
+    for reason, funnel in {one.reason: one.funnel for one in explained}.items():
+        count = sum(one.reason == reason for one in explained)
         out.print(Text(printable(f"{count} x {reason}" if count > 1 else reason), "bold"), soft_wrap=True)
         render_funnel(funnel, out)
 
 
-def _plain(watch: RequestWatch) -> dict[str, object]:
-    event = watch.last
+def _plain(one: RequestOutcome) -> dict[str, object]:
     return {
-        "instance_uuid": watch.instance_uuid,
-        "state": watch.state,
-        **{name: getattr(event, name, None) for name in ("host", "cell")},
-        **{name: getattr(event, name, "") for name in ("zone", "code", "reason")},
-        "latency_ms": None if watch.latency_s is None else round(1000 * watch.latency_s, 3),
+        "instance_uuid": one.instance_uuid,
+        "state": one.state,
+        "host": one.host,
+        "cell": one.cell,
+        "code": one.code,
+        "reason": one.reason,
+        "latency_ms": None if one.latency_s is None else round(1000 * one.latency_s, 3),
     }
 
 
-def show_record(record: BuildRecord, unplaced: ActionRecord | None = None, *, history: bool) -> None:
-    """Print one build; unplaced: its newest request, where no host could take that. history: with its timeline."""
+def show_record(record: BuildRecord, newest: ActionRecord | None = None, *, history: bool) -> None:
+    """Print one build. newest: the newest request about it, printed where no host could take that. history: with the
+    timeline.
+    """
+    unplaced = newest if newest is not None and newest.funnel else None
     out.print(Text.assemble(record.instance_uuid, f" {printable(record.name)} ", _colour(record.state)), soft_wrap=True)
     now = record.condition if record.condition != record.state else ""
     waits = next((line for line in record.timeline[-1:] if line.what == "waiting"), None)

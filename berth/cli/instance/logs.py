@@ -8,14 +8,8 @@ from typing import Annotated
 import typer
 from msgspec.structs import asdict
 
-from berth.bus_client import BuildClient
-from berth.cli.common import (
-    QUERY_TIMEOUT_S,
-    InProject,
-    Instance,
-    client,
-    instance_of,
-)
+from berth.cli.common import InProject, Instance
+from berth.cli.http import connected, instance_of, may_pass
 from berth.cli.instance.instances import detail_of
 from berth.cli.output import (
     As,
@@ -25,15 +19,15 @@ from berth.cli.output import (
     print_line,
     rfc3339,
 )
-from berth.config.settings import Settings
-from bus.contracts.build import TERMINAL_STATES, BuildQuery, BuildRecord, TimelineEntry
-from bus.faults import RequestTimeout
+from berth.client import AsyncClient
+from bus.contracts.build import TERMINAL_STATES, BuildRecord, TimelineEntry
+from bus.faults import Fault
 
 LOOK_AGAIN_S = 1.0
 
 
 async def logs(
-    settings: Settings,
+    context: typer.Context,
     instance: Instance,
     project: InProject = None,
     follow: Annotated[
@@ -45,8 +39,8 @@ async def logs(
 
     It ends when the build has ended and no request about the instance is under way, however long that takes.
     """
-    async with client(settings) as berth:
-        record = await instance_of(berth, instance, project, timeout_s=QUERY_TIMEOUT_S)
+    async with connected(context) as berth:
+        record = await instance_of(berth, instance, project)
         printed = set[tuple[float, str, str, str]]()
         while True:
             for line in record.timeline:
@@ -60,15 +54,15 @@ async def logs(
             record = await _read_again(berth, record)
 
 
-async def _read_again(berth: BuildClient, record: BuildRecord) -> BuildRecord:
-    """The record as it is now; as it was while no scheduler answers."""
+async def _read_again(berth: AsyncClient, record: BuildRecord) -> BuildRecord:
+    """The record as it is now; as it was while nothing answers."""
     try:
-        query = BuildQuery(instance_uuid=record.instance_uuid, project_id=record.project_id)
-        page = await berth.query(query, timeout_s=QUERY_TIMEOUT_S)
-    except RequestTimeout:
-        err.print("no scheduler answers; trying again", soft_wrap=True)
+        return await berth.show_build(record.instance_uuid)
+    except Fault as fault:
+        if not may_pass(fault):
+            raise
+        err.print(f"no answer ({fault.code}); trying again", soft_wrap=True)
         return record
-    return page.builds[0] if page.builds else record
 
 
 def _print(line: TimelineEntry, form: Form) -> None:

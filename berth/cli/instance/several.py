@@ -5,15 +5,13 @@ from __future__ import annotations
 import fnmatch
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from msgspec import Struct
-from msgspec.structs import replace
 
-from berth.bus_client import BuildClient
 from berth.cli.common import (
-    QUERY_TIMEOUT_S,
+    MAX_LIMIT,
     Exit,
     InProject,
     Stop,
@@ -21,13 +19,12 @@ from berth.cli.common import (
     Yes,
     ask_first,
     by_cell,
-    client,
-    decided_by,
-    instance_of,
     open_in_time,
+    settings_of,
 )
+from berth.cli.http import MAX_PAGES, connected, each, instance_of, place_of
 from berth.cli.instance.actions import RequestOptions, request_all
-from berth.cli.instance.instances import INSTANCES, report_requests
+from berth.cli.instance.instances import INSTANCES, RequestOutcome, report_requests, wait_for
 from berth.cli.output import (
     As,
     Form,
@@ -36,15 +33,13 @@ from berth.cli.output import (
     out,
     print_list,
 )
-from berth.config.settings import Settings
-from berth.config.site import Site, process_name, with_added_cells
+from berth.client import AsyncClient
 from bus.contracts.actions import ActionKind, Condition
-from bus.contracts.build import BuildQuery, BuildRecord, BuildState
-from bus.contracts.cell import CellDelete
+from bus.contracts.build import BuildRecord, BuildState
+from bus.faults import Fault
 from scheduler_worker.records.build_record import DELETE_REQUESTED, ENDED_WITHOUT_MACHINE
 
 MAX_CHOSEN = 1000  # of one command
-PAGE = 1000
 
 Instances = Annotated[
     list[str] | None,
@@ -73,7 +68,7 @@ class InstanceChoice(Struct, frozen=True, kw_only=True):
 
 
 async def delete(
-    settings: Settings,
+    context: typer.Context,
     instances: Instances = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until they are destroyed.")] = False,
     cell: CommandedCell = None,
@@ -90,32 +85,43 @@ async def delete(
     """
     if cell is not None and (wait or form.is_data):
         raise typer.BadParameter("the cell does not answer: leave --wait and -o away", param_hint="--cell")
+    async with connected(context) as berth:
+        records = await _chosen(berth, instances or (), project, choice)
+        if not instances:
+            records = [one for one in records if one.state not in DELETE_REQUESTED]
+        if cell is not None:
+            _check_ended(records)
+        if not await _agreed("Delete", instances or (), records, choice, cell, form, yes=yes):
+            return 0
+        if cell is not None:
+            await _delete_in_cell(context, cell, records)
+            return 0
+        return await _delete_all(berth, records, wait=wait, timeout_s=timeout_s, form=form)
 
-    site = Site(settings)
-    if cell is not None and cell not in settings.cells:
-        site = await with_added_cells(site)
-    async with client(site.settings) as berth:
-        records = await _chosen(berth, instances or (), project, choice, min(timeout_s, QUERY_TIMEOUT_S))
-    if not instances:
-        records = [one for one in records if one.state not in DELETE_REQUESTED]
-    if cell is not None:
-        _check_ended(site, cell, records)
-    if not await _agreed("Delete", instances or (), records, choice, cell, form, yes=yes):
-        return 0
-    if cell is not None:
-        await _delete_in_cell(site, cell, records)
-        return 0
-    async with client(settings) as berth:
-        watches = await berth.delete(records, by=decided_by(None), retry_for_s=timeout_s)
-        ended = not wait or await berth.wait(timeout_s)
-        report_requests(watches, form=form)
-    if not ended:
-        raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in watches)} were not destroyed in time")
-    return Exit.NO if wait and any(t.state != "deleted" for t in watches) else 0
+
+async def _delete_all(
+    berth: AsyncClient, records: Sequence[BuildRecord], *, wait: bool, timeout_s: float, form: Form
+) -> int:
+    """Delete them, print what became of each, and return the exit status. Raises Stop, Fault."""
+    answers = await each(records, lambda one: berth.delete_build(one.instance_uuid), retry_for_s=timeout_s)
+    outcomes, in_time = [], True
+    for one, answer in zip(records, answers, strict=True):
+        if not isinstance(answer, Fault):
+            outcomes.append(RequestOutcome(one.instance_uuid, one.name))
+    if wait:
+        outcomes, in_time = await wait_for(berth, outcomes, {BuildState.DELETED}, timeout_s)
+    report_requests(outcomes, form=form)
+    for answer in answers:
+        if isinstance(answer, Fault):
+            raise answer
+    if not in_time:
+        left = sum(one.state != BuildState.DELETED for one in outcomes)
+        raise Stop(Exit.TIME, "timeout", f"{left} were not destroyed in time")
+    return 0
 
 
 async def stop(
-    settings: Settings,
+    context: typer.Context,
     instances: Instances = None,
     yes: Yes = False,
     *,
@@ -126,40 +132,41 @@ async def stop(
 
     By name, or all of a --project, --state and --name; those are printed before the question.
     """
-    async with client(settings) as berth:
-        records = await _chosen(berth, instances or (), request.project, choice, QUERY_TIMEOUT_S)
-    if not instances:
-        running = {BuildState.ACTIVE.value, Condition.ACTIVE.value}
-        records = [one for one in records if one.state is BuildState.ACTIVE and one.shown_state in running]
-        if not await _agreed("Stop", (), records, choice, None, request.form, yes=yes):
-            return 0
-    return await request_all(settings, ActionKind.STOP, records, request)
+    async with connected(context) as berth:
+        records = await _chosen(berth, instances or (), request.project, choice)
+        if not instances:
+            running = {BuildState.ACTIVE.value, Condition.ACTIVE.value}
+            records = [one for one in records if one.state is BuildState.ACTIVE and one.shown_state in running]
+            if not await _agreed("Stop", (), records, choice, None, request.form, yes=yes):
+                return 0
+        return await request_all(berth, ActionKind.STOP, records, request)
 
 
 async def _chosen(
-    berth: BuildClient, named: Sequence[str], project: str | None, choice: InstanceChoice, timeout_s: float
+    berth: AsyncClient, named: Sequence[str], project: str | None, choice: InstanceChoice
 ) -> list[BuildRecord]:
     """The instances that are named, or all of a choice. Raises Stop, BadParameter."""
     if named:
         if choice.state is not None or choice.name is not None:
             raise typer.BadParameter("name instances, or choose them", param_hint="[INSTANCE]...")
-        found = [await instance_of(berth, one, project, timeout_s=timeout_s) for one in named]
+        found = [await instance_of(berth, one, project) for one in named]
         return [*{one.instance_uuid: one for one in found}.values()]
     if (project, choice.state, choice.name) == (None, None, None):
         raise typer.BadParameter("name instances, or give --project, --state or --name", param_hint="[INSTANCE]...")
     state = BuildState(choice.state) if choice.state in {one.value for one in BuildState} else None
     if state is None and choice.state is not None:
         state = BuildState.ACTIVE  # the conditions of an instance are what became of an active one
-    query, chosen = BuildQuery(project_id=project, state=state, limit=PAGE), list[BuildRecord]()
-    while True:
-        page = await berth.query(query, timeout_s=timeout_s)
+    chosen = list[BuildRecord]()
+    place: dict[str, Any] | None = None
+    for _ in range(MAX_PAGES):
+        page = await berth.list_builds(project=project, state=state, limit=MAX_LIMIT, **(place or {}))
         chosen += [one for one in page.builds if _is_chosen(one, choice)]
         if len(chosen) > MAX_CHOSEN:
             raise Stop(Exit.USAGE, "choice.too_many", f"more than {MAX_CHOSEN} instances are chosen: choose fewer")
-        if len(page.builds) < PAGE:
-            return chosen
-        last = page.builds[-1]
-        query = replace(query, before=last.created_at, before_instance=last.instance_uuid)
+        place = place_of(page)
+        if place is None:
+            break
+    return chosen
 
 
 def _is_chosen(one: BuildRecord, choice: InstanceChoice) -> bool:
@@ -194,17 +201,25 @@ async def _agreed(
     return True
 
 
-def _check_ended(site: Site, cell: str, records: Sequence[BuildRecord]) -> None:
+def _check_ended(records: Sequence[BuildRecord]) -> None:
     """Raises Stop: a client can delete one."""
-    site.check_cell(cell)
     for record in records:
         if record.state not in ENDED_WITHOUT_MACHINE:
             reason = f"{record.instance_uuid} is {record.state}: delete it without --cell"
             raise Stop(Exit.NO, "instance.requested", reason)
 
 
-async def _delete_in_cell(site: Site, cell: str, records: Sequence[BuildRecord]) -> None:
-    """Command the cell to delete instances whose requests have ended, so that no delete of a client reaches it."""
+async def _delete_in_cell(context: typer.Context, cell: str, records: Sequence[BuildRecord]) -> None:
+    """Command the cell, on its bus, to delete instances whose requests have ended: no delete of a client reaches it.
+    By the settings in force, and not by a token.
+    """
+    from berth.config.site import Site, process_name, with_added_cells  # noqa: PLC0415  (of a site's own machine)
+    from bus.contracts.cell import CellDelete  # noqa: PLC0415
+
+    site = Site(settings_of(context))
+    if cell not in site.settings.cells:
+        site = await with_added_cells(site)
+    site.check_cell(cell)
     bus = site.bus(process_name("operator"), cell)
     await open_in_time(bus.open())
     try:

@@ -6,19 +6,16 @@ from typing import Annotated
 
 import typer
 
-from berth.bus_client import BuildClient
-from berth.cli.common import QUERY_TIMEOUT_S, Exit, InProject, Stop, client, instance_of, is_uuid, parse_uuid
+from berth.cli.common import Exit, InProject, Stop, is_uuid, parse_uuid
+from berth.cli.http import connected, instance_of
 from berth.cli.output import As, Form, out, print_data, print_line
+from berth.client import ApiProblem, AsyncClient
 from berth.client.types import Why
-from berth.config.settings import Settings
 from berth.text import printable, render_funnel, render_scores, utc
-from berth.why import explained
-from bus.contracts.actions import ActionPage, ActionQuery, ActionRecord
-from bus.contracts.build import BuildRecord
 
 
 async def why(
-    settings: Settings,
+    context: typer.Context,
     instance: Annotated[
         str,
         typer.Argument(help="Name, UUID or first letters of an instance, or a request's UUID.", metavar="INSTANCE"),
@@ -34,32 +31,31 @@ async def why(
     if instance.startswith("req-"):
         command = f"journalctl -o cat -u 'berth*' | berth explain {instance}"
         raise Stop(Exit.NO, "explain.unknown", f"Nova's requests are in the logs of what answers them: {command}")
-    async with client(settings) as berth:
-        record, action, is_named = await _found(berth, instance, project)
-    found = explained(record, action, is_named=is_named)
+    async with connected(context) as berth:
+        found = await _found(berth, instance, project)
     if form.is_data:
         print_data(found, form)
     else:
         _show(found)
 
 
-async def _found(berth: BuildClient, text: str, project: str | None) -> tuple[BuildRecord, ActionRecord | None, bool]:
-    """The instance, the request about it that is named, else the newest, and whether it is named. Raises Stop."""
+async def _found(berth: AsyncClient, text: str, project: str | None) -> Why:
+    """Of the instance, by its newest request, or of the request about it that is named. Raises Stop, Fault."""
     try:
-        record = await instance_of(berth, text, project, timeout_s=QUERY_TIMEOUT_S)
+        record = await instance_of(berth, text, project)
     except Stop as stop:
         if stop.code != "instance.unknown" or not is_uuid(text):
             raise
-        for action in await _actions(berth, ActionQuery(request_id=parse_uuid(text), project_id=project, limit=1)):
-            of = await instance_of(berth, action.instance_uuid, action.project_id, timeout_s=QUERY_TIMEOUT_S)
-            return of, action, True
-        raise
-    newest = ActionQuery(instance_uuid=record.instance_uuid, project_id=record.project_id, limit=1)
-    return record, next(iter(await _actions(berth, newest)), None), False
-
-
-async def _actions(berth: BuildClient, query: ActionQuery) -> tuple[ActionRecord, ...]:
-    return (await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)).actions
+        try:
+            action = await berth.show_action(parse_uuid(text))
+        except ApiProblem as problem:
+            if problem.code != "action.unknown":
+                raise
+            raise stop from None
+        if project not in (None, action.project_id):
+            raise
+        return await berth.explain_build(action.instance_uuid, request=action.request_id)
+    return await berth.explain_build(record.instance_uuid)
 
 
 def _show(found: Why) -> None:

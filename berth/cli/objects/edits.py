@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar
 
-import msgspec
 import typer
 from msgspec import Struct
 from msgspec.structs import asdict
 from rich.text import Text
 
-from berth.bus_client.object_edits import Body, ObjectEdit, merged, project_usage, quota_uses, stored_objects
 from berth.cli.common import (
-    QUERY_TIMEOUT_S,
     Exit,
     Stop,
-    client,
     pairs_of,
     parse_uuid,
 )
+from berth.cli.http import connected
 from berth.cli.objects.objects import (
     ChangeOptions,
     ForcedOptions,
     Name,
     change_objects,
     number,
-    read_object,
 )
 from berth.cli.output import (
     As,
@@ -38,25 +34,22 @@ from berth.cli.output import (
     Table,
     out,
     print_data,
+    print_line,
     print_list,
 )
 from berth.cli.site.as_toml import NO_COMMENTS, Path, as_toml
 from berth.client.types import QuotaUse
-from berth.config.settings import Settings
+from berth.object_changes import Body, ObjectEdit, merged
 from berth.text import printable, render_rows
-from bus.bus import Bus
 from bus.clock import new_uuid
 from bus.contracts.objects import (
     DEFAULT_QUOTA,
     SCHEDULING,
     ZONE_KEY,
-    GroupDefinition,
     ObjectKind,
     StoredObject,
-    group_named,
 )
 from bus.contracts.placement import GroupPolicy
-from bus.contracts.placement_queries import GroupMembersPage, GroupMembersQuery
 
 GroupName = Annotated[str, typer.Argument(help="PROJECT/NAME.", metavar="PROJECT/NAME")]
 Hosts = Annotated[list[str], typer.Argument(help="Hosts, by name or uuid.", metavar="HOST...")]
@@ -134,7 +127,7 @@ _RULE_FIELDS = {
 }
 
 
-async def create_flavor(settings: Settings, name: Name, *, fields: FlavorFields, decision: ForcedOptions) -> None:
+async def create_flavor(context: typer.Context, name: Name, *, fields: FlavorFields, decision: ForcedOptions) -> None:
     """Make a flavor. It names --vcpus and --memory-mb."""
 
     def edit(known: StoredObject | None) -> Body:
@@ -143,11 +136,11 @@ async def create_flavor(settings: Settings, name: Name, *, fields: FlavorFields,
         _check_sizes(name, body)
         return body
 
-    await change_objects(settings, ObjectEdit(ObjectKind.FLAVOR, name, edit), decision)
+    await change_objects(context, ObjectEdit(ObjectKind.FLAVOR, name, edit), decision)
 
 
 async def set_flavor(
-    settings: Settings,
+    context: typer.Context,
     name: Name,
     every_project: Annotated[bool, typer.Option("--every-project", help="For every project.")] = False,
     *,
@@ -162,11 +155,11 @@ async def set_flavor(
         body = _flavor(_before(ObjectKind.FLAVOR, name, known), fields)
         return {**body, "projects": []} if every_project else body
 
-    await change_objects(settings, ObjectEdit(ObjectKind.FLAVOR, name, edit), decision)
+    await change_objects(context, ObjectEdit(ObjectKind.FLAVOR, name, edit), decision)
 
 
 async def unset_flavor(
-    settings: Settings,
+    context: typer.Context,
     name: Name,
     extra_spec: Annotated[list[str] | None, typer.Option(metavar="KEY", help="An extra spec; repeatable.")] = None,
     project: Annotated[list[str] | None, typer.Option(help="No longer for this project; repeatable.")] = None,
@@ -185,7 +178,7 @@ async def unset_flavor(
         specs = _pairs(before.get("extra_specs", {}), {}, extra_spec, f"flavor {name!r} has no extra spec")
         return {**before, "extra_specs": specs, "projects": kept}
 
-    await change_objects(settings, ObjectEdit(ObjectKind.FLAVOR, name, edit), decision)
+    await change_objects(context, ObjectEdit(ObjectKind.FLAVOR, name, edit), decision)
 
 
 def _flavor(before: Body, fields: FlavorFields) -> Body:
@@ -197,7 +190,7 @@ def _flavor(before: Body, fields: FlavorFields) -> Body:
 
 
 async def set_rules(
-    settings: Settings,
+    context: typer.Context,
     multiplier: Annotated[
         list[str] | None, typer.Option(metavar="WEIGHER=NUMBER", help="A weigher's multiplier; repeatable.")
     ] = None,
@@ -221,11 +214,11 @@ async def set_rules(
             body["multipliers"] = {**(body.get("multipliers") or {}), **numbers}
         return {**body, **named}
 
-    await change_objects(settings, ObjectEdit(ObjectKind.SCHEDULING, SCHEDULING, edit), decision)
+    await change_objects(context, ObjectEdit(ObjectKind.SCHEDULING, SCHEDULING, edit), decision)
 
 
 async def unset_rules(
-    settings: Settings,
+    context: typer.Context,
     fields: Annotated[list[RuleField] | None, typer.Argument(help="The rules.", metavar="[RULE]...")] = None,
     multiplier: Annotated[
         list[str] | None, typer.Option(metavar="WEIGHER", help="A weigher's multiplier; repeatable.")
@@ -245,11 +238,11 @@ async def unset_rules(
             body["multipliers"] = _pairs(body.get("multipliers") or {}, {}, multiplier, what)
         return merged(body, {_RULE_FIELDS[field]: None for field in fields or ()})
 
-    await change_objects(settings, ObjectEdit(ObjectKind.SCHEDULING, SCHEDULING, edit), decision)
+    await change_objects(context, ObjectEdit(ObjectKind.SCHEDULING, SCHEDULING, edit), decision)
 
 
 async def set_quota(
-    settings: Settings,
+    context: typer.Context,
     project: Annotated[str, typer.Argument(help=f"The project, or {DEFAULT_QUOTA!r}.")],
     limits: Annotated[
         list[str],
@@ -265,11 +258,11 @@ async def set_quota(
         before = {} if known is None else known.body
         return {**before, "limits": {**before.get("limits", {}), **numbers}}
 
-    await change_objects(settings, ObjectEdit(ObjectKind.QUOTA, project, edit), decision)
+    await change_objects(context, ObjectEdit(ObjectKind.QUOTA, project, edit), decision)
 
 
 async def unset_quota(
-    settings: Settings,
+    context: typer.Context,
     project: Annotated[str, typer.Argument(help=f"The project, or {DEFAULT_QUOTA!r}.")],
     classes: Annotated[list[str], typer.Argument(metavar="CLASS...", help="The resource classes.")],
     *,
@@ -285,30 +278,34 @@ async def unset_quota(
             raise Stop(Exit.USAGE, "quota.last_limit", f"quota {project!r}: {reason}")
         return {**before, "limits": limits}
 
-    await change_objects(settings, ObjectEdit(ObjectKind.QUOTA, project, edit), decision)
+    await change_objects(context, ObjectEdit(ObjectKind.QUOTA, project, edit), decision)
 
 
-async def create_aggregate(settings: Settings, name: Name, *, fields: AggregateFields, decision: ForcedOptions) -> None:
+async def create_aggregate(
+    context: typer.Context, name: Name, *, fields: AggregateFields, decision: ForcedOptions
+) -> None:
     """Make a host aggregate."""
 
     def edit(known: StoredObject | None) -> Body:
         _check_new(ObjectKind.AGGREGATE, name, known)
         return _aggregate({"uuid": new_uuid(random.SystemRandom()), "name": name}, fields)
 
-    await change_objects(settings, ObjectEdit(ObjectKind.AGGREGATE, name, edit), decision)
+    await change_objects(context, ObjectEdit(ObjectKind.AGGREGATE, name, edit), decision)
 
 
-async def set_aggregate(settings: Settings, name: Name, *, fields: AggregateFields, decision: ForcedOptions) -> None:
+async def set_aggregate(
+    context: typer.Context, name: Name, *, fields: AggregateFields, decision: ForcedOptions
+) -> None:
     """Change the named fields of a host aggregate (its hosts leave by remove-host)."""
 
     def edit(known: StoredObject | None) -> Body:
         return _aggregate(_before(ObjectKind.AGGREGATE, name, known), fields)
 
-    await change_objects(settings, ObjectEdit(ObjectKind.AGGREGATE, name, edit), decision)
+    await change_objects(context, ObjectEdit(ObjectKind.AGGREGATE, name, edit), decision)
 
 
 async def unset_aggregate(
-    settings: Settings,
+    context: typer.Context,
     name: Name,
     metadata: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Metadata; repeatable.")] = None,
     zone: Annotated[bool, typer.Option("--zone", help="Make it no availability zone.")] = False,
@@ -325,7 +322,7 @@ async def unset_aggregate(
             kept.pop(ZONE_KEY, None)
         return {**before, "metadata": kept}
 
-    await change_objects(settings, ObjectEdit(ObjectKind.AGGREGATE, name, edit), decision)
+    await change_objects(context, ObjectEdit(ObjectKind.AGGREGATE, name, edit), decision)
 
 
 def _aggregate(before: Body, fields: AggregateFields) -> Body:
@@ -348,7 +345,7 @@ WithMembers = Annotated[bool, typer.Option("--force", help="Also where it has me
 
 
 async def create_group(
-    settings: Settings, name: GroupName, policy: Policy, *, fields: GroupFields, decision: ChangeOptions
+    context: typer.Context, name: GroupName, policy: Policy, *, fields: GroupFields, decision: ChangeOptions
 ) -> None:
     """Make a server group."""
 
@@ -356,11 +353,11 @@ async def create_group(
         _check_new(ObjectKind.GROUP, name, known)
         return {"policy": policy.value, **fields.given()}
 
-    await change_objects(settings, ObjectEdit(ObjectKind.GROUP, name, edit), decision)
+    await change_objects(context, ObjectEdit(ObjectKind.GROUP, name, edit), decision)
 
 
 async def set_group(
-    settings: Settings,
+    context: typer.Context,
     name: GroupName,
     policy: Annotated[GroupPolicy | None, typer.Option(help="The policy of the group.")] = None,
     force: WithMembers = False,
@@ -374,55 +371,49 @@ async def set_group(
     def edit(known: StoredObject | None) -> Body:
         return {**_before(ObjectKind.GROUP, name, known), **named}
 
-    await change_objects(settings, ObjectEdit(ObjectKind.GROUP, name, edit), decision, force=force)
+    await change_objects(context, ObjectEdit(ObjectKind.GROUP, name, edit), decision, force=force)
 
 
-async def add_hosts(settings: Settings, name: Name, hosts: Hosts, *, decision: ForcedOptions) -> None:
+async def add_hosts(context: typer.Context, name: Name, hosts: Hosts, *, decision: ForcedOptions) -> None:
     """Add hosts to an aggregate. Once it names hosts, it has those and no others."""
-    await _change_hosts(settings, name, decision, named=hosts)
+    await _change_hosts(context, name, decision, named=hosts)
 
 
-async def remove_hosts(settings: Settings, name: Name, hosts: Hosts, *, decision: ForcedOptions) -> None:
+async def remove_hosts(context: typer.Context, name: Name, hosts: Hosts, *, decision: ForcedOptions) -> None:
     """Remove hosts from an aggregate that names its hosts."""
-    await _change_hosts(settings, name, decision, removed=hosts)
+    await _change_hosts(context, name, decision, removed=hosts)
 
 
 async def _change_hosts(
-    settings: Settings, name: str, decision: ForcedOptions, *, named: Sequence[str] = (), removed: Sequence[str] = ()
+    context: typer.Context,
+    name: str,
+    decision: ForcedOptions,
+    *,
+    named: Sequence[str] = (),
+    removed: Sequence[str] = (),
 ) -> None:
     def edit(known: StoredObject | None) -> Body:
         before = _before(ObjectKind.AGGREGATE, name, known)
         hosts = _members_of(before.get("hosts") or (), named, removed, f"aggregate {name!r} does not name")
         return {**before, "hosts": hosts}
 
-    await change_objects(settings, ObjectEdit(ObjectKind.AGGREGATE, name, edit), decision)
+    await change_objects(context, ObjectEdit(ObjectKind.AGGREGATE, name, edit), decision)
 
 
-async def show_group(settings: Settings, name: GroupName, form: As = Form.TABLE) -> None:
+async def show_group(context: typer.Context, name: GroupName, form: As = Form.TABLE) -> None:
     """Show a server group and its members: instances, and the hosts that they are on."""
-    async with client(settings) as berth:
-        stored = await read_object(berth.bus, ObjectKind.GROUP, name)
-        group = group_named(name, msgspec.convert(stored.body, GroupDefinition))
-        members = [one async for one in _members(berth.bus, name.partition("/")[0], group.uuid)]
+    async with connected(context) as berth:
+        found = await berth.show_groups(name)
     if form.is_data:
-        print_data({"group": stored, "uuid": group.uuid, "members": dict(members)}, form)
+        print_data(found, form)
         return
+    group = found.group
     rule = f"{group.policy.value}, max_per_host {group.max_per_host}, uuid {group.uuid}"
     out.print(Text(printable(f"{name}: {rule}")), soft_wrap=True)
-    render_rows(out, ["member", "hosts"], [[uuid, printable(", ".join(hosts))] for uuid, hosts in members])
-
-
-async def _members(bus: Bus, project: str, group: str) -> AsyncIterator[tuple[str, tuple[str, ...]]]:
-    """(instance, names of its hosts) by uuid."""
-    after: str | None = None
-    while True:
-        query = GroupMembersQuery(project_id=project, server_group=group, after=after)
-        page = await bus.request(query, GroupMembersPage, timeout_s=QUERY_TIMEOUT_S)
-        for one in page.members.items():
-            yield one
-        if not page.more:
-            return
-        after = max(page.members)
+    members = [[uuid, printable(", ".join(hosts))] for uuid, hosts in found.members.items()]
+    render_rows(out, ["member", "hosts"], members)
+    if found.more:
+        print_line(f"and more than these {len(members)}")
 
 
 QUOTAS = Table[QuotaUse](
@@ -430,23 +421,22 @@ QUOTAS = Table[QuotaUse](
 )
 
 
-async def list_quotas(settings: Settings, *, listing: ListOutput) -> None:
+async def list_quotas(context: typer.Context, *, listing: ListOutput) -> None:
     """List projects that have a quota or allocations, with limits and usage."""
-    async with client(settings) as berth:
+    async with connected(context) as berth:
 
         async def read() -> ListedItems[QuotaUse]:
-            stored = [one async for one in stored_objects(berth.bus, ObjectKind.QUOTA, timeout_s=QUERY_TIMEOUT_S)]
-            return ListedItems(quota_uses(stored, await project_usage(berth.bus, (), timeout_s=QUERY_TIMEOUT_S)))
+            return ListedItems(await berth.list_quotas())
 
         await print_list(read, QUOTAS, listing)
 
 
-async def show_quota(settings: Settings, name: Name, form: As = Form.TABLE) -> None:
+async def show_quota(context: typer.Context, name: Name, form: As = Form.TABLE) -> None:
     """Show a quota as TOML, as `berth apply` reads it, with the project's usage."""
-    async with client(settings) as berth:
-        stored = await read_object(berth.bus, ObjectKind.QUOTA, name)
-        used = {} if name == DEFAULT_QUOTA else await project_usage(berth.bus, [name], timeout_s=QUERY_TIMEOUT_S)
-    (found,) = quota_uses([stored], used, [name])
+    async with connected(context) as berth:
+        found = await berth.show_quota(name)
+    if found.quota != name:
+        raise Stop(Exit.NO, "object.unknown", f"there is no quota {name!r}")
     if form.is_data:
         print_data(found, form)
         return

@@ -9,13 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from berth.bus_client.object_edits import stored_objects
 from berth.cli.common import (
-    QUERY_TIMEOUT_S,
     Exit,
     Stop,
-    client,
 )
+from berth.cli.http import connected
 from berth.cli.objects.objects import SECTIONS, file_of, read_file
 from berth.cli.output import (
     As,
@@ -25,7 +23,6 @@ from berth.cli.output import (
     print_data,
 )
 from berth.cli.site.as_toml import as_toml
-from berth.config.settings import Settings
 from berth.nova_objects.cloud import read_cloud
 from berth.nova_objects.to_nova import Exported, exported
 from berth.nova_objects.to_objects import Imported, imported
@@ -160,7 +157,7 @@ def _print_report(found: Imported | Exported) -> None:
 
 
 async def export_nova(
-    settings: Settings,
+    context: typer.Context,
     file: Annotated[
         Path | None, typer.Argument(help="TOML as `berth object export` prints it; default: the objects in force.")
     ] = None,
@@ -175,10 +172,8 @@ async def export_nova(
         changes, _ = read_file(file)
         objects = [(one.kind, one.name, one.body or {}) for one in changes]
     else:
-        async with client(settings) as berth:
-            objects = [
-                (one.kind, one.name, one.body) async for one in stored_objects(berth.bus, timeout_s=QUERY_TIMEOUT_S)
-            ]
+        async with connected(context) as berth:
+            objects = [(one.kind, one.name, one.body) for one in (await berth.list_objects()).objects]
     found = exported(objects)
     if form.is_data:
         print_data({"commands": found.commands, "excluded": found.excluded, "notes": found.notes}, form)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +14,9 @@ import typer
 from msgspec import Struct
 from rich.text import Text
 
-from berth.bus_client.object_edits import ObjectEdit, change_object, find_object, stored_objects
 from berth.change_log import describe_change, line_of
 from berth.cli.common import (
-    QUERY_TIMEOUT_S,
-    By,
+    MAX_LIMIT,
     Exit,
     Page,
     Stop,
@@ -25,9 +24,8 @@ from berth.cli.common import (
     ask_first,
     by_cell,
     check_reason,
-    client,
-    decided_by,
 )
+from berth.cli.http import connected
 from berth.cli.output import (
     As,
     Cell,
@@ -45,8 +43,9 @@ from berth.cli.output import (
     rfc3339,
 )
 from berth.cli.site.as_toml import as_toml
-from berth.config.settings import Settings
-from bus.bus import Bus
+from berth.client import AsyncClient
+from berth.client.types import ChangeBody
+from berth.object_changes import ObjectEdit, change_object
 from bus.contracts.base import reason_of
 from bus.contracts.objects import (
     MAX_CHANGES,
@@ -56,9 +55,6 @@ from bus.contracts.objects import (
     ObjectChange,
     ObjectKind,
     ObjectLogEntry,
-    ObjectLogPage,
-    ObjectLogQuery,
-    ObjectsChange,
     ObjectsChanged,
     StoredObject,
 )
@@ -94,7 +90,6 @@ class ChangeOptions(Struct, frozen=True, kw_only=True):
     """The options of each change of objects."""
 
     reason: LogReason = ""
-    by: By = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the changes, and make none.")] = False
     form: As = Form.TABLE
 
@@ -110,11 +105,11 @@ class ForcedOptions(ChangeOptions, frozen=True, kw_only=True):
 def list_of(kind: ObjectKind) -> Callable[..., Any]:
     """The command that lists all of a kind."""
 
-    async def list_(settings: Settings, *, listing: ListOutput) -> None:
-        async with client(settings) as berth:
+    async def list_(context: typer.Context, *, listing: ListOutput) -> None:
+        async with connected(context) as berth:
 
             async def read() -> ListedItems[StoredObject]:
-                return ListedItems([one async for one in stored_objects(berth.bus, kind, timeout_s=QUERY_TIMEOUT_S)])
+                return ListedItems((await berth.list_objects(kind=kind)).objects)
 
             await print_list(read, TABLES[kind], listing)
 
@@ -125,9 +120,9 @@ def list_of(kind: ObjectKind) -> Callable[..., Any]:
 def show_of(kind: ObjectKind) -> Callable[..., Any]:
     """The command that shows one of a kind."""
 
-    async def show(settings: Settings, name: Name, form: As = Form.TABLE) -> None:
-        async with client(settings) as berth:
-            found = await read_object(berth.bus, kind, name)
+    async def show(context: typer.Context, name: Name, form: As = Form.TABLE) -> None:
+        async with connected(context) as berth:
+            found = await read_object(berth, kind, name)
         _print_file([found], found, form)
 
     show.__doc__ = f"Show one {NOUNS[kind][0]} as TOML, as `berth apply` reads it."
@@ -137,9 +132,9 @@ def show_of(kind: ObjectKind) -> Callable[..., Any]:
 def delete_of(kind: ObjectKind) -> Callable[..., Any]:
     """The command that deletes some of a kind."""
 
-    async def delete(settings: Settings, names: Names, *, decision: ForcedOptions) -> None:
+    async def delete(context: typer.Context, names: Names, *, decision: ForcedOptions) -> None:
         changes = [ObjectChange(kind=kind, name=name) for name in dict.fromkeys(names)]
-        await change_objects(settings, changes, decision)
+        await change_objects(context, changes, decision)
 
     delete.__doc__ = f"Delete {NOUNS[kind][1]}: all that are named, or none of them."
     return delete
@@ -198,7 +193,7 @@ def _print_file(objects: Sequence[StoredObject], as_plain: object, form: Form) -
 
 
 async def apply(
-    settings: Settings,
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(help="TOML as `berth object export` prints it.")],
     prune: Annotated[
         bool,
@@ -216,7 +211,7 @@ async def apply(
     """
     changes, kinds = read_file(file)
     if prune and not (yes or decision.dry_run):
-        planned = await change_objects(settings, changes, decision, prune=kinds, ask=True)
+        planned = await change_objects(context, changes, decision, prune=kinds, ask=True)
         # These alone: what another operator makes before the answer is not in the prompt.
         gone = [ObjectChange(kind=one.kind, name=one.name) for one in planned.changed if one.after is None]
         of_kinds: dict[str, list[str]] = defaultdict(list)
@@ -225,13 +220,13 @@ async def apply(
         if gone:
             ask_first(f"Delete {by_cell(of_kinds, 'object')}", yes=False)
         changes, prune = [*changes, *gone], False
-    await change_objects(settings, changes, decision, prune=kinds if prune else ())
+    await change_objects(context, changes, decision, prune=kinds if prune else ())
 
 
-async def objects(settings: Settings, form: As = Form.TABLE) -> None:
+async def objects(context: typer.Context, form: As = Form.TABLE) -> None:
     """Print all objects as TOML, for `berth apply`."""
-    async with client(settings) as berth:
-        found = [stored async for stored in stored_objects(berth.bus, timeout_s=QUERY_TIMEOUT_S)]
+    async with connected(context) as berth:
+        found = (await berth.list_objects()).objects
     _print_file(found, found, form)
 
 
@@ -252,44 +247,42 @@ class EventOptions(ListOutput, frozen=True, kw_only=True):
     page: Page = None
 
 
-async def list_events(settings: Settings, *, options: EventOptions) -> None:
+async def list_events(context: typer.Context, *, options: EventOptions) -> None:
     """List changes of objects and decisions: actor, time and reason."""
     before, after = _after(options.page)
-    query = ObjectLogQuery(
-        kind=options.kind, name=options.name, before=before, before_object=after, limit=options.limit
-    )
-    async with client(settings) as berth:
+    async with connected(context) as berth:
 
         async def read() -> ListedItems[ObjectLogEntry]:
-            page = await berth.bus.request(query, ObjectLogPage, timeout_s=QUERY_TIMEOUT_S)
-            last = page.entries[-1] if len(page.entries) == options.limit else None
+            entries = await berth.list_changes(
+                kind=options.kind, name=options.name, before=before, before_object=after, limit=options.limit
+            )
+            last = entries[-1] if len(entries) == options.limit else None
             token = None if last is None else {"--page": f"{last.revision}/{last.kind.value}/{last.name}"}
-            return ListedItems(page.entries, token)
+            return ListedItems(entries, token)
 
         await print_list(read, EVENTS, options)
 
 
-def _after(page: str | None) -> tuple[int | None, tuple[str, str] | None]:
-    """Where a page ended: the revision, and its object. Raises BadParameter."""
+def _after(page: str | None) -> tuple[int | None, str | None]:
+    """Where a page ended: the revision, and its object, KIND/NAME. Raises BadParameter."""
     if page is None:
         return None, None
     revision, _, named = page.partition("/")
     kind, _, name = named.partition("/")
     if not (revision.isascii() and revision.isdigit() and kind and name):
         raise typer.BadParameter("take it from the list before", param_hint="--page")
-    return int(revision), (kind, name)
+    return int(revision), named
 
 
 async def show_event(
-    settings: Settings,
+    context: typer.Context,
     revision: Annotated[int, typer.Argument(min=1, help="The revision, as `list` shows it.")],
     form: As = Form.TABLE,
 ) -> None:
     """Show what one revision changed, before and after."""
-    query = ObjectLogQuery(before=revision + 1, limit=1000)
-    async with client(settings) as berth:
-        page = await berth.bus.request(query, ObjectLogPage, timeout_s=QUERY_TIMEOUT_S)
-    found = [one for one in page.entries if one.revision == revision]
+    async with connected(context) as berth:
+        entries = await berth.list_changes(before=revision + 1, limit=MAX_LIMIT)
+    found = [one for one in entries if one.revision == revision]
     if not found:
         raise Stop(Exit.NO, "event.unknown", f"the log has no revision {revision}")
     if form.is_data:
@@ -301,7 +294,7 @@ async def show_event(
 
 
 async def change_objects(
-    settings: Settings,
+    context: typer.Context,
     requested: Sequence[ObjectChange] | ObjectEdit,
     decision: ChangeOptions,
     *,
@@ -313,28 +306,32 @@ async def change_objects(
     would change.
     """
     check_reason(decision.reason)
-    fields: dict[str, Any] = {
-        "actor": decided_by(decision.by),
-        "reason": decision.reason,
-        "prune": prune,
-        "force": force or (isinstance(decision, ForcedOptions) and decision.force),
-        "dry_run": ask or decision.dry_run,
-    }
     if not isinstance(requested, ObjectEdit):
         requested = valid_changes(requested)
-    async with client(settings) as berth:
+    async with connected(context) as berth:
 
         async def send(*changes: ObjectChange) -> ObjectsChanged:
-            change = ObjectsChange(changes=tuple(valid_changes(changes)), **fields)
-            return await berth.bus.request(change, ObjectsChanged, timeout_s=QUERY_TIMEOUT_S)
+            body = ChangeBody(
+                changes=tuple(valid_changes(changes)),
+                reason=decision.reason,
+                prune=prune,
+                force=force or (isinstance(decision, ForcedOptions) and decision.force),
+                dry_run=ask or decision.dry_run,
+            )
+            return await berth.change_objects(body)
 
         if isinstance(requested, ObjectEdit):
-            answer = await change_object(berth.bus, requested, send, timeout_s=QUERY_TIMEOUT_S)
+            answer = await change_object(partial(find_object, berth), requested, send)
         else:
             answer = await send(*requested)
     if not ask:
         _print_changed(answer, decision)
     return answer
+
+
+async def find_object(berth: AsyncClient, kind: ObjectKind, name: str) -> StoredObject | None:
+    """An object on record. None: there is none."""
+    return next(iter((await berth.list_objects(kind=kind, name=name)).objects), None)
 
 
 def _print_changed(answer: ObjectsChanged, decision: ChangeOptions) -> None:
@@ -358,9 +355,9 @@ def valid_changes(changes: Sequence[ObjectChange]) -> Sequence[ObjectChange]:
         raise typer.BadParameter("tables are nested too deeply") from None
 
 
-async def read_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject:
+async def read_object(berth: AsyncClient, kind: ObjectKind, name: str) -> StoredObject:
     """An object on record. Raises Stop when there is none."""
-    found = await find_object(bus, kind, name, timeout_s=QUERY_TIMEOUT_S)
+    found = await find_object(berth, kind, name)
     if found is None and kind is ObjectKind.SCHEDULING and name == SCHEDULING:
         reason = "no scheduling rules are set: each scheduler goes by the section scheduler of its own settings"
         raise Stop(Exit.NO, "object.unknown", reason)

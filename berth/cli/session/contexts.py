@@ -14,7 +14,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 from msgspec.structs import replace
 
-from berth.client import Client
+from berth.client import AsyncClient, Client
 from berth.config.at_up import find_address, read_private, state_of, write_private
 from bus.contracts.base import matching, reason_of
 from bus.faults import Fault
@@ -44,6 +44,10 @@ class Context(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     def client(self) -> Client:
         """A client of it. Raises ApiAddressInvalid."""
         return Client(self.url, self.token, ca_file=self.ca_file, insecure=self.insecure)
+
+    def async_client(self) -> AsyncClient:
+        """The same that awaits."""
+        return AsyncClient(self.url, self.token, ca_file=self.ca_file, insecure=self.insecure)
 
 
 class Contexts(Struct, frozen=True, forbid_unknown_fields=True):

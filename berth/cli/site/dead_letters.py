@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, TypeVar
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
-from msgspec import Struct
+from msgspec.structs import asdict
 
-from berth.cli.common import (
-    Exit,
-    Stop,
-    Yes,
-    ask_first,
-    open_in_time,
-)
+from berth.cli.common import Exit, Stop, Yes, ask_first, further
+from berth.cli.http import check_cell, connected
 from berth.cli.output import (
     As,
     Cell,
@@ -23,31 +18,22 @@ from berth.cli.output import (
     ListOutput,
     Table,
     Time,
-    err,
     out,
     print_data,
     print_list,
     print_result,
 )
-from berth.config.settings import Settings
-from berth.config.site import Site, bus_transports
-from berth.dead_letters import send_back
+from berth.client.types import DeadLetterCount, DeadLetterView, ReplayBody
 from berth.text import counted, printable
-from bus.bus import API
-from bus.consuming import dead_letters as bus_dead_letters
-from bus.consuming.dead_letters import Counts, DeadLetter
-from bus.service.settings import SettingsError
-from bus.transport import QueueMissing, Transport
 
+API = "api"
 MAX_SHOWN = 10_000
 MAX_NAMED = 10  # dead letters in one message
 
 # Why dead letters are never replayed, by the code.
 BLOCKED = {
-    bus_dead_letters.TRUNCATED: "with only the first bytes of its message: not replayed",
+    "dead_letter.truncated": "with only the first bytes of its message: not replayed",
 }
-
-T = TypeVar("T")
 
 
 Queue = Annotated[
@@ -58,18 +44,10 @@ BusName = Annotated[str, typer.Option("--bus", help="`api`, or a cell's name.")]
 Limit = Annotated[int, typer.Option(min=1, max=MAX_SHOWN, help="The most to list, oldest first.")]
 
 
-class QueueCount(Struct, frozen=True, kw_only=True):
-    """How many dead letters a queue has."""
-
-    bus: str
-    queue: str
-    dead: int
+QUEUES = Table[DeadLetterCount]("queue bus dead", lambda one: [one.queue, one.bus, one.dead])
 
 
-QUEUES = Table[QueueCount]("queue bus dead", lambda one: [one.queue, one.bus, one.dead])
-
-
-def _dead_row(one: DeadLetter) -> list[Cell]:
+def _dead_row(one: DeadLetterView) -> list[Cell]:
     return [one.id, one.code, Time(one.died_at or 0.0), one.type, one.reason, one.routing_key]
 
 
@@ -77,7 +55,7 @@ DEAD_LETTERS = Table("id code died type reason | routing-key", _dead_row)
 
 
 async def list_dead_letters(
-    settings: Settings,
+    context: typer.Context,
     queue: Annotated[str | None, typer.Argument(help="One queue; without it, all are counted.")] = None,
     bus: Annotated[
         str | None,
@@ -88,52 +66,41 @@ async def list_dead_letters(
     listing: ListOutput,
 ) -> None:
     """Count dead letters by bus and by queue, or list those of one queue."""
-    site = Site(settings)
+    async with connected(context) as berth:
+        await check_cell(berth, None if queue is not None or bus == API else bus)
 
-    async def count() -> ListedItems[QueueCount]:
-        counts = await _counts(site, bus)
-        _name_uncounted(counts)
-        return ListedItems(
-            [
-                QueueCount(bus=name, queue=of, dead=dead)
-                for name, found in counts.items()
-                for of, dead in found.by_queue.items()
-            ]
-        )
+        async def count() -> ListedItems[DeadLetterCount]:
+            return ListedItems([one for one in await berth.count_dead_letters() if bus in (None, one.bus)])
 
-    async def read() -> ListedItems[DeadLetter]:
-        found = await _on(site, bus or API, lambda of: bus_dead_letters.list_dead(of, queue or "", limit))
-        more = len(found) == limit and limit < MAX_SHOWN
-        return ListedItems(found, {"--limit": str(min(limit * 10, MAX_SHOWN))} if more else None)
+        async def read() -> ListedItems[DeadLetterView]:
+            found = await berth.list_dead_letters(bus or API, queue or "", limit=limit)
+            return ListedItems(found, further(found, limit, MAX_SHOWN))
 
-    if queue is None:
-        await print_list(count, QUEUES, listing)
-    else:
-        await print_list(read, DEAD_LETTERS, listing, _plain)
+        if queue is None:
+            await print_list(count, QUEUES, listing)
+        else:
+            await print_list(read, DEAD_LETTERS, listing)
 
 
 async def show(
-    settings: Settings,
+    context: typer.Context,
     queue: Queue,
     dead_letter_id: Annotated[str, typer.Argument(help="Its id, as `list QUEUE` prints it.")],
     bus: BusName = API,
     form: As = Form.TABLE,
 ) -> None:
     """Show one dead letter whole. Its body may contain secrets."""
-    found = await _on(Site(settings), bus, lambda transport: bus_dead_letters.list_dead(transport, queue, MAX_SHOWN))
-    dead_letter = next((dead_letter for dead_letter in found if dead_letter.id == dead_letter_id), None)
-    if dead_letter is None:
-        raise Stop(Exit.NO, "dead_letter.unknown", f"{queue} has no dead letter {dead_letter_id}")
-    plain = {**_plain(dead_letter), "headers": {name: str(value) for name, value in dead_letter.headers.items()}}
+    async with connected(context) as berth:
+        found = await berth.show_dead_letter(bus, queue, dead_letter_id)
     if form.is_data:
-        print_data(plain, form)
+        print_data(found, form)
         return
-    for name, value in plain.items():
+    for name, value in asdict(found).items():
         out.print(f"{name:12} {printable(str(value))}", soft_wrap=True, markup=False)
 
 
 async def replay(
-    settings: Settings,
+    context: typer.Context,
     queue: Queue,
     ids: Annotated[list[str] | None, typer.Argument(help="Which; none with --all.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
@@ -153,25 +120,23 @@ async def replay(
     if old:
         which = "all dead letters" if every else counted(len(ids or ()), "dead letter")
         ask_first(f"Replay {which} of {queue} of bus {bus}, those that are too old among them", yes=yes)
-    site, wanted = Site(settings), None if every else ids
-    back = await _on(
-        site,
-        bus,
-        lambda transport: send_back(transport, queue, wanted, site.settings, now=site.clock.time(), old=old),
-    )
-    found = {"replayed": back.sent, "too_old": back.too_old, "blocked": back.blocked}
-    stopped = f": {', '.join(back.sent)}" if back.fault is not None else ""
-    print_result(found, form, f"{len(back.sent)} sent back to {queue}{stopped}")
-    if back.fault is not None:
-        raise back.fault
-    if unknown := sorted(set(ids or ()) - {*back.sent, *back.too_old, *back.blocked}):
+    async with connected(context) as berth:
+        body = ReplayBody(ids=None if every else tuple(ids or ()), old=old)
+        back = await berth.replay_dead_letters(bus, queue, body)
+    sent, too_old = list(back.replayed), list(back.too_old)
+    found = {"replayed": sent, "too_old": too_old, "blocked": back.blocked}
+    stopped = f": {', '.join(sent)}" if back.fault else ""
+    print_result(found, form, f"{len(sent)} sent back to {queue}{stopped}")
+    if back.fault:
+        raise Stop(Exit.UNAVAILABLE, "bus.unavailable", back.fault)
+    if unknown := sorted(set(ids or ()) - {*sent, *too_old, *back.blocked}):
         raise Stop(Exit.NO, "dead_letter.unknown", f"not found: {', '.join(unknown)}")
     for code, reason in BLOCKED.items():
-        if blocked := [ident for ident, found in back.blocked.items() if found == code]:
+        if blocked := [ident for ident, found_code in back.blocked.items() if found_code == code]:
             raise Stop(Exit.NO, code, f"{len(blocked)} {reason}: {_named(blocked)}")
-    if back.too_old:
+    if too_old:
         reason = "expired, or older than the records of deletes and releases: not replayed (--old replays them, too)"
-        raise Stop(Exit.NO, "dead_letter.too_old", f"{len(back.too_old)} {reason}: {_named(back.too_old)}")
+        raise Stop(Exit.NO, "dead_letter.too_old", f"{len(too_old)} {reason}: {_named(too_old)}")
 
 
 def _named(ids: Sequence[str]) -> str:
@@ -179,7 +144,7 @@ def _named(ids: Sequence[str]) -> str:
 
 
 async def purge(
-    settings: Settings,
+    context: typer.Context,
     queue: Queue,
     yes: Yes = False,
     bus: BusName = API,
@@ -189,72 +154,11 @@ async def purge(
 
     Those that are there when their number is shown; with --yes all.
     """
-    site, ids = Site(settings), None
-    if not yes:
-        ids = [
-            dead_letter.id
-            for dead_letter in await _on(site, bus, lambda of: bus_dead_letters.list_dead(of, queue, MAX_SHOWN))
-        ]
-        ask_first(f"Purge the oldest {counted(len(ids), 'dead letter')} of {queue} of bus {bus}", yes=yes)
-    purged = await _on(site, bus, lambda transport: bus_dead_letters.purge(transport, queue, ids))
+    async with connected(context) as berth:
+        until = None
+        if not yes:
+            there = await berth.list_dead_letters(bus, queue, limit=MAX_SHOWN)
+            ask_first(f"Purge the oldest {counted(len(there), 'dead letter')} of {queue} of bus {bus}", yes=yes)
+            until = there[-1].id if there else ""
+        purged = 0 if until == "" else (await berth.purge_dead_letters(bus, queue, until=until)).purged
     print_result({"purged": purged}, form, f"{purged} purged")
-
-
-async def _on(site: Site, bus: str, work: Callable[[Transport], Awaitable[T]]) -> T:
-    return await _on_transport((await _buses(site, bus))[bus](), work)
-
-
-async def _on_transport(transport: Transport, work: Callable[[Transport], Awaitable[T]]) -> T:
-    await open_in_time(transport.open())
-    try:
-        return await work(transport)
-    except QueueMissing as fault:
-        raise Stop(Exit.USAGE, fault.code, f"there is no such queue: {fault}") from fault
-    finally:
-        await transport.close()
-
-
-async def _counts(site: Site, bus: str | None) -> dict[str, Counts]:
-    """The dead letters of each bus, or of one; of one that no worker has been on yet, none."""
-    return {name: await _on_transport(make(), _counted) for name, make in (await _buses(site, bus)).items()}
-
-
-async def _buses(site: Site, bus: str | None) -> Mapping[str, Callable[[], Transport]]:
-    """All, or the one that is named."""
-    buses = await bus_transports(site.environment("dead-letters"))
-    if bus is None:
-        return buses
-    if bus not in buses:
-        raise SettingsError("bus.unknown", f"there is no bus {bus!r}; there are {', '.join(buses)}")
-    return {bus: buses[bus]}
-
-
-async def _counted(transport: Transport) -> Counts:
-    try:
-        return await bus_dead_letters.count(transport)
-    except QueueMissing:
-        return Counts({}, 0)
-
-
-def _name_uncounted(counts: Mapping[str, Counts]) -> None:
-    for bus, found_on in counts.items():
-        if found_on.more:
-            err.print(f"{bus}: {found_on.more} more behind the oldest {bus_dead_letters.MAX_COUNTED}", soft_wrap=True)
-
-
-def _plain(dead_letter: DeadLetter) -> dict[str, object]:
-    return {
-        "queue": dead_letter.queue,
-        "id": dead_letter.id,
-        "code": dead_letter.code,
-        "reason": dead_letter.reason,
-        "type": dead_letter.type,
-        "exchange": dead_letter.exchange,
-        "routing_key": dead_letter.routing_key,
-        "cause": dead_letter.cause,
-        "sent_at": dead_letter.sent_at,
-        "died_at": dead_letter.died_at,
-        "body": dead_letter.body.decode(errors="replace"),
-        "truncated_from_bytes": dead_letter.truncated_from,
-        "blocks_replay": dead_letter.blocks_replay,
-    }

@@ -75,10 +75,14 @@ class DeadLetterActions:
             back = await send_back(transport, queue, requested.ids, self._settings, now=now, old=requested.old)
         return DeadLettersReplayed(tuple(back.sent), tuple(back.too_old), back.blocked, str(back.fault or ""))
 
-    async def purge(self, bus: str, queue: str) -> DeadLettersPurged:
-        """Throw the dead letters of a queue away."""
+    async def purge(self, bus: str, queue: str, until: str | None = None) -> DeadLettersPurged:
+        """Throw the dead letters of a queue away. until: those up to this one, none if it is there no more."""
         async with self._open(bus) as transport:
-            return DeadLettersPurged(await bus_dead_letters.purge(transport, queue))
+            ids = None
+            if until is not None:
+                there = [one.id for one in await bus_dead_letters.list_dead(transport, queue, MAX_SHOWN)]
+                ids = there[: there.index(until) + 1] if until in there else []
+            return DeadLettersPurged(await bus_dead_letters.purge(transport, queue, ids))
 
     @asynccontextmanager
     async def _open(self, bus: str) -> AsyncIterator[Transport]:
@@ -149,10 +153,11 @@ class WebDeadLetters(Handlers):
         body = converted(await object_of(request), ReplayBody)
         return await self._actions.replay(*_place(request), body)
 
-    @route("DELETE", "/dead-letters/{bus}/{queue}", role=WebRole.OPERATOR)
+    @route("DELETE", "/dead-letters/{bus}/{queue}", "until", role=WebRole.OPERATOR)
     async def purge_dead_letters(self, request: Request) -> object:
-        """Throw the dead letters of a queue away, for good. For operators."""
-        return await self._actions.purge(*_place(request))
+        """Throw the dead letters of a queue away, for good: ?until= the last of them. For operators."""
+        until = parsed(lambda: msgspec.convert(request.query_params.get("until"), Label | None))
+        return await self._actions.purge(*_place(request), until)
 
 
 def _place(request: Request) -> tuple[str, str]:

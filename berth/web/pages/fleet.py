@@ -10,7 +10,7 @@ import structlog
 from msgspec import Struct
 
 from berth.bus_client.host_pages import read_hosts
-from berth.client.types import CellView, HostDetail, InventoryView, ProviderView
+from berth.client.types import CellView, HostClaims, HostDetail, InventoryView, ProviderView
 from berth.config.site import bus_transports
 from berth.web.api import ASK_TIMEOUT_S, MAX_HOSTS
 from berth.web.problems import Problem
@@ -129,6 +129,13 @@ class FleetReader:
         tree = await self._bus.request(HostTreeQuery(provider=host.uuid), HostTree, timeout_s=ASK_TIMEOUT_S)
         return HostDetail(host=host, providers=tree_of(tree.providers), consumers=tree.consumers, more=tree.more)
 
+    async def claims(self, ident: str, after: str | None) -> HostClaims:
+        """A page of those with allocations on a host. Raises Problem 404 or 409."""
+        host = await self.host(ident)
+        query = HostTreeQuery(provider=host.uuid, after=after)
+        tree = await self._bus.request(query, HostTree, timeout_s=ASK_TIMEOUT_S)
+        return HostClaims(tree.consumers, tree.consumers[-1].consumer if tree.more and tree.consumers else None)
+
     async def changes(self, providers: Sequence[ProviderView]) -> list[HostChange]:
         """The newest changes of these providers, newest first, among the last CHANGES_LOOKED_AT of all of placement,
         or as many of them as the feed still has.
@@ -198,6 +205,8 @@ def cells_of(
                 state=record.state,
                 reason=record.reason,
                 version=record.version,
+                by=record.by,
+                at=record.at,
                 in_use=record.in_use,
                 bus=record.bus,
                 link=record.link,

@@ -6,7 +6,8 @@ like one of `berth flavor set`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,9 +15,10 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.routing import Route
 
-from berth.bus_client.object_edits import ObjectEdit, Send, change_object, merged, project_usage, quota_uses
+from berth.bus_client.object_edits import find_object, project_usage, quota_uses
 from berth.change_log import SECTIONS
 from berth.client.types import ChangeBody, GroupView, ObjectList, QuotaUse, Zone
+from berth.object_changes import ObjectEdit, Send, change_object, merged
 from berth.web.api import (
     ASK_TIMEOUT_S,
     MAX_PAGE,
@@ -24,6 +26,7 @@ from berth.web.api import (
     caller_of,
     checked,
     converted,
+    may_change,
     need,
     number_of,
     object_of,
@@ -52,7 +55,10 @@ from bus.contracts.objects import (
 )
 from bus.contracts.placement_queries import MAX_PROJECTS, GroupMembersPage, GroupMembersQuery
 
+# What a project sees of, each its own.
+_OF_PROJECTS = (ObjectKind.FLAVOR, ObjectKind.GROUP)
 CHANGE_PARAMETERS = ("reason", "if_version", "force", "dry_run")
+MAX_GROUPS = 100  # that a project makes by itself
 # Pages of objects that one answer gathers; a scheduler keeps no more of one kind (`MAX_OF_KIND`).
 MAX_PAGES = 50
 
@@ -82,7 +88,8 @@ class ObjectApi:
 
     async def edit(self, wanted: ObjectEdit, send: Send, if_version: int | None) -> ObjectsChanged:
         """Edit an object on record. Raises RequestRefused, and what the edit raises."""
-        return await change_object(self._bus, wanted, send, timeout_s=ASK_TIMEOUT_S, if_version=if_version)
+        find = partial(find_object, self._bus, timeout_s=ASK_TIMEOUT_S)
+        return await change_object(find, wanted, send, if_version=if_version)
 
     async def group(self, stored: StoredObject) -> GroupView:
         """A server group on record, with its members."""
@@ -98,6 +105,15 @@ class ObjectApi:
             changed_at=stored.changed_at,
             changed_by=stored.changed_by,
         )
+
+    async def check_room(self, caller: WebCaller, names: Collection[str]) -> None:
+        """Raises Problem 409 for a project that would have more server groups than it may make."""
+        if caller.project is None:
+            return
+        _, found = await self.stored(ObjectKind.GROUP)
+        own = {one.name for one in found if _is_shown(one, caller)}
+        if len(own.union(names)) > max(len(own), MAX_GROUPS):
+            raise Problem(409, "group.too_many", f"a project has at most {MAX_GROUPS} server groups")
 
     async def log(self, query: ObjectLogQuery) -> ObjectLogPage:
         """A page of the log of changes, newest first."""
@@ -156,19 +172,28 @@ class WebObjects(Handlers):
         zones = zones_of(aggregates)
         return [Zone(one.name, ()) for one in zones] if caller_of(request).sees else zones
 
-    @route("GET", "/objects", role=WebRole.READER)
+    @route("GET", "/objects", "kind", "name")
     async def list_objects(self, request: Request) -> object:
-        """All objects, in order of kind and name. Not for role project."""
-        revision, found = await self._objects.stored()
-        return ObjectList(revision, tuple(found))
+        """Objects, in order of kind and name: ?kind=&name=. Role project sees its flavors and its server groups."""
+        query, caller = request.query_params, caller_of(request)
+        fields = (query.get("kind"), query.get("name"))
+        kind, name = parsed(lambda: msgspec.convert(fields, tuple[ObjectKind | None, Label | None]))
+        if kind not in _OF_PROJECTS:
+            need(caller, WebRole.READER)
+        revision, found = await self._objects.stored(kind, name)
+        return ObjectList(revision, tuple(_as_seen(one, caller) for one in found if _is_shown(one, caller)))
 
-    @route("POST", "/objects", role=WebRole.OPERATOR)
+    @route("POST", "/objects")
     async def change_objects(self, request: Request) -> object:
-        """Change many objects, all or none. For operators."""
+        """Change many objects, all or none. For operators; role project changes its server groups."""
         caller = caller_of(request)
+        may_change(caller)
         body = converted(await object_of(request), ChangeBody)
         if len(body.changes) > MAX_CHANGES:
             raise Problem(400, "request.invalid", f"at most {MAX_CHANGES} changes")
+        if body.prune or not all(_is_own_group(one.kind, one.name, caller) for one in body.changes):
+            need(caller, WebRole.OPERATOR)
+        await self._objects.check_room(caller, {one.name for one in body.changes if one.body is not None})
         fields = {**msgspec.to_builtins(body), "actor": caller.name}
         return await self._objects.change(parsed(lambda: msgspec.convert(fields, ObjectsChange)))
 
@@ -203,7 +228,7 @@ class _OfKind:
         self._check_role(caller_of(request))
         revision, found = await self._objects.stored(self._kind)
         caller = caller_of(request)
-        shown = tuple(_as_seen(one, caller) for one in found if self._is_shown(one, caller))
+        shown = tuple(_as_seen(one, caller) for one in found if _is_shown(one, caller))
         return ObjectList(revision, shown)
 
     @checked()
@@ -212,26 +237,27 @@ class _OfKind:
         self._check_role(caller_of(request))
         name = self._name(request)
         _, found = await self._objects.stored(self._kind, name)
-        shown = [one for one in found if self._is_shown(one, caller_of(request))]
+        shown = [one for one in found if _is_shown(one, caller_of(request))]
         if not shown:
             raise Problem(404, "object.unknown", f"there is no {self._kind.value} {name!r}")
         if self._kind is ObjectKind.GROUP:
             return await self._objects.group(shown[0])
         return _as_seen(shown[0], caller_of(request))
 
-    @checked(*CHANGE_PARAMETERS, role=WebRole.OPERATOR)
+    @checked(*CHANGE_PARAMETERS)
     async def put(self, request: Request) -> object:
-        """Make an object, or replace the whole of it. For operators."""
-        caller = caller_of(request)
+        """Make an object, or replace the whole of it. For operators; role project changes its server groups."""
+        caller = self._changer(request)
         body = await object_of(request)
+        await self._objects.check_room(caller, {self._name(request)})
         if self._kind is ObjectKind.AGGREGATE:
             body.setdefault("name", self._name(request))
         return await self._objects.change(self._changes(request, caller, body))
 
-    @checked(*CHANGE_PARAMETERS, role=WebRole.OPERATOR)
+    @checked(*CHANGE_PARAMETERS)
     async def patch(self, request: Request) -> object:
-        """Change the named fields of an object (JSON merge patch: null removes one). For operators."""
-        caller = caller_of(request)
+        """Change the named fields of an object (JSON merge patch: null removes one). For those who may PUT it."""
+        caller = self._changer(request)
         patch, name = await object_of(request), self._name(request)
         given = request.query_params.get("if_version")
         if_version = None if given is None else parsed(lambda: msgspec.convert(given, Version, strict=False))
@@ -247,10 +273,18 @@ class _OfKind:
 
         return await self._objects.edit(ObjectEdit(self._kind, name, edit), send, if_version)
 
-    @checked(*CHANGE_PARAMETERS, role=WebRole.OPERATOR)
+    @checked(*CHANGE_PARAMETERS)
     async def delete(self, request: Request) -> object:
-        """Delete an object. For operators."""
-        return await self._objects.change(self._changes(request, caller_of(request), None))
+        """Delete an object. For those who may PUT it."""
+        return await self._objects.change(self._changes(request, self._changer(request), None))
+
+    def _changer(self, request: Request) -> WebCaller:
+        """The caller. Raises Problem 403 for one that may not change this object."""
+        caller = caller_of(request)
+        if not _is_own_group(self._kind, self._name(request), caller):
+            need(caller, WebRole.OPERATOR)
+        may_change(caller)
+        return caller
 
     def _changes(
         self, request: Request, caller: WebCaller, body: dict[str, Any] | None, if_version: int | None = None
@@ -277,15 +311,19 @@ class _OfKind:
 
     def _check_role(self, caller: WebCaller) -> None:
         """Flavors are for every project, and server groups for theirs; how hosts are chosen is not."""
-        if self._kind not in (ObjectKind.FLAVOR, ObjectKind.GROUP):
+        if self._kind not in _OF_PROJECTS:
             need(caller, WebRole.READER)
 
-    @staticmethod
-    def _is_shown(one: StoredObject, caller: WebCaller) -> bool:
-        if one.kind is ObjectKind.GROUP:
-            return caller.sees is None or one.name.startswith(f"{caller.sees}/")
-        projects = one.body.get("projects") or ()
-        return caller.sees is None or not projects or caller.sees in projects
+
+def _is_shown(one: StoredObject, caller: WebCaller) -> bool:
+    if one.kind is ObjectKind.GROUP:
+        return caller.sees is None or one.name.startswith(f"{caller.sees}/")
+    projects = one.body.get("projects") or ()
+    return caller.sees is None or not projects or caller.sees in projects
+
+
+def _is_own_group(kind: ObjectKind, name: str, caller: WebCaller) -> bool:
+    return kind is ObjectKind.GROUP and caller.project is not None and name.startswith(f"{caller.project}/")
 
 
 def _as_seen(one: StoredObject, caller: WebCaller) -> StoredObject:

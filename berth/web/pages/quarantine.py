@@ -30,6 +30,7 @@ from berth.client.types import (
     SeenBreaker,
     SeenMachine,
     Undecided,
+    WithoutService,
 )
 from berth.web.api import Handlers, caller_of, converted, number_of, object_of, parsed, route, truth_of
 from berth.web.pages.fleet import PAGE_TIMEOUT_S
@@ -80,6 +81,15 @@ class SafetyReader:
             async with asyncio.timeout(PAGE_TIMEOUT_S):
                 return await recoveries.read(self._env, cell)
 
+    async def go_on_without(self, cell: str, body: WithoutService, actor: str) -> Recovery:
+        """State that a compute service has no machine. Raises Problem 409: it is up."""
+        async with _as_problems():
+            if not await recoveries.state_without(self._env, cell, body.service, actor, body.reason):
+                reason = f"the compute service {body.service} of {cell} is up: it lists by itself"
+                raise Problem(409, "recovery.not_without", reason)
+        (found,) = await self.recoveries(cell)
+        return found
+
     async def accept_losses(self, cell: str, seen: LossesAccepted, actor: str) -> Recovery:
         """Have a cell recover though it loses what was seen. Raises Problem 409: it waits for no such decision."""
         (found,) = await self.recoveries(cell)
@@ -92,14 +102,25 @@ class SafetyReader:
         return found
 
     async def page(
-        self, *, cell: str | None, service: str | None, decided: bool | None, after: str | None, limit: int
+        self,
+        *,
+        cell: str | None,
+        service: str | None,
+        decided: bool | None,
+        after: str | None,
+        limit: int,
+        instance: str | None = None,
+        foreign: bool = False,
     ) -> QuarantinePage:
-        """Machines in quarantine from this place on."""
+        """Machines in quarantine from this place on. foreign: also those of other databases."""
+        kinds = tuple(UnknownMachineKind) if foreign else (UnknownMachineKind.QUARANTINED,)
         read = await self.read(cell)
         found = [
             _machine(name, one)
-            for name, one in read.machines(UnknownMachineKind.QUARANTINED)
-            if service in (None, one.service) and decided in (None, bool(one.decision))
+            for name, one in read.machines(*kinds)
+            if service in (None, one.service)
+            and instance in (None, one.machine.uuid)
+            and decided in (None, bool(one.decision))
         ]
         found.sort(key=_place)
         rest = found if after is None else [one for one in found if _place(one) > after]
@@ -151,20 +172,27 @@ class SafetyReader:
         )
 
 
+_FOUND_BY = ("cell", "service", "instance", "decided", "foreign")
+
+
 class WebQuarantine(Handlers):
     """The handlers."""
 
     def __init__(self, safety: SafetyReader) -> None:
         self._safety = safety
 
-    @route("GET", "/quarantine", "cell", "service", "decided", "after", "limit", role=WebRole.READER)
+    @route("GET", "/quarantine", *_FOUND_BY, "after", "limit", role=WebRole.READER)
     async def list_quarantine(self, request: Request) -> object:
-        """Machines in quarantine: ?cell=&service=&decided=true|false&after=&limit=. Not for role project."""
+        """Machines in quarantine: ?cell=&service=&instance=&decided=true|false&foreign=true&after=&limit=. Not for
+        role project.
+        """
         query = request.query_params
         return await self._safety.page(
             cell=query.get("cell"),
             service=query.get("service"),
+            instance=query.get("instance"),
             decided=truth_of(request, "decided"),
+            foreign=truth_of(request, "foreign") or False,
             after=query.get("after"),
             limit=number_of(request, "limit", 1_000, most=MAX_SHOWN),
         )
@@ -198,6 +226,15 @@ class WebQuarantine(Handlers):
         """The recoveries of cells whose database was restored, and what each would lose. Not for role project."""
         return await self._safety.recoveries()
 
+    @route("POST", "/recoveries/{cell}/without", role=WebRole.OPERATOR)
+    async def go_on_without(self, request: Request) -> object:
+        """State that a decommissioned compute service has no machine: what waits for its hosts goes on. For
+        operators.
+        """
+        cell = parsed(lambda: msgspec.convert(request.path_params["cell"], Word))
+        body = converted(await object_of(request), WithoutService)
+        return await self._safety.go_on_without(cell, body, caller_of(request).name)
+
     @route("POST", "/recoveries/{cell}/accept", role=WebRole.OPERATOR)
     async def accept_losses(self, request: Request) -> object:
         """Have a cell recover though it loses these instances, as they were seen. For operators."""
@@ -225,6 +262,7 @@ def _machine(cell: str, one: UnknownMachineRecord) -> QuarantinedMachine:
         instance_uuid=one.machine.uuid,
         attempt=one.machine.attempt,
         service=one.service,
+        kind=one.machine.kind.value,
         reason=one.machine.reason,
         first_seen=one.first_seen,
         last_seen=one.last_seen,

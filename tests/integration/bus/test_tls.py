@@ -171,7 +171,7 @@ async def test_a_client_without_a_certificate_and_a_port_without_tls_are_an_unav
 def test_a_command_prints_it_in_a_sentence(broker: TlsBroker, foreign_authority: Authority, tmp_path: Path) -> None:
     url = broker.url(f"cacertfile={foreign_authority.file}&{broker.own}")
     env = {"BERTH_BUS__URL": url, "BERTH_STATE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    for arguments in (("list",), ("run", "compute", "--cell", "cell1")):
+    for arguments in (("bus", "list"), ("run", "compute", "--cell", "cell1")):
         command = (sys.executable, "-m", "berth", *arguments)
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_S, check=False)
         output = done.stdout + done.stderr

@@ -6,9 +6,10 @@ import asyncio
 import json
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -55,6 +56,7 @@ from tests.integration.cell_conductor.neighbours import CELL, WAIT_S, Cell, Movi
 from tests.integration.compute_agent.harness import Life
 from tests.kit.forks import run_berth
 from tests.kit.waiting import PATIENCE_S, until
+from tests.kit.web_process import served
 
 # --- The whole conductor as it is wired: its lifecycle, its cell's bus, and nothing above.
 
@@ -364,8 +366,17 @@ ADDED_CELL = (
 A, B, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab1")
 
 
-async def berth(url: str, *words: str) -> tuple[int, Any]:
-    env = {**os.environ, "BERTH_DATABASE__URL": url}
+@pytest.fixture
+def web(postgres_url: str, amqp: tuple[str, str], tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A web server on the cells' schemas."""
+    url, prefix = amqp
+    env = {"BERTH_DATABASE__URL": postgres_url, "BERTH_BUS__URL": url, "BERTH_BUS__PREFIX": prefix}
+    with served(env, tmp_path) as found:
+        yield found
+
+
+async def berth(web: dict[str, str], *words: str) -> tuple[int, Any]:
+    env = {**os.environ, **web}
     done = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
     text = done.stdout
     data = json.loads(text) if text[:1] == "{" else text + done.stderr
@@ -373,7 +384,8 @@ async def berth(url: str, *words: str) -> tuple[int, Any]:
 
 
 @pytest.mark.postgres
-async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> None:
+@pytest.mark.rabbitmq
+async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str, web: dict[str, str]) -> None:
     stores = [PostgresInstances(Database(postgres_url, f"cell_{name}")) for name in ("cell1", "cell2")]
     for store in stores:
         await store.open()
@@ -383,32 +395,30 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
     await safety.record("s", [ours, foreign], 1.0)
     await safety.trip(Breaker(service="s", tripped_at=1.0, lost=6))
 
-    status, listed = await berth(postgres_url, "quarantine", "list", "--unknown", "--cell", CELL_NAME, "-o", "json")
-    assert status == 0 and [one["record"]["machine"]["kind"] for one in listed] == ["quarantined", "foreign"]
-    status, listed = await berth(postgres_url, "quarantine", "list", "--cell", CELL_NAME, "-o", "json")
-    assert status == 0 and [one["record"]["machine"]["uuid"] for one in listed] == [A]
-    status, output = await berth(postgres_url, "quarantine", "destroy", B, "--cell", CELL_NAME)
+    status, listed = await berth(web, "quarantine", "list", "--unknown", "--cell", CELL_NAME, "-o", "json")
+    assert status == 0 and [one["kind"] for one in listed] == ["quarantined", "foreign"]
+    status, listed = await berth(web, "quarantine", "list", "--cell", CELL_NAME, "-o", "json")
+    assert status == 0 and [one["instance_uuid"] for one in listed] == [A]
+    status, output = await berth(web, "quarantine", "destroy", B, "--cell", CELL_NAME)
     assert status == 1 and "quarantine" in output, "a foreign machine is not for berth to destroy"
-    status, output = await berth(postgres_url, "quarantine", "destroy", A, "--cell", CELL_NAME)
+    status, output = await berth(web, "quarantine", "destroy", A, "--cell", CELL_NAME)
     assert status == 2 and "command.unconfirmed" in output
-    status, _ = await berth(postgres_url, "quarantine", "destroy", A, "--by", "op", "--cell", CELL_NAME, "--yes")
+    status, _ = await berth(web, "quarantine", "destroy", A, "--cell", CELL_NAME, "--yes")
     assert status == 0 and {(one.decision, one.decided_by) for one in await safety.records()} == {
-        ("destroy", "op"),
+        ("destroy", "local"),
         ("", ""),
     }
 
-    status, listed = await berth(postgres_url, "breaker", "list", "--cell", CELL_NAME, "-o", "json")
-    assert status == 0 and listed[0]["breaker"]["lost"] == 6
-    status, shown = await berth(postgres_url, "breaker", "show", "s", "--cell", CELL_NAME, "-o", "json")
+    status, listed = await berth(web, "breaker", "list", "--cell", CELL_NAME, "-o", "json")
+    assert status == 0 and listed[0]["lost"] == 6
+    status, shown = await berth(web, "breaker", "show", "s", "--cell", CELL_NAME, "-o", "json")
     assert (status, shown) == (0, listed[0])
-    status, shown = await berth(postgres_url, "quarantine", "show", A[:4], "--cell", CELL_NAME, "-o", "yaml")
-    assert status == 0 and f'"uuid": "{A}"' in shown
-    status, reset = await berth(
-        postgres_url, "breaker", "reset", "s", "--by", "op", "--cell", CELL_NAME, "-o", "json", "--yes"
-    )
+    status, shown = await berth(web, "quarantine", "show", A[:4], "--cell", CELL_NAME, "-o", "yaml")
+    assert status == 0 and f'"instance_uuid": "{A}"' in shown
+    status, reset = await berth(web, "breaker", "reset", "s", "--cell", CELL_NAME, "-o", "json", "--yes")
     assert (status, reset) == (0, {"service": "s", "cells": [CELL_NAME]})
-    assert (await safety.breakers())[0].reset_by == "op"
-    status, output = await berth(postgres_url, "breaker", "reset", "s", "--cell", CELL_NAME)
+    assert (await safety.breakers())[0].reset_by == "local"
+    status, output = await berth(web, "breaker", "reset", "s", "--cell", CELL_NAME)
     assert (status == 1 and "not_open" in output) or "is open" in output
 
     for store in stores:
@@ -416,41 +426,40 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
 
 
 @pytest.mark.postgres
-async def test_an_operator_sees_what_a_recovery_waits_for_and_decides(postgres_url: str) -> None:
+@pytest.mark.rabbitmq
+async def test_an_operator_sees_what_a_recovery_waits_for_and_decides(postgres_url: str, web: dict[str, str]) -> None:
     stores = [PostgresInstances(Database(postgres_url, f"cell_{name}")) for name in ("cell1", "cell2")]
     for store in stores:
         await store.open()
-    status, shown = await berth(postgres_url, "recovery", "list", "--cell", CELL_NAME, "-o", "json")
+    status, shown = await berth(web, "recovery", "list", "--cell", CELL_NAME, "-o", "json")
     assert (status, shown[0]["state"]) == (0, "open")
     async with stores[0].transaction() as transaction:
         await transaction.begin_recovery()
     async with stores[0].transaction() as transaction:
         await transaction.stop_recovery(Losses(6, (A, B)))
-    status, shown = await berth(postgres_url, "recovery", "show", CELL_NAME, "-o", "json")
+    status, shown = await berth(web, "recovery", "show", CELL_NAME, "-o", "json")
     assert (status, shown["losses"]["count"]) == (1, 6)
     for losses, says in (("5", "recovery.not_waiting"), ("6", "command.unconfirmed")):
-        status, output = await berth(postgres_url, "recovery", "accept", CELL_NAME, "--losses", losses)
+        status, output = await berth(web, "recovery", "accept", CELL_NAME, "--losses", losses)
         assert status and says in output
     schedulers = Database(postgres_url, "scheduler")
     await schedulers.open("scheduler_worker.store.migrations")
-    status, _ = await berth(
-        postgres_url, "recovery", "accept", CELL_NAME, "--losses", "6", "--by", "ann", "--reason", "the disk", "--yes"
-    )
+    status, _ = await berth(web, "recovery", "accept", CELL_NAME, "--losses", "6", "--reason", "the disk", "--yes")
     async with stores[0].transaction() as transaction:
         assert (status, await transaction.accepted_losses()) == (0, 6)
     term = await stores[0].leases.hold_leadership("p", 60.0, None)
     assert term is not None and await stores[0].leases.record(term, [Lease(service="lives", epoch=1)])
     for service, code, says in (("a b", 2, "1 to 64"), ("lives", 1, "recovery.not_without"), ("gone", 0, "gone")):
-        arguments = "recovery", "without", CELL_NAME, service, "--by", "ann", "--yes"
-        status, output = await berth(postgres_url, *arguments)
+        arguments = "recovery", "without", CELL_NAME, service, "--yes"
+        status, output = await berth(web, *arguments)
         assert status == code and says in output
-    status, shown = await berth(postgres_url, "recovery", "list", "--cell", CELL_NAME, "-o", "json")
+    status, shown = await berth(web, "recovery", "list", "--cell", CELL_NAME, "-o", "json")
     assert shown[0]["absent"] == {"gone": True}
     async with schedulers.raw() as connection:
         rows = await connection.fetch("SELECT kind, name, actor, reason FROM object_log ORDER BY revision")
     assert [tuple(row) for row in rows] == [
-        ("repair", CELL_NAME, "ann", "the disk"),
-        ("repair", CELL_NAME, "ann", ""),
+        ("repair", CELL_NAME, "local", "the disk"),
+        ("repair", CELL_NAME, "local", ""),
     ]
     await schedulers.close()
     for store in stores:
@@ -458,7 +467,10 @@ async def test_an_operator_sees_what_a_recovery_waits_for_and_decides(postgres_u
 
 
 @pytest.mark.postgres
-async def test_all_undecided_machines_of_a_service_are_decided_about_by_one_command(postgres_url: str) -> None:
+@pytest.mark.rabbitmq
+async def test_all_undecided_machines_of_a_service_are_decided_about_by_one_command(
+    postgres_url: str, web: dict[str, str]
+) -> None:
     """1,218 machines in quarantine were 1,218 commands; those of a cell that was added at run time were not listed."""
     schedulers = Database(postgres_url, "scheduler")
     await schedulers.open("scheduler_worker.store.migrations")
@@ -475,26 +487,28 @@ async def test_all_undecided_machines_of_a_service_are_decided_about_by_one_comm
     await store.safety.record("t", [replace(ours[0], uuid=A)], 1.0)
     await store.safety.decide([DecidedMachine(ours[0].uuid)], "destroy", "ann", 1.0)
 
-    status, listed = await berth(postgres_url, "quarantine", "list", "--cell", "added", "-o", "json")
+    status, listed = await berth(web, "quarantine", "list", "--cell", "added", "-o", "json")
     assert (status, len(listed)) == (0, 1_219)
-    assert (await berth(postgres_url, "quarantine", "list"))[0] == 3, "the cells of the settings have no record here"
-    assert (await berth(postgres_url, "quarantine", "protect"))[0] == 2
-    words = ("quarantine", "protect", "--service", "s", "--by", "op", "-o", "json")
-    status, decided = await berth(postgres_url, *words)
+    assert (await berth(web, "quarantine", "list"))[0] == 3, "the cells of the settings have no record here"
+    assert (await berth(web, "quarantine", "protect"))[0] == 2
+    words = ("quarantine", "protect", "--service", "s", "-o", "json")
+    status, decided = await berth(web, *words)
     assert (status, decided["machines"]) == (0, 1_217)
     decisions = {one.machine.uuid: one.decision for one in await store.safety.records()}
     assert (decisions.pop(A), decisions.pop(ours[0].uuid), set(decisions.values())) == ("", "destroy", {"protect"})
-    assert (await berth(postgres_url, *words))[0] == 1, "none is undecided"
-    status, decided = await berth(postgres_url, "quarantine", "protect", A, ours[0].uuid, "-o", "json")
+    assert (await berth(web, *words))[0] == 1, "none is undecided"
+    status, decided = await berth(web, "quarantine", "protect", A, ours[0].uuid, "-o", "json")
     assert (status, decided["instances"]) == (0, [ours[0].uuid, A])
     # B was reported as kept, by name and by the exit status.
-    status, decided = await berth(postgres_url, "quarantine", "protect", A, B, "-o", "json")
+    status, decided = await berth(web, "quarantine", "protect", A, B, "-o", "json")
     assert (status, decided["instances"]) == (1, [A])
     for one in (store, schedulers):
         await one.close()
 
 
-async def test_a_machine_is_given_back_to_its_instance_by_an_operators_word(postgres_url: str) -> None:
+async def test_a_machine_is_given_back_to_its_instance_by_an_operators_word(
+    postgres_url: str, web: dict[str, str]
+) -> None:
     first, second = (PostgresInstances(Database(postgres_url, f"cell_{name}")) for name in ("cell1", "cell2"))
     schedulers = Database(postgres_url, "scheduler")
     await schedulers.open("scheduler_worker.store.migrations")
@@ -506,9 +520,7 @@ async def test_a_machine_is_given_back_to_its_instance_by_an_operators_word(post
     record = Instance(uuid=A, state=State.ACTIVE, spec=spec, selections=(home,), attempt=1)
 
     async def adopt(host: str = HOST) -> tuple[int, str]:
-        status, output = await berth(
-            postgres_url, "quarantine", "adopt", A, "--host", host, "--reason", "moved", "--by", "ann"
-        )
+        status, output = await berth(web, "quarantine", "adopt", A, "--host", host, "--reason", "moved")
         return status, str(output)
 
     assert (await adopt())[0] == 1
@@ -534,10 +546,10 @@ async def test_a_machine_is_given_back_to_its_instance_by_an_operators_word(post
     assert {one.decision for one in await first.safety.records()} == {""}
     status, output = await adopt()
     assert status == 0, output
-    assert [(one.decision, one.decided_by) for one in await first.safety.records()] == [("adopt", "ann")]
+    assert [(one.decision, one.decided_by) for one in await first.safety.records()] == [("adopt", "local")]
     async with schedulers.raw() as connection:
         logged = [tuple(row) for row in await connection.fetch("SELECT name, actor, reason FROM object_log")]
-    assert logged == [(A, "ann", "moved")]
+    assert logged == [(A, "local", "moved")]
     for one in (first, second, schedulers):
         await one.close()
 

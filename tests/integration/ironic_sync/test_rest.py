@@ -6,11 +6,10 @@ import asyncio
 import base64
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -22,9 +21,13 @@ from typer.testing import CliRunner
 
 from berth.cli.fleet import baremetal
 from berth.cli.main import app
-from berth.config.settings import Settings
+from berth.client import ApiProblem
+from berth.client.types import NodeMaintenance, NodeRecord, NodesView
+from berth.config.settings import read_settings
+from berth.web.operations import NodesReader
+from berth.web.problems import Problem
 from bus.clock import SystemClock
-from bus.contracts.objects import ObjectKind, ObjectsPage, ObjectsQuery, StoredObject
+from bus.contracts.objects import ObjectKind, StoredObject
 from bus.openstack.login import KeystoneLogin
 from bus.service.settings import SettingsError
 from compute_sim.ironic_stand_in import IronicStandIn, Silent
@@ -35,6 +38,7 @@ from ironic_sync.source.port import IronicRefused, IronicUnavailable
 from ironic_sync.source.rest import IronicRestClient
 from scheduler_worker.config import DEFAULT_FLAVORS
 from tests.integration.compute_agent.harness import guarded
+from tests.kit.api_client import answered_by
 from tests.kit.certificates import Authority
 from tests.kit.keystone import KeystoneStandIn, keystone_stand_in
 
@@ -499,18 +503,29 @@ def berth(commands_ironic: IronicStandIn, tmp_path: Path, monkeypatch: pytest.Mo
         for name, flavor in sorted(DEFAULT_FLAVORS.items())
     ]
 
-    class Client:
-        async def request(self, query: ObjectsQuery, *_: Any, **__: Any) -> ObjectsPage:
-            return ObjectsPage(revision=1, objects=tuple(flavors))
+    class Objects:
+        async def stored(self, _: ObjectKind) -> tuple[int, list[StoredObject]]:
+            return 1, flavors
 
-        def __init__(self) -> None:
-            self.bus = self
+    class Api:
+        """What the web server answers with, without the server."""
 
-    @asynccontextmanager
-    async def client(_: Settings) -> AsyncIterator[Client]:
-        yield Client()
+        async def show_nodes(self) -> NodesView:
+            return await self._answer(lambda nodes: nodes.view())
 
-    monkeypatch.setattr(baremetal, "client", client)
+        async def set_node_maintenance(self, node: str, body: NodeMaintenance) -> NodeRecord:
+            return await self._answer(lambda nodes: nodes.set_maintenance(node, body.reason))
+
+        async def end_node_maintenance(self, node: str) -> NodeRecord:
+            return await self._answer(lambda nodes: nodes.set_maintenance(node, None))
+
+        async def _answer(self, call: Callable[[NodesReader], Awaitable[Any]]) -> Any:
+            try:
+                return await call(NodesReader(read_settings(None), cast("Any", Objects()), SystemClock()))
+            except Problem as problem:
+                raise ApiProblem(problem.status, problem.code, problem.detail) from None
+
+    answered_by(monkeypatch, Api(), baremetal)
 
     async def command(*arguments: str) -> Any:
         return await asyncio.to_thread(CliRunner().invoke, app, ["node", *arguments])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
-from berth.bus_client.object_edits import MAX_TRIES, ObjectEdit, change_object, find_object, merged
+from berth.bus_client.object_edits import find_object
+from berth.object_changes import MAX_TRIES, ObjectEdit, change_object, merged
 from bus.bus import API
 from bus.consuming.dead_letters import list_dead, replay
 from bus.consuming.outcome import Outcome, Received
@@ -193,7 +195,7 @@ async def edited(world: World, edit: ObjectEdit, *, meanwhile: list[ObjectChange
             await change(world, meanwhile.pop(0))
         return await change(world, requested)
 
-    return await change_object(world.buses["api"], edit, send, timeout_s=PATIENCE_S, **more)
+    return await change_object(partial(find_object, world.buses["api"], timeout_s=PATIENCE_S), edit, send, **more)
 
 
 async def body_of(world: World, name: str) -> dict[str, Any]:

@@ -18,14 +18,13 @@ from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner
 
-from berth.bus_client import RequestWatch
 from berth.cli.common import Exit, Stop, explain
-from berth.cli.instance.instances import BootOptions, requests_of, show_requests
+from berth.cli.instance.instances import BootOptions, RequestOutcome, requests_of, show_requests
 from berth.cli.main import app
 from berth.cli.options import CommandGroup
 from berth.cli.output import Form, print_data
 from berth.text import printable, render_rows, render_scores, render_stages
-from bus.contracts.build import BuildEvent, BuildState, FunnelStep, HostScore
+from bus.contracts.build import FunnelStep, HostScore
 from bus.contracts.deploy import NetworkRequest
 from bus.contracts.stages import StageTimes
 from bus.faults import DatabaseUnavailable
@@ -242,17 +241,14 @@ def test_stages_are_listed_with_their_milliseconds_and_what_never_happened_is_no
 def test_an_explanation_of_several_builds_comes_once() -> None:
     """A gang's refusal had the same sentence on the line of each member."""
 
-    def failed(number: int) -> RequestWatch:
-        event = BuildEvent(
+    def failed(number: int) -> RequestOutcome:
+        return RequestOutcome(
             instance_uuid=str(uuid.UUID(int=number)),
-            project_id="p",
-            state=BuildState.FAILED,
-            sequence=2,
+            state="failed",
             code="no_valid_host",
             reason="None of 7 hosts can take it",
             funnel=(FunnelStep(step="providers", remaining=0, rejected={"none": 7}),),
         )
-        return RequestWatch(event.instance_uuid, "m1.tiny", 0.0, state="failed", last=event)
 
     lines = shown(lambda console: show_requests([failed(1), failed(2)], console), width=200).splitlines()
     assert [line for line in lines if "None of 7" in line] == ["2 x None of 7 hosts can take it"]
@@ -262,15 +258,9 @@ def test_an_explanation_of_several_builds_comes_once() -> None:
 @pytest.mark.parametrize("state", ["refused", "failed"])
 def test_a_build_that_ended_without_a_funnel_shows_its_code(state: str) -> None:
     """Only JSON had the code of a refused build, and the page of codes is searched by it."""
-    event = BuildEvent(
-        instance_uuid=str(uuid.UUID(int=1)),
-        project_id="p",
-        state=BuildState(state),
-        sequence=2,
-        code="flavor.unknown",
-        reason="there is no flavor nope",
+    outcome = RequestOutcome(
+        str(uuid.UUID(int=1)), state=state, code="flavor.unknown", reason="there is no flavor nope"
     )
-    watch = RequestWatch(event.instance_uuid, "nope", 0.0, state=state, last=event)
     assert "there is no flavor nope (flavor.unknown)" in shown(
-        lambda console: show_requests([watch], console), width=200
+        lambda console: show_requests([outcome], console), width=200
     )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,39 +16,49 @@ from typer.testing import CliRunner
 
 from berth.audit.findings import Confirmed
 from berth.audit.passes import AuditPass
-from berth.audit.quarantine import InCells, TrippedBreaker
 from berth.bus_client import BuildClient
-from berth.bus_client.drains import STUCK_S, follow
 from berth.cli import common
 from berth.cli.claims import checks as audits
 from berth.cli.claims import quarantine as safety
 from berth.cli.common import Stop
 from berth.cli.fleet.drains import _ended
-from berth.cli.instance.instances import show_record
+from berth.cli.instance import actions, instances
+from berth.cli.instance.instances import BootOptions, show_record
 from berth.cli.main import app
 from berth.cli.objects import objects
 from berth.cli.objects.objects import MAX_FILE_BYTES, read_file
 from berth.cli.output import Form
 from berth.cli.site import dead_letters
+from berth.client import ApiProblem, ApiUnavailable
+from berth.client.types import (
+    Accepted,
+    BreakersAfterReset,
+    BreakersReset,
+    BreakerView,
+    ChangeBody,
+    DeadLettersPurged,
+    DeadLetterView,
+    ObjectList,
+)
 from berth.config.settings import FencingSettings, Settings
 from berth.config.site import Site
 from berth.dead_letters import is_expired, send_back
+from berth.drain_follow import STUCK_S, follow
 from berth.fencing.fencer import CELL_SILENT, TOO_MANY, Fencer, FencingPlan, plan
 from berth.fencing.plugin import FencingPlugin
+from berth.web.pages.dead_letters import DeadLetterActions
 from bus.clock import SystemClock
 from bus.codec import SENT_AT
 from bus.consuming import dead_letters as letters
 from bus.consuming.dead_letters import DeadLetter
-from bus.contracts.actions import ActionKind, ActionPage, ActionRecord, ActionState
+from bus.contracts.actions import ActionKind, ActionRecord, ActionState
 from bus.contracts.build import BuildRecord, BuildState, FunnelStep, HostRecord, HostScore, HostsPage, TimelineEntry
-from bus.contracts.drains import DrainFailure, DrainMoveState, DrainProgress, DrainsPage, DrainState, DrainTarget
+from bus.contracts.drains import DrainFailure, DrainMoveState, DrainProgress, DrainState, DrainTarget
 from bus.contracts.objects import (
     CellState,
     ObjectKind,
-    ObjectsChange,
     ObjectsChanged,
     ObjectsPage,
-    ObjectsQuery,
     StoredObject,
 )
 from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord, ServicesPage, SetAdminState
@@ -59,7 +67,7 @@ from bus.contracts.queues import BY_QUEUE, DEAD
 from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.transport import Outgoing, PublishRefused
-from cell_conductor.state.breaker import Breaker
+from tests.kit.api_client import CONTEXT, answered_by
 from tests.kit.virtual_time import on_virtual_time
 
 # --- which silent hosts are switched off without a person
@@ -326,8 +334,17 @@ async def test_a_purge_leaves_the_letters_that_came_after_the_question(monkeypat
     monkeypatch.setattr(typer, "confirm", confirm)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(letters, "purge", once_arrived)
-    purge = dead_letters.purge
-    await purge(Settings(), QUEUE, bus="api", yes=False, form=Form.JSON)
+    actions = DeadLetterActions(Site(Settings()).environment("web"), Settings())
+
+    class Api:
+        async def list_dead_letters(self, bus: str, queue: str, *, limit: int) -> list[DeadLetterView]:
+            return await actions.of_queue(bus, queue, limit)
+
+        async def purge_dead_letters(self, bus: str, queue: str, *, until: str | None) -> DeadLettersPurged:
+            return await actions.purge(bus, queue, until)
+
+    answered_by(monkeypatch, Api(), dead_letters)
+    await dead_letters.purge(CONTEXT, QUEUE, bus="api", yes=False, form=Form.JSON)
     assert "2 dead letters" in shown[0]
     assert [one.id for one in await letters.list_dead(there, QUEUE)] == ["again", "new"]
     await there.close()
@@ -373,19 +390,18 @@ def test_an_audit_that_ends_before_its_grace_repairs_nothing_and_says_so() -> No
 async def test_a_reset_that_its_cell_has_not_taken_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tripped = Breaker(service="s", lost=1, quarantined=0, over=0, tripped_at=1.0)
+    tripped = BreakerView(cell="c2", service="s", open=True, tripped_at=1.0, lost=1, quarantined=0, over=0)
 
-    async def read(*_: object) -> InCells:
-        return InCells({}, {"c1": [], "c2": [tripped]})
+    class Api:
+        async def list_breakers(self, **_: object) -> list[BreakerView]:
+            return [tripped]
 
-    async def reset(_: object, seen: Sequence[TrippedBreaker], actor: str) -> tuple[dict[TrippedBreaker, bool], object]:
-        return dict.fromkeys(seen, False), {}
+        async def reset_breakers(self, body: BreakersReset) -> BreakersAfterReset:
+            return BreakersAfterReset((), body.breakers)
 
-    monkeypatch.setattr(safety, "environment", lambda _: None)
-    monkeypatch.setattr(safety.records, "read", read)
-    monkeypatch.setattr(safety.records, "reset", reset)
+    answered_by(monkeypatch, Api(), safety)
     with pytest.raises(Stop) as stopped:
-        await safety.reset(Settings(), "s", by="op", form=Form.JSON, yes=True)
+        await safety.reset(CONTEXT, "s", form=Form.JSON, yes=True)
     assert (stopped.value.status, stopped.value.code) == (common.Exit.NO, "breaker.not_open")
     assert capsys.readouterr().out == ""
 
@@ -437,12 +453,11 @@ async def test_whoever_waits_for_a_drain_is_told_when_nothing_left_can_move(
     """The drain goes on. Not at once, because a service may just be restarted; and not after an hour."""
     clock, looks = SystemClock(), list[float]()
 
-    class Answering:
-        async def request(self, *_: object, **__: object) -> DrainsPage:
-            looks.append(clock.monotonic())
-            return DrainsPage(drains=(replace(seen, under_way=(DRAIN,)) if len(looks) == 3 else seen,))
+    async def read() -> DrainProgress:
+        looks.append(clock.monotonic())
+        return replace(seen, under_way=(DRAIN,)) if len(looks) == 3 else seen
 
-    assert await follow(cast("Any", Answering()), DRAIN, clock=clock, timeout_s=100.0) == seen
+    assert await follow(read, clock=clock, timeout_s=100.0) == seen
     took_s = looks[-1] - looks[3]
     assert STUCK_S <= took_s < 2 * STUCK_S if code == "drain.left" else took_s > 90.0
     with pytest.raises(Stop) as stopped:
@@ -457,14 +472,13 @@ async def test_one_more_try_of_what_was_refused_does_not_begin_the_wait_anew(mov
     """With a try each few seconds `--wait` went on for ever. But where each try moves one, the drain is not stuck."""
     clock, looks = SystemClock(), list[float]()
 
-    class Answering:
-        async def request(self, *_: object, **__: object) -> DrainsPage:
-            looks.append(clock.monotonic())
-            tries, counts = len(looks) % 8 == 0, {DrainMoveState.MOVED: moved * len(looks) // 8}
-            seen = running(**{"under_way": (STUCK.instance_uuid,)} if tries else {"failed": (STUCK,)})
-            return DrainsPage(drains=(replace(seen, counts=counts),))
+    async def read() -> DrainProgress:
+        looks.append(clock.monotonic())
+        tries, counts = len(looks) % 8 == 0, {DrainMoveState.MOVED: moved * len(looks) // 8}
+        seen = running(**{"under_way": (STUCK.instance_uuid,)} if tries else {"failed": (STUCK,)})
+        return replace(seen, counts=counts)
 
-    await follow(cast("Any", Answering()), DRAIN, clock=clock, timeout_s=100.0)
+    await follow(read, clock=clock, timeout_s=100.0)
     assert (looks[-1] - looks[0] < 2 * STUCK_S) is left
 
 
@@ -472,33 +486,29 @@ async def test_one_more_try_of_what_was_refused_does_not_begin_the_wait_anew(mov
 async def test_a_drain_that_its_schedulers_have_forgotten_is_followed_no_more() -> None:
     """Their database was set back: the command died of an empty page."""
 
-    class Answering:
-        async def request(self, *_: object, **__: object) -> DrainsPage:
-            return DrainsPage()
+    async def read() -> None:
+        return None
 
     with pytest.raises(RequestRefused) as refused:
-        await follow(cast("Any", Answering()), DRAIN, clock=SystemClock(), timeout_s=100.0)
+        await follow(read, clock=SystemClock(), timeout_s=100.0)
     assert refused.value.code == "drain.unknown"
 
 
 # --- `berth quota|cell|rule`: what an operator names is done, or refused with a word
 
 
-class Bus:
+class Api:
     """The objects on record, and the changes that are requested."""
 
     def __init__(self) -> None:
         self.stored: StoredObject | None = None
-        self.changes: list[ObjectsChange] = []
+        self.changes: list[ChangeBody] = []
 
-    @property
-    def bus(self) -> Bus:
-        return self
+    async def list_objects(self, **_: object) -> ObjectList:
+        return ObjectList(1, () if self.stored is None else (self.stored,))
 
-    async def request(self, message: Any, reply: Any, *, timeout_s: float) -> Any:
-        if isinstance(message, ObjectsQuery):
-            return ObjectsPage(revision=1, objects=() if self.stored is None else (self.stored,), more=False)
-        self.changes.append(message)
+    async def change_objects(self, body: ChangeBody) -> ObjectsChanged:
+        self.changes.append(body)
         return ObjectsChanged(revision=2, changed=())
 
     def put(self, kind: ObjectKind, name: str, body: dict[str, Any]) -> None:
@@ -506,14 +516,9 @@ class Bus:
 
 
 @pytest.fixture
-def bus(monkeypatch: pytest.MonkeyPatch) -> Bus:
-    made = Bus()
-
-    @contextlib.asynccontextmanager
-    async def client(settings: Any) -> AsyncIterator[Bus]:
-        yield made
-
-    monkeypatch.setattr(objects, "client", client)
+def api(monkeypatch: pytest.MonkeyPatch) -> Api:
+    made = Api()
+    answered_by(monkeypatch, made, objects)
     return made
 
 
@@ -522,32 +527,32 @@ def berth(*arguments: str) -> tuple[int, str]:
     return ran.exit_code, " ".join(ran.output.replace("\u2502", " ").split())
 
 
-def test_the_last_limit_of_a_quota_is_not_removed_in_silence(bus: Bus) -> None:
-    bus.put(ObjectKind.QUOTA, "demo", {"limits": {"VCPU": 4}})
+def test_the_last_limit_of_a_quota_is_not_removed_in_silence(api: Api) -> None:
+    api.put(ObjectKind.QUOTA, "demo", {"limits": {"VCPU": 4}})
     status, output = berth("quota", "unset", "demo", "VCPU")
-    assert (status, bus.changes) == (2, [])
+    assert (status, api.changes) == (2, [])
     assert "(quota.last_limit)" in output and "berth quota delete demo" in output
-    bus.put(ObjectKind.QUOTA, "demo", {"limits": {"VCPU": 4, "MEMORY_MB": 1}})
+    api.put(ObjectKind.QUOTA, "demo", {"limits": {"VCPU": 4, "MEMORY_MB": 1}})
     assert berth("quota", "unset", "demo", "VCPU")[0] == 0
-    assert bus.changes[0].changes[0].body == {"limits": {"MEMORY_MB": 1}}
+    assert api.changes[0].changes[0].body == {"limits": {"MEMORY_MB": 1}}
 
 
 @pytest.mark.parametrize("state", ["disable", "enable"])
-def test_a_repeated_decision_about_a_cell_does_not_put_a_removed_one_back(bus: Bus, state: str) -> None:
-    bus.put(ObjectKind.CELL, "cell2", {"state": CellState.REMOVED.value, "bus": {"prefix": "new."}})
+def test_a_repeated_decision_about_a_cell_does_not_put_a_removed_one_back(api: Api, state: str) -> None:
+    api.put(ObjectKind.CELL, "cell2", {"state": CellState.REMOVED.value, "bus": {"prefix": "new."}})
     status, output = berth("cell", state, "cell2", "--reason", "works")
-    assert (status, "(cell.removed)" in output, bus.changes) == (1, True, [])
+    assert (status, "(cell.removed)" in output, api.changes) == (1, True, [])
     assert berth("cell", "remove", "cell2", "--reason", "again")[0] == 0
     assert berth("cell", "create", "cell2")[0] == 0
-    assert bus.changes[-1].changes[0].body == {"state": "enabled", "reason": "", "bus": {"prefix": "new."}}
+    assert api.changes[-1].changes[0].body == {"state": "enabled", "reason": "", "bus": {"prefix": "new."}}
 
 
-def test_a_multiplier_and_all_multipliers_are_not_unset_at_once(bus: Bus) -> None:
-    bus.put(ObjectKind.SCHEDULING, "default", {"multipliers": {"ram": 2.0}})
+def test_a_multiplier_and_all_multipliers_are_not_unset_at_once(api: Api) -> None:
+    api.put(ObjectKind.SCHEDULING, "default", {"multipliers": {"ram": 2.0}})
     assert berth("rule", "unset", "multipliers", "--multiplier", "ram")[0] == 2
-    assert bus.changes == []
+    assert api.changes == []
     assert berth("rule", "unset", "multipliers")[0] == 0
-    assert bus.changes[0].changes[0].body == {}
+    assert api.changes[0].changes[0].body == {}
 
 
 @pytest.mark.parametrize(
@@ -559,15 +564,15 @@ def test_a_multiplier_and_all_multipliers_are_not_unset_at_once(bus: Bus) -> Non
     ],
 )
 def test_what_is_there_is_not_made_again_and_what_is_not_there_is_not_changed(
-    bus: Bus, words: str, kind: ObjectKind
+    api: Api, words: str, kind: ObjectKind
 ) -> None:
     noun, verb, name, *options = words.split()
     status, output = berth(noun, "set", name, *options)
-    assert (status, "(object.unknown)" in output, bus.changes) == (1, True, [])
-    assert berth(*words.split())[0] == 0 and len(bus.changes) == 1
-    bus.put(kind, name, {"policy": "affinity"})
+    assert (status, "(object.unknown)" in output, api.changes) == (1, True, [])
+    assert berth(*words.split())[0] == 0 and len(api.changes) == 1
+    api.put(kind, name, {"policy": "affinity"})
     status, output = berth(noun, verb, name, *options)
-    assert (status, "(object.exists)" in output, len(bus.changes)) == (1, True, 1)
+    assert (status, "(object.exists)" in output, len(api.changes)) == (1, True, 1)
     assert berth(noun, "set", name, *options)[0] == 0
 
 
@@ -597,30 +602,6 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(
     with pytest.raises(typer.BadParameter) as mistake:
         read_file(file)
     assert str(file) in mistake.value.message and message.replace("{}", str(file)) in mistake.value.message
-
-
-# --- commands of operators end when the database accepts connections and does not answer
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["breaker", "list"],
-        ["recovery", "list"],
-        ["quarantine", "list"],
-        ["quarantine", "protect", "10000000-0000-4000-8000-000000000001"],
-    ],
-)
-def test_a_command_ends_with_a_sentence(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`berth breaker list` waited without end, as a worker does."""
-    monkeypatch.setattr("berth.audit.quarantine.TIMEOUT_S", 0.2)
-    monkeypatch.setattr("berth.config.site.DECISIONS_TIMEOUT_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"postgresql://berth@127.0.0.1:{silent.getsockname()[1]}/berth"
-        (tmp_path / "berth.toml").write_text(f'state_dir = "{tmp_path}"\n[database]\nurl = "{url}"\n')
-        result = CliRunner().invoke(app, ["--config", str(tmp_path / "berth.toml"), *arguments])
-    assert result.exit_code == common.Exit.UNAVAILABLE
-    assert "no answer from the database within 0.2 s" in result.output
 
 
 # --- the output of `berth show` for a build
@@ -672,13 +653,10 @@ def test_the_hosts_that_refused_a_move_are_shown_and_of_which_request_they_are(
             (ActionRecord, "of_move", {"request_id": OTHER, "kind": ActionKind.RESIZE, "state": ActionState.FAILED}),
         )
     )
-    newest = ActionPage(actions=(action,)).unplaced
-    show_record(record, newest, history=False)
+    show_record(record, action, history=False)
     shown = capsys.readouterr().out
     assert "of_move" in shown and f"request {OTHER}" in shown and "of_build" not in shown
-    show_record(
-        record, ActionPage(actions=(replace(action, funnel=()), action)).unplaced, history=False
-    )  # since then, another
+    show_record(record, replace(action, funnel=()), history=False)  # another since then
     assert "of_build" in capsys.readouterr().out
 
 
@@ -695,3 +673,128 @@ def test_a_lost_claim_names_who_holds_what_was_lost(capsys: pytest.CaptureFixtur
     )
     show_record(record, history=True)
     assert f"node1: no_capacity; held by {OTHER}\n" in capsys.readouterr().out
+
+
+async def test_another_projects_request_under_its_uuid_hides_no_reason_of_an_instance(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused, it is on record; its id was listed on the page of the instance, to the instance's project."""
+    own_id = "b0000000-0000-4000-8000-000000000000"
+    funnel = (FunnelStep(step="of_move", remaining=0, rejected={"full": 3}),)
+    of: dict[str, Any] = {"instance_uuid": UUID, "kind": ActionKind.RESIZE, "terminal": True}
+    theirs = ActionRecord(request_id=OTHER, project_id="q", state=ActionState.REFUSED, **of)
+    own = ActionRecord(request_id=own_id, project_id="p", state=ActionState.FAILED, funnel=funnel, **of)
+
+    class Actions:
+        async def show_build(self, uuid: str) -> BuildRecord:
+            return BuildRecord(instance_uuid=uuid, project_id="p", flavor="f", state=BuildState.ACTIVE)
+
+        async def list_actions(self, *, project: str, limit: int, **_: object) -> list[ActionRecord]:
+            return [one for one in (theirs, own) if one.project_id == project][:limit]
+
+    answered_by(monkeypatch, Actions(), instances)
+    await instances.show(CONTEXT, UUID)
+    assert f"request {own_id}" in capsys.readouterr().out
+
+
+# --- many calls of one command
+
+
+class Creating:
+    """Takes builds, but no more than `room` before an outage is over, and none of a flavor that there is not."""
+
+    def __init__(self, room: int, outages: int) -> None:
+        self.room, self.outages = room, outages
+        self.taken: list[str] = []
+
+    async def create_build(self, body: Mapping[str, Any]) -> Accepted:
+        if len(self.taken) >= self.room and self.outages > 0:
+            self.outages -= 1
+            raise ApiProblem(503, "bus.unavailable", "full")
+        if body["flavor"] == "nope":
+            raise ApiProblem(422, "flavor.unknown", "there is no flavor nope")
+        assert "by" not in body and "project_id" not in body, "the server fills these in"
+        self.taken.append(body["instance_uuid"])
+        return Accepted(body["instance_uuid"], {})
+
+
+@on_virtual_time
+async def test_of_many_builds_it_is_known_which_were_accepted_before_an_outage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Creating(room=20, outages=1_000_000)
+    answered_by(monkeypatch, server, instances)
+    with pytest.raises(ApiProblem) as problem:
+        await instances.boot(CONTEXT, options=BootOptions(flavor="f", count=50, timeout=0.0, form=Form.JSON))
+    assert problem.value.code == "bus.unavailable"
+    shown = json.loads(capsys.readouterr().out)["items"]
+    assert len(shown) == 20 and {one["instance_uuid"] for one in shown} == {*server.taken}
+
+
+@on_virtual_time
+async def test_many_builds_wait_for_room(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    server = Creating(room=20, outages=30)
+    answered_by(monkeypatch, server, instances)
+    assert await instances.boot(CONTEXT, options=BootOptions(flavor="f", count=50, timeout=20.0)) == 0
+    assert len(server.taken) == len({*server.taken}) == 50
+    assert len(capsys.readouterr().out.splitlines()) == 50
+
+
+async def test_an_address_where_nothing_answers_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`berth boot` would hang for its whole time, without a word, at an address with a typing error."""
+    tried: list[object] = []
+
+    class Away:
+        async def create_build(self, body: object) -> None:
+            tried.append(body)
+            raise ApiUnavailable("nothing answers")
+
+    answered_by(monkeypatch, Away(), instances)
+    with pytest.raises(ApiUnavailable):
+        await instances.boot(CONTEXT, options=BootOptions(flavor="f", count=500, timeout=300.0))
+    assert len(tried) <= 16
+
+
+async def test_a_request_that_is_refused_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answered_by(monkeypatch, Creating(room=20, outages=0), instances)
+    options = BootOptions(flavor="nope", timeout=20.0, form=Form.JSON)
+    assert await instances.boot(CONTEXT, options=options) == common.Exit.NO
+    (shown,) = json.loads(capsys.readouterr().out)["items"]
+    assert (shown["state"], shown["code"]) == ("refused", "flavor.unknown")
+
+
+@pytest.mark.parametrize(("ends_at_s", "status"), [(5.0, 0), (50.0, common.Exit.TIME)])
+@on_virtual_time
+async def test_an_action_is_waited_for(monkeypatch: pytest.MonkeyPatch, ends_at_s: float, status: int) -> None:
+    """Through answers that do not come, and not for longer than the caller's time."""
+    clock = SystemClock()
+    begun = clock.monotonic()
+
+    class Acting:
+        kinds: dict[str, ActionKind] = {}
+
+        async def show_build(self, uuid: str) -> BuildRecord:
+            return BuildRecord(instance_uuid=uuid, project_id="p", flavor="f", state=BuildState.ACTIVE)
+
+        async def create_action(self, uuid: str, body: Mapping[str, Any]) -> None:
+            self.kinds[body["request_id"]] = ActionKind(body["kind"])
+
+        async def show_action(self, request_id: str) -> ActionRecord:
+            passed_s = clock.monotonic() - begun
+            if 1.0 < passed_s < 3.0:
+                raise ApiProblem(504, "request.timeout", "no scheduler answers")
+            is_over = passed_s >= ends_at_s
+            state = ActionState.DONE if is_over else ActionState.ACCEPTED
+            of = {"request_id": request_id, "instance_uuid": UUID, "project_id": "p", "kind": self.kinds[request_id]}
+            return ActionRecord(state=state, terminal=is_over, **of)
+
+    answered_by(monkeypatch, Acting(), actions)
+    start = actions.start(CONTEXT, UUID, request=actions.RequestOptions(wait=True, timeout=20.0))
+    if status:
+        with pytest.raises(Stop) as stop:
+            await start
+        assert stop.value.status == status
+    else:
+        assert await start == 0

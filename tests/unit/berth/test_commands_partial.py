@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import json
 import re
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +16,15 @@ import typer
 import berth.cli.fleet.hosts as hosts_commands
 from berth.cli.common import Exit, Stop
 from berth.cli.output import Form
+from berth.client import ApiTimeout
+from berth.client.types import AdminStateRequest
 from berth.config.settings import FencingSettings, Settings
 from bus.contracts.build import HostRecord
-from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord, SetAdminState
+from bus.contracts.operations import HostAdminState, ServiceRecord
 from bus.faults import RequestRefused, RequestTimeout
 from bus.service.settings import redact
 from bus.transport import BusUnavailable
+from tests.kit.api_client import CONTEXT, answered_by
 
 TEMPLATES = Path(hosts_commands.__file__).parents[2] / "web" / "templates"
 
@@ -31,30 +33,24 @@ async def test_what_was_fenced_before_a_timeout_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`berth host fence h1 h2 h3`: h1 is fenced, no scheduler answers about h2. Nothing names h1 as fenced."""
-    asked: list[str] = []
 
     class Client:
-        async def set_admin_state(self, decision: SetAdminState, **_: Any) -> HostAdminState:
-            asked.append(decision.host)
-            if decision.host == "h2":
-                raise RequestTimeout("no answer")
-            return HostAdminState(
-                host_uuid="00000000-0000-4000-8000-000000000001", host=decision.host, state=decision.state
-            )
+        async def decide_about_host(self, host: str, body: AdminStateRequest) -> HostAdminState:
+            if host == "h2":
+                raise ApiTimeout("no answer")
+            return HostAdminState(host_uuid="00000000-0000-4000-8000-000000000001", host=host, state=body.state)
 
-    @contextlib.asynccontextmanager
-    async def client(_: Settings) -> AsyncIterator[Client]:
-        yield Client()
-
-    monkeypatch.setattr(hosts_commands, "client", client)
-    commands = [SetAdminState(host=name, state=AdminState.FENCED, reason="r", by="me") for name in ("h1", "h2", "h3")]
-    decided, refused = await hosts_commands._set_states(Settings(), commands, 1.0, switch_off=False)
-    assert [one.host for one in decided] == ["h1", "h3"] and [name for name, _ in refused] == ["h2"]
+    answered_by(monkeypatch, Client(), hosts_commands)
+    fence = partial(hosts_commands.fence, CONTEXT, ["h1", "h2", "h3"], "r")
     with pytest.raises(Stop) as stop:
-        hosts_commands.finish("host", decided, refused, hosts_commands.show_decision, form=Form.TABLE)
+        await fence(decision=hosts_commands.FenceOptions(yes=True))
     assert stop.value.status == Exit.TIME
-    assert hosts_commands.finish("host", decided, refused, hosts_commands.show_decision, form=Form.JSON) == Exit.TIME
-    assert "h1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "h1: fenced" in printed and "h3: fenced" in printed
+    assert await fence(decision=hosts_commands.FenceOptions(yes=True, form=Form.JSON)) == Exit.TIME
+    found = json.loads(capsys.readouterr().out)
+    assert [one["host"] for one in found["hosts"]] == ["h1", "h3"]
+    assert [one["host"] for one in found["refused"]] == ["h2"]
 
 
 async def test_where_nothing_answers_the_others_are_not_tried() -> None:
@@ -87,21 +83,19 @@ async def test_what_was_done_before_an_interrupt_is_returned() -> None:
     assert (done, [(name, fault.code) for name, fault in refused]) == (["h1"], codes)
 
 
-PAGE = SimpleNamespace(
-    hosts=[
-        HostRecord(uuid=f"00000000-0000-4000-8000-00000000000{n}", name=f"h{n}", cell=f"c{n % 2}") for n in (1, 2, 3)
-    ],
-    services=[ServiceRecord(name="s", cell="c1", up=False), ServiceRecord(name="s", cell="c2", up=False)],
+FLEET = tuple(
+    HostRecord(uuid=f"00000000-0000-4000-8000-00000000000{n}", name=f"h{n}", cell=f"c{n % 2}") for n in (1, 2, 3)
 )
+SERVICES = (ServiceRecord(name="s", cell="c1", up=False), ServiceRecord(name="s", cell="c2", up=False))
 
 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (partial(hosts_commands.fence, Settings(), ["h1", "h2", "h3", "h9"], "r"), ("c1 2: h1, h3", "c0 1: h2", "h9")),
-        (partial(hosts_commands.delete_hosts, Settings(), ["h1"], "r"), ("1 host", "c1")),
-        (partial(hosts_commands.end_fences, Settings(), ["h1"], "r", force=True), ("1 host", "c1")),
-        (partial(hosts_commands.delete_services, Settings(), ["s"], "r"), ("1 service", "c1 or c2")),
+        (partial(hosts_commands.fence, CONTEXT, ["h1", "h2", "h3", "h9"], "r"), ("c1 2: h1, h3", "c0 1: h2", "h9")),
+        (partial(hosts_commands.delete_hosts, CONTEXT, ["h1"], "r"), ("1 host", "c1")),
+        (partial(hosts_commands.end_fences, CONTEXT, ["h1"], "r", force=True), ("1 host", "c1")),
+        (partial(hosts_commands.delete_services, CONTEXT, ["s"], "r"), ("1 service", "c1 or c2")),
     ],
 )
 @pytest.mark.parametrize("terminal", [True, False])
@@ -109,17 +103,14 @@ async def test_hosts_and_services_are_named_by_cell_before_anything_is_done(
     monkeypatch: pytest.MonkeyPatch, command: Any, words: tuple[str, ...], terminal: bool
 ) -> None:
     class Client:
-        async def hosts(self, **_: Any) -> Any:
-            return PAGE
+        async def list_hosts(self, **_: Any) -> Any:
+            return FLEET
 
-        services = hosts
-
-    @contextlib.asynccontextmanager
-    async def client(_: Settings) -> AsyncIterator[Client]:
-        yield Client()
+        async def list_services(self, **_: Any) -> Any:
+            return SERVICES
 
     asked: list[str] = []
-    monkeypatch.setattr(hosts_commands, "client", client)
+    answered_by(monkeypatch, Client(), hosts_commands)
     monkeypatch.setattr(typer, "confirm", lambda text, **_: asked.append(text))
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: terminal))
     with pytest.raises(Stop) as stop:
@@ -154,8 +145,8 @@ async def test_a_uuid_names_the_host_that_has_it() -> None:
     liar = HostRecord(uuid="00000000-0000-4000-8000-000000000002", name=ours.uuid, cell="c2")
 
     class Client:
-        async def hosts(self, **_: Any) -> Any:
-            return SimpleNamespace(hosts=[ours, liar])
+        async def list_hosts(self, **_: Any) -> Any:
+            return ours, liar
 
     assert await hosts_commands.named_host(Client(), ours.uuid, None) == ours  # type: ignore[arg-type]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +16,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from berth.audit.quarantine import InCells
-from berth.bus_client.object_edits import ObjectEdit
 from berth.cli.claims import checks as audits
 from berth.cli.claims import quarantine as safety
 from berth.cli.common import Exit, Stop, explain, host_and_port
@@ -25,22 +23,29 @@ from berth.cli.fleet import host_metrics
 from berth.cli.instance import actions as moves
 from berth.cli.main import app
 from berth.cli.objects import edits, objects
+from berth.cli.output import Form
 from berth.cli.site import databases, nova, run
+from berth.client.types import (
+    BreakersAfterReset,
+    BreakersReset,
+    BreakerView,
+    ChangeBody,
+    MetricsBody,
+    MetricsPublished,
+    QuarantineDecided,
+    QuarantineDecision,
+    QuarantinedMachine,
+    QuarantinePage,
+)
 from berth.config.settings import Settings, TelemetrySettings
 from berth.config.site import Site
+from berth.object_changes import ObjectEdit
 from berth.up.embedded.process import ServerMissing
-from bus.contracts.host_metrics import (
-    HostMetric,
-    HostMetrics,
-    HostMetricsPage,
-    HostMetricsRecord,
-    HostReading,
-)
-from bus.contracts.objects import ChangedObject, ObjectKind, ObjectsChange, ObjectsChanged, StoredObject
+from bus.contracts.host_metrics import HostMetric, HostMetricsRecord
+from bus.contracts.objects import ChangedObject, ObjectKind, ObjectsChanged, StoredObject
 from bus.service.environment import Environment
 from bus.transport import BusUnavailable
-from cell_conductor.state.breaker import Breaker
-from cell_conductor.state.unknown_machine import UnknownMachineKind
+from tests.kit.api_client import CONTEXT, answered_by
 
 INSTANCES = tuple(f"11111111-2222-4333-8444-{n:012d}" for n in range(9))
 
@@ -88,43 +93,44 @@ class TwoCells:
         self.told: list[Any] = []
         self.asked: list[str] = []
 
-        async def read(_: Any, cell: str | None = None) -> InCells:
-            found = {"a": [self.record(0)], "b": [self.record(n) for n in range(1, 9)]}
-            breakers = {name: [Breaker(service="compute", tripped_at=1.0, lost=6)] for name in found}
-            chosen = found if cell is None else {cell: found[cell]}
-            return InCells(chosen, {name: breakers[name] for name in chosen})
-
-        async def decide(_: Any, machines: Any, decision: str, by: str) -> Any:
-            self.told.append((decision, {cell: len(of) for cell, of in machines.items()}))
-            return {cell: [(one.host_uuid, one.uuid) for one in of] for cell, of in machines.items()}, {}
-
-        async def reset(_: Any, seen: Any, by: str) -> Any:
-            self.told.append(seen)
-            return dict.fromkeys(seen, True), {}
-
-        monkeypatch.setattr(safety.records, "read", read)
-        monkeypatch.setattr(safety.records, "decide", decide)
-        monkeypatch.setattr(safety.records, "reset", reset)
-        monkeypatch.setattr(safety, "environment", lambda _: None)
+        answered_by(monkeypatch, self, safety)
         monkeypatch.setattr(typer, "confirm", lambda text, **_: self.asked.append(text) or answer)
         monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: terminal))
 
-    @staticmethod
-    def record(n: int) -> Any:
-        machine = SimpleNamespace(
-            uuid=INSTANCES[n], host_uuid=INSTANCES[n], attempt=1, kind=UnknownMachineKind.QUARANTINED
+    async def list_quarantine(self, *, cell: str | None = None, **_: object) -> QuarantinePage:
+        machines = [self.machine("a", 0), *(self.machine("b", n) for n in range(1, 9))]
+        found = tuple(one for one in machines if cell in (None, one.cell))
+        return QuarantinePage(found, len(found))
+
+    async def list_breakers(self, *, cell: str | None = None, **_: object) -> tuple[BreakerView, ...]:
+        return tuple(
+            BreakerView(cell=name, service="compute", open=True, tripped_at=1.0, lost=6, quarantined=0, over=0)
+            for name in ("a", "b")
+            if cell in (None, name)
         )
-        return SimpleNamespace(machine=machine, service="compute", decision="")
+
+    async def decide_quarantine(self, body: QuarantineDecision) -> QuarantineDecided:
+        self.told.append((body.decision, dict(Counter(one.cell for one in body.machines))))
+        return QuarantineDecided(tuple(one.instance_uuid for one in body.machines), ())
+
+    async def reset_breakers(self, body: BreakersReset) -> BreakersAfterReset:
+        self.told.append([one.tripped for one in body.breakers])
+        return BreakersAfterReset(body.breakers, ())
+
+    @staticmethod
+    def machine(cell: str, n: int) -> QuarantinedMachine:
+        return QuarantinedMachine(
+            cell=cell, host_uuid=INSTANCES[n], instance_uuid=INSTANCES[n], attempt=1, service="compute",
+            kind="quarantined", reason="", first_seen=1.0, last_seen=2.0,
+        )  # fmt: skip
 
 
-OF_SERVICE = safety.MachineOptions(service="compute", by="me")
-OF_ONE_CELL = safety.MachineOptions(service="compute", by="me", cell="b")
-DESTROY = partial(safety.destroy, Settings(), options=OF_SERVICE)
-DESTROY_IN_CELL = partial(safety.destroy, Settings(), options=OF_ONE_CELL)
-DESTROY_NAMED = partial(
-    safety.destroy, Settings(), [INSTANCES[0], INSTANCES[1]], options=safety.MachineOptions(by="me")
-)
-RESET = partial(safety.reset, Settings(), "compute", by="me")
+OF_SERVICE = safety.MachineOptions(service="compute")
+OF_ONE_CELL = safety.MachineOptions(service="compute", cell="b")
+DESTROY = partial(safety.destroy, CONTEXT, options=OF_SERVICE)
+DESTROY_IN_CELL = partial(safety.destroy, CONTEXT, options=OF_ONE_CELL)
+DESTROY_NAMED = partial(safety.destroy, CONTEXT, [INSTANCES[0], INSTANCES[1]], options=safety.MachineOptions())
+RESET = partial(safety.reset, CONTEXT, "compute")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +168,7 @@ async def test_the_question_counts_by_cell(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_a_disk_is_replaced_and_a_book_repaired_after_a_question_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a server nor a database is there: nothing is reached."""
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
-    rebuild = moves.rebuild(Settings(), INSTANCES[0], "image", request=cast(Any, None))
+    rebuild = moves.rebuild(CONTEXT, INSTANCES[0], "image", request=cast(Any, None))
     for command in (rebuild, audits.audit(Settings(), follow=True, repair=True)):
         with pytest.raises(Stop) as stop:
             await command
@@ -175,22 +181,18 @@ async def test_what_another_operator_made_after_the_question_is_not_pruned(
     """A flavor that came between the question and the answer was deleted with those that the question named."""
     file = tmp_path / "objects.toml"
     file.write_text("[flavors.kept.resources]\nVCPU = 1\n")
-    sent: list[ObjectsChange] = []
+    sent: list[ChangeBody] = []
 
-    class Scheduler:
-        async def request(self, change: ObjectsChange, *_: Any, **__: Any) -> ObjectsChanged:
-            sent.append(change)
+    class Api:
+        async def change_objects(self, body: ChangeBody) -> ObjectsChanged:
+            sent.append(body)
             gone = ChangedObject(kind=ObjectKind.FLAVOR, name="old", before={})
             return ObjectsChanged(revision=1, changed=(gone,))
 
-    @contextlib.asynccontextmanager
-    async def client(_: Settings) -> AsyncIterator[Any]:
-        yield SimpleNamespace(bus=Scheduler())
-
-    monkeypatch.setattr(objects, "client", client)
+    answered_by(monkeypatch, Api(), objects)
     monkeypatch.setattr(typer, "confirm", lambda *_, **__: True)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
-    await objects.apply(Settings(), file, prune=True, decision=objects.ForcedOptions())
+    await objects.apply(CONTEXT, file, prune=True, decision=objects.ForcedOptions())
     asked, done = sent
     assert asked.dry_run and asked.prune and not (done.dry_run or done.prune)
     assert [(one.name, one.body is None) for one in done.changes] == [("kept", False), ("old", True)]
@@ -214,7 +216,7 @@ def test_an_edit_leaves_what_it_does_not_name(
 ) -> None:
     after: list[object] = []
 
-    async def changed(_: Settings, wanted: ObjectEdit, __: object) -> None:
+    async def changed(_: typer.Context, wanted: ObjectEdit, __: object) -> None:
         on_record = StoredObject(kind=wanted.kind, name=wanted.name, body=known, version=1)
         after.append(wanted.edit(on_record).get(field))
 
@@ -263,29 +265,28 @@ def test_what_comes_after_a_restore_is_said_to_persons(
 
 @pytest.mark.parametrize(("seen", "code"), [((2.0,), None), ((1.0, 2.0), None), ((1.0,), "metrics.not_taken")])
 async def test_a_number_that_an_operator_gives_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, seen: tuple[float, ...], code: str | None
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seen: tuple[float, ...], code: str | None
 ) -> None:
-    def page(at: float) -> HostMetricsPage:
-        metric = HostMetric(name="load", value=1.0, at=at, source="me", fresh=True)
-        return HostMetricsPage(hosts=(HostMetricsRecord(host_uuid=UUID, host="h", cell="c", metrics=(metric,)),))
-
     ats = itertools.chain(seen, itertools.repeat(seen[-1]))
 
-    async def request(*_: Any, **__: Any) -> HostMetricsPage:
-        return page(next(ats))
+    class Api:
+        async def publish_metrics(self, host: str, body: MetricsBody) -> MetricsPublished:
+            return MetricsPublished(UUID, 2.0)
 
-    async def publish(_: HostMetrics) -> None: ...
+        async def show_metrics(self, host: str) -> tuple[HostMetricsRecord, ...]:
+            metric = HostMetric(name="load", value=1.0, at=next(ats), source="me", fresh=True)
+            return (HostMetricsRecord(host_uuid=UUID, host="h", cell="c", metrics=(metric,)),)
 
     monkeypatch.setattr(host_metrics, "LOOK_AGAIN_S", 0.001)
     monkeypatch.setattr(host_metrics, "SEEN_WITHIN_S", 0.005)
-    berth = cast("Any", SimpleNamespace(bus=SimpleNamespace(request=request, publish=publish)))
-    message = HostMetrics(source="me", readings=(HostReading(host_uuid=UUID, at=2.0, values={"load": 1.0}),))
+    answered_by(monkeypatch, Api(), host_metrics)
+    command = host_metrics.host_metrics(CONTEXT, "h", ["load=1"], "me", Form.JSON)
     if code is None:
-        (found,) = await host_metrics._publish(berth, page(0.0).hosts, message)
-        assert found.metrics[0].at == 2.0
+        await command
+        assert '"value": 1.0' in capsys.readouterr().out
     else:
         with pytest.raises(Stop) as refused:
-            await host_metrics._publish(berth, page(0.0).hosts, message)
+            await command
         assert refused.value.code == code
 
 

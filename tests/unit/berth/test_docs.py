@@ -533,7 +533,7 @@ def curls() -> Iterator[tuple[str, str]]:
 def routes() -> list[Route]:
     nothing = cast("Any", NoneType())
     parts = (WebApi(nothing, nothing, nothing), WebActions(nothing, nothing, nothing))
-    parts = (*parts, WebOperations(nothing, nothing), WebDrains(nothing))
+    parts = (*parts, WebOperations(nothing, nothing, nothing), WebDrains(nothing))
     return [route for part in parts for route in part.routes()]
 
 

@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from berth.cli.http import status_of
+from berth.cli.common import explain
 from berth.cli.main import app
 from berth.cli.session import contexts
 from berth.cli.session.contexts import (
@@ -29,7 +29,7 @@ from berth.cli.session.contexts import (
     use_context,
 )
 from berth.cli.session.tokens import seconds_of
-from berth.client import ApiAnswerInvalid, ApiProblem, ApiTimeout, ApiUnavailable
+from berth.client import ApiAddressInvalid, ApiAnswerInvalid, ApiProblem, ApiTimeout, ApiUnavailable
 from berth.config.at_up import UpAddress, find_address, leave_address, lock_file, state_of, write_private
 from berth.config.settings import read_settings
 
@@ -217,10 +217,17 @@ def test_a_login_takes_its_token_from_standard_input_and_only_where_it_is_safe(e
 
 def test_a_refusal_has_the_exit_status_of_its_kind() -> None:
     problems = [(400, 2), (401, 2), (403, 2), (404, 1), (409, 1), (422, 1), (429, 3), (500, 1), (503, 3), (504, 4)]
-    for status, wanted in problems:
-        assert status_of(ApiProblem(status, "a.b", "")) == wanted
-    found = [status_of(one) for one in (ApiUnavailable(), ApiTimeout(), ApiAnswerInvalid(), ContextFault())]
-    assert found == [3, 4, 1, 2]
+    faults = {
+        **{ApiProblem(status, "a.b", ""): wanted for status, wanted in problems},
+        ApiUnavailable(): 3,
+        ApiTimeout(): 4,
+        ApiAnswerInvalid(): 1,
+        ApiAddressInvalid(): 2,
+        ContextFault(): 2,
+    }
+    for fault, wanted in faults.items():
+        stop = explain(fault)
+        assert stop is not None and stop.status == wanted, fault
 
 
 def test_a_duration_is_a_number_and_a_unit() -> None:

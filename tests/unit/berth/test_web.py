@@ -316,6 +316,8 @@ async def test_many_objects_are_changed_at_once_up_to_a_bound(many: int, code: s
         sent.append(message)
         return {"revision": 1}
 
+    async def check_room(*_: object) -> None: ...
+
     async def receive() -> dict[str, Any]:
         changes = [{"kind": "flavor", "name": f"f{number}"} for number in range(many)]
         return {"type": "http.request", "body": json.dumps({"changes": changes}).encode()}
@@ -323,7 +325,7 @@ async def test_many_objects_are_changed_at_once_up_to_a_bound(many: int, code: s
     headers = [(b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": "/api/v1/objects", "query_string": b"", "headers": headers}
     request = Request(scope | {"state": {"caller": LOCAL}}, receive)
-    objects = WebObjects(cast("Any", SimpleNamespace(change=change)))
+    objects = WebObjects(cast("Any", SimpleNamespace(change=change, check_room=check_room)))
     if code is None:
         assert (await objects.change_objects(request)).status_code == 200
     else:
