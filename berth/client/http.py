@@ -79,7 +79,7 @@ class _Connection(Operations):
             self._headers["authorization"] = f"Bearer {token}"
         self._timeout_s = timeout_s
         self._options: dict[str, Any] = {
-            "verify": _trust(self.url, ca_file),
+            "verify": trust(self.url, ca_file),
             "trust_env": False,
             "follow_redirects": False,
             "timeout": httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
@@ -115,7 +115,7 @@ class _Connection(Operations):
             raise ApiTimeout(f"the answer from {self.url} has not come to its end within {self._timeout_s:g} s")
 
 
-def _trust(url: str, ca_file: str) -> ssl.SSLContext | bool:
+def trust(url: str, ca_file: str) -> ssl.SSLContext | bool:
     """The certificates to trust. Raises ApiAddressInvalid."""
     if not url.startswith("https:"):
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # none: reading them takes longer than a request

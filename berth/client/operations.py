@@ -40,6 +40,7 @@ from berth.client.types import (
     FleetPoint,
     HostClaims,
     HostDetail,
+    LoginOffer,
     MetricsBody,
     MetricsPublished,
     NodeMaintenance,
@@ -158,6 +159,11 @@ class InstanceOperations:
 
 class CallerOperations:
     """Who calls, what waits for a person, and the tokens on record."""
+
+    @operation
+    def show_login(self) -> ApiCall[LoginOffer]:
+        """How one logs in; answered without a token."""
+        return ApiCall("GET", "/login", LoginOffer)
 
     @operation
     def show_caller(self) -> ApiCall[CallerView]:

@@ -12,6 +12,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from berth.config.at_up import default_state
+from berth.config.oidc import WebConfig
 from bus.bus import API
 from bus.contracts.base import CellName, Label, Uuid, Word, matching
 from bus.faults import DatabaseForbidden
@@ -206,6 +207,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How hosts are switched off."""
     audit: AuditSettings = AuditSettings()
     """The repairs that an audit carries out by itself."""
+    web: WebConfig = WebConfig()
+    """The pages and the HTTP API."""
 
     @property
     def state(self) -> Path:

@@ -72,8 +72,8 @@ NAV: Nav = (
     Section("Nova", "/nova"),
 )
 NOVA_NAV: Nav = (Section("Nova", "/nova"),)
-# Without a session: what the login page needs.
-OPEN_PATHS = ("/static/", "/login", "/healthz")
+# Without a session: what one needs to log in.
+OPEN_PATHS = ("/static/", "/login", "/healthz", f"{API_ROOT}/login")
 _HEADERS = {
     b"content-security-policy": b"default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     b"img-src 'self' data:; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -212,7 +212,7 @@ def application(
         WebHistory(history),
         WebDrains(drains),
         WebObjects(objects),
-        WebTokens(objects, env.clock, stored),
+        WebTokens(objects, env.clock, stored, access),
         WebDeadLetters(box),
         WebNodes(metal),
         WebQuarantine(safety),

@@ -166,7 +166,7 @@ def charts(points: Sequence[FleetPoint], now: float, hours: int = MAX_HOURS) -> 
     return (
         chart("Hosts that take builds", lambda one: one.ready, count, most),
         *shares,
-        chart("Builds that failed, each half hour", lambda one: one.failed, count, 0.0),
+        chart("Failed builds in half an hour", lambda one: one.failed, count, 0.0),
     )
 
 

@@ -42,6 +42,7 @@ from berth.client.types import (
     GroupView,
     HostClaims,
     HostDetail,
+    LoginOffer,
     MetricsBody,
     MetricsPublished,
     NodeMaintenance,
@@ -119,6 +120,7 @@ def _operations() -> dict[str, _Operation]:
 
 def _of_callers() -> dict[str, _Operation]:
     return {
+        "show_login": _Operation(LoginOffer),
         "show_caller": _Operation(CallerView),
         "create_token": _Operation(TokenCreated, 201, TokenBody, errors=(409, *_WRITES)),
         "list_tokens": _Operation(tuple[TokenView, ...], errors=_READS),

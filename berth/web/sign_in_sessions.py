@@ -1,8 +1,8 @@
 """The caller, and its permissions.
 
-Without a token file and Keystone every caller of this computer is an operator, and the server listens on loopback
-alone. With one of them a caller shows its token, or one that the schedulers have on record (`Authorization: Bearer` or
-`X-Auth-Token`), or logs in with it on the page and has a session.
+Without a token file, an OpenID provider and Keystone every caller of this computer is an operator, and the server
+listens on loopback alone. With one of them a caller shows its token, or one that the schedulers have on record
+(`Authorization: Bearer` or `X-Auth-Token`), or logs in with it on the page and has a session.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from enum import IntEnum
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 from msgspec import Struct
 
+from berth.config.oidc import OidcConfig
 from berth.web.problems import Problem
 from bus.clock import Clock
 from bus.contracts.base import Message, Word, reason_of
@@ -75,18 +77,35 @@ SYSTEM_ROLES = frozenset({"reader", "member", "manager"})
 PROJECT_ROLES = frozenset({"member", "manager"})
 
 
-class Access:
-    """Knows callers, by the SHA-256 of their tokens, or by Keystone.
+class ProviderTokens(Protocol):
+    """The tokens of an OpenID Connect provider: `berth.web.oidc.Oidc`."""
 
-    None and no Keystone: there are no tokens, and every caller is the operator. keystone: closed by whose it is.
+    config: OidcConfig
+
+    async def caller(self, token: str) -> WebCaller | None:
+        """The owner of a token; None: it is none of this provider's. Raises Problem 401, 403 and 503."""
+        ...
+
+
+class Access:
+    """Knows callers, by the SHA-256 of their tokens, by an OpenID Connect provider, or by Keystone.
+
+    None of them: there are no tokens, and every caller is the operator. keystone, oidc: closed by whose they are.
     """
 
-    def __init__(self, callers: Mapping[str, WebCaller] | None, clock: Clock, keystone: Auth | None = None) -> None:
+    def __init__(
+        self,
+        callers: Mapping[str, WebCaller] | None,
+        clock: Clock,
+        keystone: Auth | None = None,
+        oidc: ProviderTokens | None = None,
+    ) -> None:
         self._clock = clock
         self._callers = callers or {}
         self._keystone = keystone
+        self.oidc = oidc
         self._sessions: dict[str, tuple[str, float]] = {}
-        self.open = callers is None and keystone is None
+        self.open = callers is None and keystone is None and oidc is None
         self.stored: Callable[[str], Awaitable[WebCaller | None]] | None = None  # of tokens on record; the server's
 
     async def caller(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> WebCaller:
@@ -96,20 +115,22 @@ class Access:
         token = headers.get("x-auth-token") or _bearer(headers.get("authorization", ""))
         found = await self.by_token(token or self._of_session(cookies.get(SESSION_COOKIE, "")))
         if found is None:
-            message = "show a token (`berth token create`, the token file, Keystone): Authorization: Bearer TOKEN"
+            message = "show a token (`berth login`, `berth token create`): Authorization: Bearer TOKEN"
             raise Problem(401, "auth.required", message, headers={"www-authenticate": "Bearer"})
         return found
 
     async def by_token(self, token: str) -> WebCaller | None:
         """The owner of the token. Only digests are compared, so the time it takes reveals nothing about the token.
 
-        Raises Problem 403 and 503.
+        Raises Problem 401 (of an OpenID provider's token), 403 and 503.
         """
         if not token:
             return None
         if len(token) <= MAX_TOKEN_BYTES and (found := self._callers.get(digest_of(token))) is not None:
             return found
         if self.stored is not None and (found := await self.stored(token)) is not None:
+            return found
+        if self.oidc is not None and (found := await self.oidc.caller(token)) is not None:
             return found
         if self._keystone is None:
             return None
@@ -170,7 +191,9 @@ def check_listen(host: str, access: Access) -> None:
     except ValueError:
         is_local = False
     if access.open and not is_local:
-        raise SettingsError("web.tokens", f"without --tokens or --keystone it listens on loopback alone, not at {host}")
+        raise SettingsError(
+            "web.tokens", f"without --tokens, --keystone or web.oidc it listens on loopback alone, not at {host}"
+        )
 
 
 def _bearer(header: str) -> str:

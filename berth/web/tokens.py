@@ -11,11 +11,11 @@ import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 
-from berth.client.types import CallerView, TokenBody, TokenCreated, TokenRevoked, TokenView
+from berth.client.types import CallerView, LoginOffer, OidcOffer, TokenBody, TokenCreated, TokenRevoked, TokenView
 from berth.web.api import Handlers, caller_of, converted, json_response, object_of, parsed, route
 from berth.web.pages.objects import ObjectApi
 from berth.web.problems import Problem
-from berth.web.sign_in_sessions import WebCaller, WebRole, digest_of
+from berth.web.sign_in_sessions import Access, WebCaller, WebRole, digest_of
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.base import Word
@@ -105,10 +105,27 @@ def _tokens(stored: Iterable[StoredObject]) -> Iterator[tuple[StoredObject, Acce
 class WebTokens(Handlers):
     """The handlers. stored: to be read anew after a change; None: tokens on record are not accepted here."""
 
-    def __init__(self, objects: ObjectApi, clock: Clock, stored: StoredTokens | None) -> None:
+    def __init__(self, objects: ObjectApi, clock: Clock, stored: StoredTokens | None, access: Access) -> None:
+        self._access = access
         self._objects = objects
         self._clock = clock
         self._stored = stored
+
+    @route("GET", "/login")
+    async def show_login(self, request: Request) -> object:
+        """How one logs in; for everyone, without a token."""
+        del request
+        if self._access.oidc is None:
+            return LoginOffer()
+        config = self._access.oidc.config
+        return LoginOffer(
+            oidc=OidcOffer(
+                issuer=config.issuer,
+                client_id=config.client_id,
+                scopes=config.scopes,
+                by_access_token=bool(config.audience),
+            )
+        )
 
     @route("GET", "/caller")
     async def show_caller(self, request: Request) -> object:

@@ -85,13 +85,20 @@ class _Server(uvicorn.Server):
 async def keystone_stand_in() -> AsyncIterator[tuple[KeystoneStandIn, str]]:
     """One that listens on loopback, and its address."""
     keystone = KeystoneStandIn()
+    async with served(keystone.app) as url:
+        yield keystone, url
+
+
+@contextlib.asynccontextmanager
+async def served(app: Starlette) -> AsyncIterator[str]:
+    """The address on loopback at which an application is served."""
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(keystone.app, log_config=None, lifespan="off", loop="none", timeout_keep_alive=KEEP_ALIVE_S)
+    config = uvicorn.Config(app, log_config=None, lifespan="off", loop="none", timeout_keep_alive=KEEP_ALIVE_S)
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
         await until(lambda: server.started)
-        yield keystone, f"http://127.0.0.1:{listening.getsockname()[1]}"
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
         await serving

@@ -39,6 +39,8 @@ from berth.cli.session.contexts import (
 from berth.cli.session.contexts import named as context_named
 from berth.client import ApiAddressInvalid
 from berth.client.http import checked_url
+from berth.client.oidc import DeviceCode, LoginFault, token_by_device
+from berth.text import printable
 
 ContextArgument = Annotated[str, typer.Argument(help="The context.", metavar="NAME")]
 
@@ -49,16 +51,22 @@ def login(
     name: Annotated[str, typer.Option("--name", help="The context's name; else the host and port.")] = "",
     ca_file: Annotated[str, typer.Option("--ca-file", help="The certificates to trust, in PEM.")] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Plain http to another computer, too.")] = False,
+    oidc: Annotated[
+        bool | None,
+        typer.Option("--oidc/--token", help="With the OpenID provider of this berth, or a token; else as it offers."),
+    ] = None,
     form: As = Form.TABLE,
 ) -> None:
     """Log in at an address, and use it from now on.
 
-    The token is prompted for, or the first line of standard input. It is kept, with the address, in
-    ~/.config/berth/contexts.json, which only you can read.
+    On a terminal, where this berth has an OpenID provider, you confirm a code in any browser. Else the token is
+    prompted for, or the first line of standard input. It is kept, with the address, in ~/.config/berth/contexts.json,
+    which only you can read.
     """
     url = checked_url(url, insecure=insecure)  # before a token is typed for it
     ca_file = os.path.abspath(ca_file) if ca_file else ""
-    context = Context(url, shown_token(), ca_file=ca_file, insecure=insecure)
+    base = Context(url, ca_file=ca_file, insecure=insecure)
+    context = replace(base, token=_token_for(base, oidc))
     with context.client() as client:
         caller = client.show_caller()
     parts = urlsplit(url)
@@ -69,6 +77,27 @@ def login(
     print_result({"context": name, "url": url, "caller": caller}, form, line)
 
 
+def _token_for(context: Context, oidc: bool | None) -> str:
+    """A token of the OpenID provider, or one that is shown. oidc: None: as berth offers, if a person is there."""
+    if oidc is False or (oidc is None and not sys.stdin.isatty()):
+        return shown_token()
+    with context.client() as client:
+        offer = client.show_login().oidc
+    if offer is not None:
+        return checked_token(token_by_device(offer, _show_code, ca_file=context.ca_file))
+    if oidc:
+        raise LoginFault("this berth has no OpenID provider: log in with a token", code="oidc.not_offered")
+    return shown_token()
+
+
+def _show_code(device: DeviceCode) -> None:
+    """Where to confirm which code, on standard error: standard output has the result alone."""
+    address, code = printable(device.verification_uri), printable(device.user_code)
+    typer.echo(f"open {address} in a browser and confirm the code {code}", err=True)
+    if device.verification_uri_complete:
+        typer.echo(f"or open {printable(device.verification_uri_complete)}, and compare the code", err=True)
+
+
 def but_first(env: Mapping[str, str]) -> str:
     """The remark that a variable goes before the context in use; "": none does."""
     return "; BERTH_URL is set, and goes before it" if env.get("BERTH_URL") else ""
@@ -77,7 +106,11 @@ def but_first(env: Mapping[str, str]) -> str:
 def shown_token() -> str:
     """The token, from a prompt or standard input; never from the command line, which others can read."""
     shown = getpass.getpass("Token: ") if sys.stdin.isatty() else sys.stdin.readline(MAX_TOKEN + 2)
-    token = shown.strip()
+    return checked_token(shown.strip())
+
+
+def checked_token(token: str) -> str:
+    """The token, if it can be one. Raises ApiAddressInvalid."""
     if not token or len(token) > MAX_TOKEN:
         raise ApiAddressInvalid("a token is one line, and not empty", code="api.token")
     return token

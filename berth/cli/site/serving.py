@@ -23,6 +23,7 @@ from berth.config.settings import Settings
 from berth.config.site import Site, process_name
 from berth.fencing.fencer import Fencer
 from berth.fencing.plugin import load
+from berth.web.oidc import Oidc
 from berth.web.server import DEFAULT_PORT, WebServer
 from berth.web.sign_in_sessions import Access, read_tokens
 from bus.clock import SystemClock
@@ -53,40 +54,41 @@ async def web(
 
     The API is at /api/v1. It runs until SIGTERM or SIGINT, or until the `berth up` that has its bus ends (status 3).
 
-    Without --tokens and --keystone it listens on loopback alone, and everyone who can reach it there may do everything.
+    Without --tokens, --keystone and `web.oidc` it listens on loopback alone, and everyone who can reach it there may do
+    everything.
     """
     host, port = host_and_port(listen, "--listen")
     telemetry = settings.telemetry
     configure_logging(process="web", role="web", level=telemetry.log_level, style=telemetry.log_format)
     site, process = Site(settings), process_name("web")
-    known = _keystone(settings, site) if keystone else None
-    server = WebServer(
-        site.environment(process),
-        settings,
-        host=host,
-        port=port,
-        access=Access(None if tokens is None else read_tokens(tokens), site.clock, known),
-    )
-    stop = asyncio.Event()
-    for number in STOP_SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await open_in_time(server.open())
-    freeze_loaded_objects()
-    try:
+    async with contextlib.AsyncExitStack() as closing:
+        access = _access(settings, site, tokens, keystone=keystone, closing=closing)
+        server = WebServer(site.environment(process), settings, host=host, port=port, access=access)
+        stop = asyncio.Event()
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await open_in_time(server.open())
+        closing.push_async_callback(server.close)
+        freeze_loaded_objects()
         out.print(f"berth is at {server.url}", soft_wrap=True, markup=False)
         await server.serve_until(stop)
-    finally:
-        await server.close()
-        if known is not None:
-            await known.close()
 
 
-def _keystone(settings: Settings, site: Site) -> Keystone:
-    """The Keystone of placement's REST API. Raises SettingsError when none is named."""
-    config = with_oslo_conf(settings.placement.rest).keystone
-    if not config.auth_url:
-        raise SettingsError("web.keystone", "--keystone needs placement.rest.keystone.auth_url")
-    return Keystone(config, site.clock)
+def _access(
+    settings: Settings, site: Site, tokens: Path | None, *, keystone: bool, closing: contextlib.AsyncExitStack
+) -> Access:
+    """How callers are known. Raises SettingsError."""
+    known = provider = None
+    if keystone:
+        config = with_oslo_conf(settings.placement.rest).keystone
+        if not config.auth_url:
+            raise SettingsError("web.keystone", "--keystone needs placement.rest.keystone.auth_url")
+        known = Keystone(config, site.clock)
+        closing.push_async_callback(known.close)
+    if settings.web.oidc.issuer:
+        provider = Oidc(settings.web.oidc, site.clock)
+        closing.push_async_callback(provider.close)
+    return Access(None if tokens is None else read_tokens(tokens), site.clock, known, provider)
 
 
 async def fencer(
