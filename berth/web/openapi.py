@@ -11,6 +11,7 @@ from msgspec import Struct
 from starlette.routing import Route
 
 from berth.asyncapi import add_field_notes
+from berth.client.login import LoginOffer
 from berth.client.status import SystemStatus
 from berth.client.types import (
     Accepted,
@@ -32,7 +33,6 @@ from berth.client.types import (
     GroupView,
     HostClaims,
     HostDetail,
-    LoginOffer,
     LossesAccepted,
     MetricsBody,
     MetricsPublished,
