@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from berth.client.faults import ApiAddressInvalid
 from berth.client.http import CONNECT_TIMEOUT_S, checked_url, trust
-from berth.client.types import OidcOffer
+from berth.client.login import OidcOffer
 from bus.contracts.base import MAX_REASON, reason_of
 from bus.faults import Fault, Transient
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from berth.client.call import ApiCall, Feed, feed, operation
 from berth.client.event_feed import Reconnected
+from berth.client.login import LoginOffer
 from berth.client.object_operations import ObjectOperations
 from berth.client.repair_types import (
     BreakersAfterReset,
@@ -40,7 +41,6 @@ from berth.client.types import (
     FleetPoint,
     HostClaims,
     HostDetail,
-    LoginOffer,
     MetricsBody,
     MetricsPublished,
     NodeMaintenance,

@@ -11,6 +11,7 @@ from msgspec import Struct
 from starlette.routing import Route
 
 from berth.asyncapi import add_field_notes
+from berth.client.login import LoginOffer
 from berth.client.repair_types import (
     BreakersAfterReset,
     BreakersReset,
@@ -42,7 +43,6 @@ from berth.client.types import (
     GroupView,
     HostClaims,
     HostDetail,
-    LoginOffer,
     MetricsBody,
     MetricsPublished,
     NodeMaintenance,

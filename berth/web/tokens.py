@@ -11,7 +11,8 @@ import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 
-from berth.client.types import CallerView, LoginOffer, OidcOffer, TokenBody, TokenCreated, TokenRevoked, TokenView
+from berth.client.login import LoginOffer, OidcOffer
+from berth.client.types import CallerView, TokenBody, TokenCreated, TokenRevoked, TokenView
 from berth.web.api import Handlers, caller_of, converted, json_response, object_of, parsed, route
 from berth.web.pages.objects import ObjectApi
 from berth.web.problems import Problem

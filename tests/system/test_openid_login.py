@@ -80,7 +80,9 @@ def test_a_person_of_a_project_logs_in_and_works(provided: Provided) -> None:
     assert "WDJB-MJHT" in error and f"{provided.issuer.url}/code" in error
     status, output, error = provided.berth("boot", "--flavor", "m1.tiny", "--wait", "-o", "json")
     assert status == 0, error
-    (built,) = json.loads(output)
+    status, output, error = provided.berth("show", json.loads(output)["items"][0]["instance_uuid"], "-o", "json")
+    assert status == 0, error
+    built = json.loads(output)
     assert built["project_id"] == "p-alice"
     assert {one.get("by") for one in built["timeline"]} >= {"alice@site"}
     assert provided.code("token", "list") == (USAGE, "role.forbidden")

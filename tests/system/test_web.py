@@ -285,7 +285,7 @@ def test_the_document_describes_every_route(web: Web) -> None:
         assert set(paths) == {
             "/builds", "/builds/{uuid}", "/builds/{uuid}/events", "/events", "/builds/{uuid}/actions", "/actions",
             "/builds/{uuid}/why",
-            "/caller", "/tokens", "/tokens/{token}",
+            "/caller", "/login", "/tokens", "/tokens/{token}",
             "/actions/{uuid}", "/hosts", "/hosts/{host}", "/hosts/{host}/admin-state", "/hosts/{host}/delete",
             "/hosts/{host}/drain-plan", "/hosts/{host}/drain", "/drain-plan", "/drains", "/drains/{uuid}",
             "/drains/{uuid}/pause", "/drains/{uuid}/resume", "/services",

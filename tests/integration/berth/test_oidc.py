@@ -10,8 +10,8 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 from berth.client import ApiAddressInvalid
+from berth.client.login import OidcOffer
 from berth.client.oidc import MAX_ANSWER_BYTES, DeviceCode, LoginFault, ProviderUnavailable, token_by_device
-from berth.client.types import OidcOffer
 from berth.config.oidc import OidcConfig
 from berth.web.oidc import KEPT_S, MAX_AGE_S, MAX_KEYS, MAX_TOKEN_BYTES, MIN_AGE_S, Oidc, caller_by_claims
 from berth.web.problems import Problem
