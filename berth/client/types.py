@@ -65,13 +65,15 @@ class Why(Struct, frozen=True, kw_only=True):
 
 
 class Builds(Struct, frozen=True):
-    """A page of builds, newest first. next: the address of the page after it; null: there is none.
+    """A page of builds, newest first. next: the address of the page after it; null: there is none. total: of all pages;
+    null: more than 10,000, or of a search.
 
     A search looks through so many builds at a time: a page may hold fewer than asked for and still have a next.
     """
 
     builds: tuple[BuildRecord, ...]
     next: str | None = None
+    total: int | None = None
 
 
 class AdminStateRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -165,6 +165,7 @@ class WebApi(Handlers):
                         "before": moment_of(query.get("before")),
                         "before_instance": query.get("before_instance"),
                         "limit": limit,
+                        "count": True,
                     },
                     BuildQuery,
                 )
@@ -172,7 +173,7 @@ class WebApi(Handlers):
         )
         further = next_page(request, page, limit)
         following = None if further is None else f"{request.url.path}?{further}"
-        return Builds(tuple(as_seen(one, caller) for one in page.builds), following)
+        return Builds(tuple(as_seen(one, caller) for one in page.builds), following, page.total)
 
     @route("GET", "/builds/{uuid}")
     async def show_build(self, request: Request) -> object:

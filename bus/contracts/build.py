@@ -243,6 +243,7 @@ class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     gang: Uuid | None = None  # the members of one request for several
     name: Label | None = None  # a name, or the first letters of a uuid, in lower case
     limit: Annotated[int, Bound(ge=1, le=1000)] = 100
+    count: bool = False  # whether the page is to have a total
 
 
 class BuildRecord(RecordOfInstance, frozen=True, kw_only=True, omit_defaults=True):
@@ -316,6 +317,9 @@ class BuildPage(Message, frozen=True, kw_only=True, tag="build.page.v1"):
     # Ask again with these as `before` and `before_instance`.
     searched_to: float | None = None
     searched_to_instance: Uuid | None = None
+    # how many builds match, on this page and others, where it was asked for; null: more than 10,000, or a search by
+    # cell, host, flavor, code or name
+    total: int | None = None
 
 
 class HostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.query.v1"):

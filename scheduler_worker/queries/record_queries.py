@@ -23,6 +23,9 @@ from scheduler_worker.store.port import SchedulerStore
 
 T = TypeVar("T")
 
+# Builds are counted so far: along an index, in some milliseconds.
+MAX_COUNTED = 10_000
+
 
 class QueryHandler:
     """Handles queue `scheduler.records`."""
@@ -61,7 +64,18 @@ class QueryHandler:
             last = await self._store.searched_to(query)
         at, instance = last or (None, None)
         builds = tuple(map(self._with_timeline, found))
-        return BuildPage(builds=builds, searched_to=at, searched_to_instance=instance)
+        total = await self._total(query, len(found)) if query.count else None
+        return BuildPage(builds=builds, searched_to=at, searched_to_instance=instance, total=total)
+
+    async def _total(self, query: BuildQuery, found: int) -> int | None:
+        """How many builds match on all pages; None: to count them would take long."""
+        if is_search(query):
+            return None
+        if query.before is None and found < query.limit:
+            return found
+        whole = replace(query, before=None, before_instance=None)
+        counted = await self._store.count_builds(whole, MAX_COUNTED + 1)
+        return counted if counted <= MAX_COUNTED else None
 
     async def _objects(self, query: ObjectsQuery) -> ObjectsPage:
         """In order of kind and name."""

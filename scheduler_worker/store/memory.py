@@ -256,6 +256,11 @@ class MemoryBuilds(UnitStore):
             and (query.name in (None, record.name) or record.instance_uuid.startswith(query.name or ""))
         ][: query.limit]
 
+    async def count_builds(self, query: BuildQuery, most: int) -> int:
+        """How many builds such a query has on all its pages, at most `most`; of no search."""
+        async with self._session.transaction():
+            return min(len(self._of_query(query)), most)
+
     async def builds_named(self, instances: Sequence[str]) -> dict[str, BuildRecord]:
         """The builds that are on record."""
         async with self._session.transaction():

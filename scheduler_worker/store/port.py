@@ -240,6 +240,10 @@ class SchedulerStore(Flushed, Protocol):
         """The last build that such a search looks at, and when it was requested; None: it looks at all."""
         ...
 
+    async def count_builds(self, query: BuildQuery, most: int) -> int:
+        """How many builds such a query has on all its pages, at most `most`; of no search."""
+        ...
+
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build, or a page of them, newest first."""
 

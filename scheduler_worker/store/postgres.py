@@ -83,6 +83,8 @@ ORDER BY created_at DESC, instance_uuid DESC LIMIT $9
 BUILDS_NAMED = f"SELECT {tables.RECORD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 SEARCHED_TO = f"SELECT created_at, instance_uuid::text FROM ({OF_QUERY} OFFSET $8 - 1 LIMIT 1) b"
 
+COUNT = f"SELECT count(*) FROM ({OF_QUERY} LIMIT $8) b"
+
 
 # Along the index on created_at: an index on a column that changes would make every write of a build dearer. Builds that
 # live long are passed over, once a pass.
@@ -423,6 +425,11 @@ class PostgresBuilds(UnitStore):
         async with self._database.raw() as connection:
             found = await connection.fetch(BUILDS, *_of_query(query), most, query.limit, *named)
         return [tables.build_record(row) for row in found]
+
+    async def count_builds(self, query: BuildQuery, most: int) -> int:
+        """How many builds such a query has on all its pages, at most `most`; of no search."""
+        async with self._database.raw() as connection:
+            return int(await connection.fetchval(COUNT, *_of_query(query), most))
 
     async def builds_named(self, instances: Sequence[str]) -> dict[str, BuildRecord]:
         """By the primary keys, without a transaction around it."""

@@ -418,7 +418,7 @@ async def list_builds(context: typer.Context, *, options: InstanceListOptions) -
                 await check_cell(berth, options.cell)
             place = place_of(page)
             further = None if place is None else {"--page": f"{place['before']!r}/{place['before_instance'] or ''}"}
-            return ListedItems(page.builds, further)
+            return ListedItems(page.builds, further, page.total)
 
         await print_list(read, INSTANCES, options)
 

@@ -222,6 +222,17 @@ async def test_builds_are_found_by_host_cell_flavor_code_and_time(store: Schedul
     assert await store.searched_to(BuildQuery(flavor=flavor)) is None
 
 
+async def test_builds_are_counted_on_all_pages_up_to_a_bound(store: SchedulerStore) -> None:
+    for at, uuid in enumerate((A, B, C)):
+        await insert(store, new(uuid), now=float(at))
+    await decide(store, placed(B))
+    assert await store.count_builds(BuildQuery(limit=1), 10) == 3
+    assert await store.count_builds(BuildQuery(), 2) == 2
+    state = (await store.builds(BuildQuery(instance_uuid=B)))[0].state
+    assert await store.count_builds(BuildQuery(state=state), 10) == 1
+    assert await store.count_builds(BuildQuery(project_id="no"), 10) == 0
+
+
 async def test_the_members_of_a_gang_are_found_by_it(store: SchedulerStore) -> None:
     gang = Gang(uuid=A, size=2, min_count=1)
     await insert(store, replace(new(A), gang=gang), replace(new(B), gang=gang), new(C))

@@ -13,7 +13,7 @@ import pytest
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received, Refuse
 from bus.contracts.base import Meta
-from bus.contracts.build import BuildQuery, BuildRecord, BuildState, HostsQuery
+from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildState, HostsQuery
 from bus.contracts.cell import HostReport, HostStates, ServiceDown, ServiceStates
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.objects import (
@@ -30,7 +30,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.hosts.host_table import HostTable
 from scheduler_worker.hosts.waiting_builds import WaitingTable
 from scheduler_worker.queries import status_queries
-from scheduler_worker.queries.record_queries import QueryHandler
+from scheduler_worker.queries.record_queries import MAX_COUNTED, QueryHandler
 from scheduler_worker.queries.status_queries import StatusHandler, hosts_page
 from scheduler_worker.records.object_records import RecordedObjects
 from tests.unit.scheduler_worker.hosts import PLENTY, Hosts, aggregate
@@ -272,6 +272,49 @@ async def test_builds_queried_by_name_in_one_batch_are_one_statement() -> None:
     assert database.requested == [[KNOWN, UNKNOWN], *[other] * 20]
     found = [[one.instance_uuid for one in outcome.reply.builds] for outcome in outcomes]  # type: ignore[union-attr]
     assert found == [answer for _, answer in named] * 20
+
+
+class ManyBuilds:
+    """A store that has so many builds that match whatever is asked."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.counted: list[tuple[float | None, int]] = []
+
+    async def builds(self, query: BuildQuery) -> list[BuildRecord]:
+        one = BuildRecord(instance_uuid=KNOWN, project_id="p", flavor="f", state=BuildState.ACTIVE)
+        return [one] * min(self.count, query.limit)
+
+    async def searched_to(self, query: BuildQuery) -> None:
+        return None
+
+    async def count_builds(self, query: BuildQuery, most: int) -> int:
+        self.counted.append((query.before, most))
+        return min(self.count, most)
+
+
+@pytest.mark.parametrize(
+    ("query", "count", "total", "is_counted"),
+    [
+        (BuildQuery(limit=2, count=True), 5, 5, True),
+        (BuildQuery(limit=2, count=True, before=9.0, before_instance=KNOWN), 5, 5, True),
+        (BuildQuery(limit=2, count=True), MAX_COUNTED, MAX_COUNTED, True),
+        (BuildQuery(limit=2, count=True), MAX_COUNTED + 1, None, True),
+        (BuildQuery(limit=6, count=True), 5, 5, False),
+        (BuildQuery(limit=2, count=True, flavor="f"), 5, None, False),
+        (BuildQuery(limit=2), 5, None, False),
+    ],
+)
+async def test_a_page_has_the_total_of_all_pages_where_it_is_cheap(
+    query: BuildQuery, count: int, total: int | None, is_counted: bool
+) -> None:
+    store, unused = ManyBuilds(count), cast("Any", None)
+    handler = QueryHandler(cast("Any", store), unused, WaitingTable(), clock=SystemClock(), cells=unused)
+    meta = Meta(id="q", cause="q", sent_at=1.0)
+    (answer,) = await handler([Received(message=query, meta=meta, bus="api", queue="q")])
+    assert isinstance(answer, Done) and isinstance(answer.reply, BuildPage)
+    assert answer.reply.total == total
+    assert store.counted == ([(None, MAX_COUNTED + 1)] if is_counted else []), "what came before counts, too"
 
 
 class UnavailableDatabase:
