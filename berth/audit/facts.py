@@ -30,7 +30,7 @@ from berth.config.site import Site, process_name, with_added_cells
 from bus.clock import Clock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.build import BuildEvent
+from bus.contracts.build import DELETE_REQUESTED, BuildEvent
 from bus.contracts.cell import HostStates, ReportHosts
 from bus.contracts.feed import Change
 from bus.persistence.database import Database
@@ -43,7 +43,7 @@ from cell_conductor.store.postgres_keyed import PostgresKeyed
 from cell_conductor.store.tables import SERVICE
 from cell_conductor.store.unknown_machines import Safety
 from placement_worker.operations.audit import sharing_providers
-from scheduler_worker.records.build_record import DELETE_REQUESTED, OPEN
+from scheduler_worker.records.build_record import OPEN
 
 # Hosts are waited for until each that should run something has reported, and each service that began a report of all
 # its hosts has ended it; at most this long, in which 100,000 hosts report their machines even on a busy machine ...

@@ -26,8 +26,7 @@ from berth.audit.invariants import (
     confirmed_machines,
     consumers_of_instance,
 )
-from bus.contracts.build import BuildState
-from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE
+from bus.contracts.build import ENDED_WITHOUT_MACHINE, BuildState
 
 
 class FindingKind(StrEnum):

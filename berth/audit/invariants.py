@@ -15,12 +15,11 @@ from math import floor
 from msgspec import Struct
 
 from bus.contracts.actions import Condition
-from bus.contracts.build import TERMINAL_STATES, BuildEvent, BuildState
+from bus.contracts.build import ENDED_WITHOUT_MACHINE, TERMINAL_STATES, BuildEvent, BuildState
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
 from cell_conductor.state import desired_state
 from cell_conductor.state.desired_state import MachineTarget, phase_to_text, phases_matching
-from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE
 
 MAX_EXAMPLES = 5
 

@@ -14,11 +14,11 @@ from berth.audit.invariants import Facts
 from berth.audit.readable_cells import unreadable
 from berth.config.site import Site
 from bus.contracts.actions import Condition
-from bus.contracts.build import BuildState
+from bus.contracts.build import ENDED_WITHOUT_MACHINE, BuildState
 from bus.contracts.objects import ZONE_KEY, Aggregate
 from bus.persistence.database import Database
 from bus.persistence.tables import in_list
-from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE, UNLOCATABLE
+from scheduler_worker.records.build_record import UNLOCATABLE
 
 MAX_CONSUMERS = 2_000
 _CONSUMERS = "SELECT count(*) FROM (SELECT FROM consumers LIMIT $1) c"

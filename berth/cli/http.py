@@ -178,6 +178,14 @@ def place_of(page: Builds) -> dict[str, Any] | None:
         raise ApiAnswerInvalid("the address of the next page names no place") from None
 
 
+def other_site(what: str) -> Stop:
+    """What ends a command that acts by the settings, where the API of its context does not have the same. what: the
+    object that differs.
+    """
+    reason = f"{what} is not the same by the settings and by the address in force (`berth context show`)"
+    return Stop(Exit.USAGE, "context.other_site", f"{reason}: nothing is done")
+
+
 async def check_cell(berth: AsyncClient, name: str | None) -> None:
     """Check that there is a cell of this name (None: none is named). Raises Stop, Fault. A project is not told."""
     if name is None:

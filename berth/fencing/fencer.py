@@ -17,7 +17,7 @@ from berth.fencing.plugin import FencingFailed, FencingPlugin
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
-from bus.contracts.build import HostRecord
+from bus.contracts.build import MAX_HOSTS, HostRecord
 from bus.contracts.objects import ObjectKind
 from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord, SetAdminState
 from bus.faults import Fault
@@ -116,7 +116,6 @@ log = structlog.get_logger(__name__)
 
 LOOK_S = 2.0
 ANSWER_TIMEOUT_S = 10.0
-MAX_HOSTS = 100_000  # as a query may ask for
 MAX_TRIES = 5  # of one host; then a person has to look, until its service reports again
 RETRY_S = 30.0
 

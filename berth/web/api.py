@@ -28,6 +28,7 @@ from bus.bus import Bus
 from bus.clock import new_uuid
 from bus.contracts.base import Message, Uuid, reason_of
 from bus.contracts.build import (
+    ENDED_WITHOUT_MACHINE,
     OFF_RECORD,
     TERMINAL_STATES,
     BuildAccepted,
@@ -46,7 +47,6 @@ from bus.door import request_in_turn
 from bus.fair_queue import Turns
 from bus.faults import Fault
 from bus.transport import BusError
-from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"

@@ -35,6 +35,12 @@ class BuildState(StrEnum):
 
 
 TERMINAL_STATES = frozenset({BuildState.ACTIVE, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
+# A build in one of these states has no machine and never will.
+ENDED_WITHOUT_MACHINE = tuple(one for one in BuildState if one in TERMINAL_STATES - {BuildState.ACTIVE})
+# A delete has ended the build, or will.
+DELETE_REQUESTED = (BuildState.DELETING, BuildState.DELETED)
+
+MAX_HOSTS = 100_000  # that one query may ask for
 
 # The number of an event about a request that is not on record, or about a refused delete: the lowest, so it is outdated
 # for a client that follows what is on record.
@@ -334,7 +340,7 @@ class HostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     by_uuid: bool = False
     after_uuid: Uuid | None = None  # only those after this uuid, the last of the page before
     # an answer is written and read without a pause, some 20 ms for 20,000 hosts; berth itself asks for 5,000 at a time
-    limit: Annotated[int, Bound(ge=1, le=100_000)] = 1000
+    limit: Annotated[int, Bound(ge=1, le=MAX_HOSTS)] = 1000
 
 
 class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -12,11 +12,10 @@ from msgspec.structs import replace
 
 from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import Refusal
-from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest, TimelineEntry
+from bus.contracts.build import DELETE_REQUESTED, BuildAccepted, BuildRequest, BuildState, DeleteRequest, TimelineEntry
 from bus.contracts.placement_queries import ConsumerRecord
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.records.build_record import (
-    DELETE_REQUESTED,
     DELETED,
     FAILED_OR_REFUSED,
     FIRST_ATTEMPT,

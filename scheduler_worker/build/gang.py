@@ -11,7 +11,7 @@ from itertools import accumulate
 from msgspec.structs import replace
 
 from bus.consuming.outcome import Done, Outcome
-from bus.contracts.build import BuildAccepted
+from bus.contracts.build import DELETE_REQUESTED, BuildAccepted
 from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, GroupPolicy
 from placement_worker.replica.request import total_resources
 from scheduler_worker.build.host_search import (
@@ -23,7 +23,7 @@ from scheduler_worker.build.host_search import (
 )
 from scheduler_worker.build.pending_build import Admission, Answered, PendingBuild
 from scheduler_worker.placement_client import PlacementUnavailable
-from scheduler_worker.records.build_record import DELETE_REQUESTED, Gang
+from scheduler_worker.records.build_record import Gang
 
 EXCLUDED = "gang.left_out"
 

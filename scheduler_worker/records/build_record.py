@@ -36,13 +36,9 @@ ACCEPTED, SCHEDULED, FAILED_OR_REFUSED, DELETED = 1, 2, 3, 4
 UNLOCATABLE = "claim.unlocatable"  # a claim is held on a host that no compute service reports, and of no known cell
 FIRST_ATTEMPT = 1  # the scheduler's claim; the conductor's claims of alternates are the next
 
-# A build in one of these states has no machine and never will.
-ENDED_WITHOUT_MACHINE = tuple(one for one in BuildState if one in TERMINAL_STATES - {BuildState.ACTIVE})
 # A build in one of these states has no end yet, or its delete has none: of an accepted one by the schedulers, of the
 # others by their cell.
 OPEN = tuple(one for one in BuildState if one not in TERMINAL_STATES)
-# A delete has ended the build, or will.
-DELETE_REQUESTED = (BuildState.DELETING, BuildState.DELETED)
 
 
 def is_search(query: BuildQuery) -> bool:

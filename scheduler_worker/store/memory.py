@@ -12,12 +12,11 @@ from msgspec.structs import replace
 
 from bus.contracts.actions import ActionQuery, ActionRecord, ActionState, Condition
 from bus.contracts.base import DatabaseMark
-from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
+from bus.contracts.build import ENDED_WITHOUT_MACHINE, BuildQuery, BuildRecord, BuildRequest, BuildState
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
 from bus.persistence.memory_database import MemoryRows, MemorySession
 from scheduler_worker.records.action_record import RecordedAction
 from scheduler_worker.records.build_record import (
-    ENDED_WITHOUT_MACHINE,
     MAY_HAVE_NO_HOST,
     OPEN,
     NewBuild,

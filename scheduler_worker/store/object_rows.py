@@ -33,9 +33,9 @@ from sqlalchemy.dialects.postgresql import JSON
 
 from bus.clock import CLOCKS_APART_S
 from bus.contracts.actions import ActionQuery
+from bus.contracts.build import ENDED_WITHOUT_MACHINE
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery, StoredObject
 from scheduler_worker.records.action_record import RecordedAction
-from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE
 from scheduler_worker.records.drain_record import BegunMoves, EndedRequest
 from scheduler_worker.records.object_records import ChangeActor, Key, RecordedObjects, applied
 from scheduler_worker.store import tables

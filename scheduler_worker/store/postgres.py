@@ -11,7 +11,7 @@ import structlog
 
 from bus.contracts.actions import ActionQuery, ActionRecord, ActionState, Condition
 from bus.contracts.base import DatabaseMark
-from bus.contracts.build import BuildQuery, BuildRecord, BuildState
+from bus.contracts.build import ENDED_WITHOUT_MACHINE, BuildQuery, BuildRecord, BuildState
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
 from bus.persistence import outbox
 from bus.persistence.database import Database, read_identity
@@ -21,14 +21,7 @@ from bus.persistence.outbox import OutboxMessage, PostgresRows
 from bus.persistence.tables import fetch
 from bus.persistence.unit_of_work import Committed, VersionCache
 from scheduler_worker.records.action_record import ActionContext, RecordedAction, RequestKey
-from scheduler_worker.records.build_record import (
-    ENDED_WITHOUT_MACHINE,
-    OPEN,
-    BuildUpdate,
-    NewBuild,
-    RecordedBuild,
-    is_search,
-)
+from scheduler_worker.records.build_record import OPEN, BuildUpdate, NewBuild, RecordedBuild, is_search
 from scheduler_worker.records.object_records import RecordedObjects
 from scheduler_worker.store import object_rows as objects
 from scheduler_worker.store import tables

@@ -12,6 +12,7 @@ import structlog
 from bus.bus import Bus
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import DatabaseMark
+from bus.contracts.build import ENDED_WITHOUT_MACHINE
 from bus.contracts.operations import CellFence
 from bus.contracts.placement_queries import CellConsumersPage, CellConsumersQuery, ConsumerRecord
 from bus.contracts.recovery import MAX_KNOWN, CellKnown, CellRecovering, KnownPlace
@@ -22,7 +23,6 @@ from scheduler_worker.objects.fence_rules import command
 from scheduler_worker.objects.object_registry import ObjectRegistry
 from scheduler_worker.placement_client import ClaimPort, PlacementUnavailable, answer_or_raise
 from scheduler_worker.records.action_record import ActionContext
-from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE
 from scheduler_worker.selection.selector import Selector
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.upkeep.recovery_rules import InstanceSources, KnownPage, UuidRange, joined, known_record

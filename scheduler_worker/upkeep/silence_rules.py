@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from bus.contracts.actions import CellAction, CellActionQuery
 from bus.contracts.base import Message
-from bus.contracts.build import BuildState
+from bus.contracts.build import DELETE_REQUESTED, BuildState
 from scheduler_worker.build.decision import build_query
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.records.action_record import ActionContext, RecordedAction, RequestKey
-from scheduler_worker.records.build_record import DELETE_REQUESTED, OPEN, RecordedBuild, delete_of
+from scheduler_worker.records.build_record import OPEN, RecordedBuild, delete_of
 
 # After this many queries without an answer the record of the request states that its cell is silent.
 SILENT_AFTER = 2

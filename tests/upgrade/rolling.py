@@ -34,11 +34,10 @@ from berth.bus_client import BuildClient
 from berth.config.schemas import SchemaRevision, SchemaState, find_schemas
 from berth.config.settings import ComputeSettings
 from berth.config.site import Site, process_name
-from berth.fencing.fencer import MAX_HOSTS
 from berth.up.servers import API_VHOST, RealServers, SystemPlan, real_servers, start_all, variables
 from berth.up.worker_processes import Worker, WorkerProcesses
 from bus.clock import new_uuid
-from bus.contracts.build import BuildRecord, BuildRequest, BuildState
+from bus.contracts.build import MAX_HOSTS, BuildRecord, BuildRequest, BuildState
 from bus.contracts.operations import AdminState, HostAdminState, SetAdminState
 from compute_sim.config import SimulatedConfig
 from lab.feed_watch import RecordingClient

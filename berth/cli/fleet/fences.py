@@ -10,8 +10,7 @@ from berth.cli.common import Exit, Reason, Stop
 from berth.cli.fleet.hosts import FinalOptions, Hosts, InCell, OnlyCell, decided_state, end_fences, named_host
 from berth.cli.http import check_cell, connected
 from berth.cli.output import As, Cell, Form, Id, ListedItems, ListOutput, Table, Time, print_data, print_list, print_one
-from berth.fencing.fencer import MAX_HOSTS
-from bus.contracts.build import HostRecord
+from bus.contracts.build import MAX_HOSTS, HostRecord
 from bus.contracts.operations import AdminState
 
 

@@ -27,7 +27,7 @@ from berth.cli.common import (
     further,
     settings_of,
 )
-from berth.cli.http import check_cell, connected, may_pass
+from berth.cli.http import check_cell, connected, may_pass, other_site
 from berth.cli.output import (
     As,
     Cell,
@@ -43,11 +43,10 @@ from berth.cli.output import (
     print_list,
     print_one,
 )
-from berth.client import ApiProblem, AsyncClient
+from berth.cli.session.contexts import NO_CONTEXT, ContextFault
+from berth.client import AsyncClient
 from berth.client.types import AdminStateRequest, RemovalBody
-from berth.fencing.fencer import MAX_HOSTS
-from berth.fencing.plugin import FencingFailed
-from bus.contracts.build import HostRecord
+from bus.contracts.build import MAX_HOSTS, HostRecord
 from bus.contracts.operations import (
     AdminState,
     HostAdminState,
@@ -239,8 +238,12 @@ async def _ask_about_hosts(context: typer.Context, verb: str, names: Sequence[st
         return
     async with connected(context) as berth:
         listed = await berth.list_hosts(limit=MAX_HOSTS, cell=decision.cell)
-    places = {name: {one.cell for one in listed if name in (one.uuid, one.name)} for name in names}
-    _ask(verb, places, "host", decision)
+    _ask(verb, _places(names, listed), "host", decision)
+
+
+def _places(names: Iterable[str], hosts: Sequence[HostRecord]) -> dict[str, set[str | None]]:
+    """The cells that have a host of each name or UUID."""
+    return {name: {one.cell for one in hosts if name in (one.uuid, one.name)} for name in names}
 
 
 def _ask(verb: str, places: Mapping[str, Collection[str | None]], what: str, decision: FinalOptions) -> None:
@@ -268,7 +271,7 @@ async def _each(names: Iterable[str], work: Callable[[str], Awaitable[T]]) -> tu
         except BusError as fault:
             refused.append((name, Transient(str(fault), code="bus.unavailable")))
             silent += 1
-        except (ApiProblem, RequestRefused, FencingFailed, Transient) as fault:
+        except Fault as fault:
             refused.append((name, fault))
             silent = silent + 1 if may_pass(fault) else 0
         except asyncio.CancelledError:
@@ -318,12 +321,12 @@ async def _decide(
 ) -> int:
     """ask: the verb of the prompt that comes first."""
     check_names("host", names, reason)
+    each_name = dict.fromkeys(names)
+    if switch_off and isinstance(decision, FinalOptions):
+        done = await _switch_off(context, ask, each_name, reason, decision, force=force)
+        return finish("host", *done, show_decision, decision.form)
     if ask and isinstance(decision, FinalOptions):
         await _ask_about_hosts(context, ask, names, decision)
-    each_name = dict.fromkeys(names)
-    if switch_off:
-        done = await _switch_off(context, each_name, reason, decision, force=force)
-        return finish("host", *done, show_decision, decision.form)
     body = AdminStateRequest(state=state, reason=reason, cell=decision.cell, force=force)
     async with connected(context) as berth:
         await check_cell(berth, decision.cell)
@@ -340,10 +343,11 @@ def show_deleted(one: HostDeleted) -> None:
 
 
 async def _switch_off(
-    context: typer.Context, names: Iterable[str], reason: str, decision: HostOptions, *, force: bool
+    context: typer.Context, ask: str, names: Collection[str], reason: str, decision: FinalOptions, *, force: bool
 ) -> tuple[list[HostAdminState], list[tuple[str, Fault]]]:
     """Switch hosts off by the plug-in and fence them, one after the other: by the settings in force, which have the
-    credentials of what switches them off, and not by a token.
+    credentials of what switches them off, and not by a token. Raises Stop, before anything is done, where the context
+    in force is of another site.
     """
     from berth.fencing.fencer import Fencer  # noqa: PLC0415  (of a site's own machine)
     from berth.fencing.plugin import load  # noqa: PLC0415
@@ -356,6 +360,10 @@ async def _switch_off(
         stack.push_async_callback(plugin.close)
         berth = await stack.enter_async_context(client(settings))
         fencer = Fencer(berth, plugin, settings.fencing, clock=clock)
+        listed = (await berth.hosts(limit=MAX_HOSTS, timeout_s=QUERY_TIMEOUT_S)).hosts
+        await _check_site(context, [one for one in listed if one.uuid in names or one.name in names])
+        within = [one for one in listed if decision.cell in (None, one.cell)]
+        _ask(ask, _places(names, within), "host", decision)
 
         async def decide(name: str) -> HostAdminState:
             page = await berth.hosts(limit=MAX_HOSTS, timeout_s=QUERY_TIMEOUT_S)
@@ -363,6 +371,23 @@ async def _switch_off(
             return await fencer.fence(host, reason, by=by, force=force, cell=decision.cell)
 
         return await _each(names, decide)
+
+
+async def _check_site(context: typer.Context, hosts: Iterable[HostRecord]) -> None:
+    """Raises Stop where the context in force, by which a person sees hosts, does not have these of the settings' site.
+
+    Without any context (in an emergency, perhaps) the settings alone name a site.
+    """
+    try:
+        async with connected(context) as berth:
+            known = {one.uuid for one in await berth.list_hosts(limit=MAX_HOSTS)}
+    except ContextFault as fault:
+        if fault.code != NO_CONTEXT:
+            raise
+        return
+    for one in hosts:
+        if one.uuid not in known:
+            raise other_site(f"host {one.name} ({one.uuid})")
 
 
 async def named_host(berth: AsyncClient, name: str, cell: str | None) -> HostRecord:

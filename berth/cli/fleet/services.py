@@ -22,7 +22,7 @@ from berth.cli.output import (
     print_list,
     print_one,
 )
-from berth.fencing.fencer import MAX_HOSTS
+from bus.contracts.build import MAX_HOSTS
 from bus.contracts.operations import ServiceRecord
 from bus.contracts.workers import WorkerRecord
 

@@ -11,8 +11,7 @@ from berth.cli.common import Exit, Stop
 from berth.cli.http import connected
 from berth.cli.output import As, Form, ListedItems, ListOutput, Table, print_data, print_list, print_one
 from berth.client import ApiProblem, AsyncClient
-from berth.fencing.fencer import MAX_HOSTS
-from bus.contracts.build import HostRecord
+from bus.contracts.build import MAX_HOSTS, HostRecord
 
 
 class ZoneHosts(Struct, frozen=True, kw_only=True):

@@ -348,19 +348,35 @@ async def request_all(
     ends, in_time = list[ActionRecord](), True
     if options.wait:
         ids = [one.request_id for one in accepted]
-        ends, in_time = await ended(ids, berth.show_action, _is_over, timeout_s=options.timeout)
-    outcomes = [(request, ends[at] if ends else None) for at, request in enumerate(accepted)]
-    if options.form.is_data:
-        plain = [_plain(*both) for both in outcomes]
-        print_data(plain if as_list or not plain else plain[0], options.form)
-    else:
-        for request, end in outcomes:
-            _show(request, end, await _is_resized(berth, end))
+        try:
+            ends, in_time = await ended(ids, berth.show_action, _is_over, timeout_s=options.timeout)
+        except Fault:
+            await _report(berth, accepted, (), options, as_list=as_list)  # they are on record, whatever is away now
+            raise
+    await _report(berth, accepted, ends, options, as_list=as_list)
     for fault in faults:
         raise fault
     if not in_time:
         raise Stop(Exit.TIME, "timeout", f"{sum(not _is_over(one) for one in ends)} had not ended in time")
     return Exit.NO if any(end.state is not ActionState.DONE for end in ends) else 0
+
+
+async def _report(
+    berth: AsyncClient,
+    accepted: Sequence[ActionRequest],
+    ends: Sequence[ActionRecord],
+    options: RequestOptions,
+    *,
+    as_list: bool,
+) -> None:
+    """Print each request, with its end where they were waited for."""
+    outcomes = [(request, ends[at] if ends else None) for at, request in enumerate(accepted)]
+    if options.form.is_data:
+        plain = [_plain(*both) for both in outcomes]
+        print_data(plain if as_list or not plain else plain[0], options.form)
+        return
+    for request, end in outcomes:
+        _show(request, end, await _is_resized(berth, end))
 
 
 def _is_over(one: ActionRecord) -> bool:

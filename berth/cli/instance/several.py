@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from berth.cli.common import (
     MAX_LIMIT,
+    QUERY_TIMEOUT_S,
     Exit,
     InProject,
     Stop,
@@ -19,10 +20,11 @@ from berth.cli.common import (
     Yes,
     ask_first,
     by_cell,
+    client,
     open_in_time,
     settings_of,
 )
-from berth.cli.http import MAX_PAGES, connected, each, instance_of, place_of
+from berth.cli.http import MAX_PAGES, connected, each, instance_of, other_site, place_of
 from berth.cli.instance.actions import RequestOptions, request_all
 from berth.cli.instance.instances import INSTANCES, RequestOutcome, report_requests, wait_for
 from berth.cli.output import (
@@ -35,9 +37,8 @@ from berth.cli.output import (
 )
 from berth.client import AsyncClient
 from bus.contracts.actions import ActionKind, Condition
-from bus.contracts.build import BuildRecord, BuildState
+from bus.contracts.build import DELETE_REQUESTED, ENDED_WITHOUT_MACHINE, BuildQuery, BuildRecord, BuildState
 from bus.faults import Fault
-from scheduler_worker.records.build_record import DELETE_REQUESTED, ENDED_WITHOUT_MACHINE
 
 MAX_CHOSEN = 1000  # of one command
 
@@ -109,7 +110,11 @@ async def _delete_all(
         if not isinstance(answer, Fault):
             outcomes.append(RequestOutcome(one.instance_uuid, one.name))
     if wait:
-        outcomes, in_time = await wait_for(berth, outcomes, {BuildState.DELETED}, timeout_s)
+        try:
+            outcomes, in_time = await wait_for(berth, outcomes, {BuildState.DELETED}, timeout_s)
+        except Fault:
+            report_requests(outcomes, form=form)  # they are on record, whatever is away now
+            raise
     report_requests(outcomes, form=form)
     for answer in answers:
         if isinstance(answer, Fault):
@@ -211,12 +216,20 @@ def _check_ended(records: Sequence[BuildRecord]) -> None:
 
 async def _delete_in_cell(context: typer.Context, cell: str, records: Sequence[BuildRecord]) -> None:
     """Command the cell, on its bus, to delete instances whose requests have ended: no delete of a client reaches it.
-    By the settings in force, and not by a token.
+    By the settings in force, and not by a token. Raises Stop where they are of another site than the records.
     """
     from berth.config.site import Site, process_name, with_added_cells  # noqa: PLC0415  (of a site's own machine)
     from bus.contracts.cell import CellDelete  # noqa: PLC0415
 
-    site = Site(settings_of(context))
+    settings = settings_of(context)
+    async with client(settings) as berth:
+        for one in records:
+            query = BuildQuery(instance_uuid=one.instance_uuid)
+            found = (await berth.query(query, timeout_s=QUERY_TIMEOUT_S)).builds
+            if [(of.created_at, of.project_id) for of in found] != [(one.created_at, one.project_id)]:
+                raise other_site(f"instance {one.instance_uuid}")
+            _check_ended(found)
+    site = Site(settings)
     if cell not in site.settings.cells:
         site = await with_added_cells(site)
     site.check_cell(cell)

@@ -20,6 +20,7 @@ from bus.contracts.base import matching, reason_of
 from bus.faults import Fault
 
 FILE_NAME = "contexts.json"
+NO_CONTEXT = "context.none"
 MAX_BYTES = 1024 * 1024
 MAX_CONTEXTS = 1_000
 MAX_TOKEN = 16 * 1024  # a token of Keystone may have 8 KiB
@@ -139,7 +140,7 @@ def found_context(env: Mapping[str, str], config: Path | None = None) -> FoundCo
         return FoundContext(f"context {known.current}", replace(context, token=env.get("BERTH_TOKEN") or context.token))
     at_up = find_address(state_of(config, env))
     if at_up is None:
-        raise ContextFault("no address of berth: `berth login URL`, BERTH_URL, or a `berth up`", code="context.none")
+        raise ContextFault("no address of berth: `berth login URL`, BERTH_URL, or a `berth up`", code=NO_CONTEXT)
     return FoundContext("berth up", Context(at_up.url, at_up.token))
 
 

@@ -48,13 +48,20 @@ from berth.web.sign_in_sessions import WebCaller, WebRole
 from berth.why import explained
 from bus.clock import Clock
 from bus.contracts.actions import ActionKind, ActionPage, ActionQuery, ActionRequest
-from bus.contracts.build import TERMINAL_STATES, BuildPage, BuildQuery, BuildRecord, BuildState, HostRecord
+from bus.contracts.build import (
+    DELETE_REQUESTED,
+    TERMINAL_STATES,
+    BuildPage,
+    BuildQuery,
+    BuildRecord,
+    BuildState,
+    HostRecord,
+)
 from bus.contracts.catalogue import OPERATORS
 from bus.contracts.stages import durations
 from bus.contracts.workers import WorkerRecord
 from bus.faults import Fault
 from bus.transport import BusError
-from scheduler_worker.records.build_record import DELETE_REQUESTED
 
 NOW_EVERY_S = 1.0
 PAGE = 50

@@ -24,7 +24,7 @@ from berth.web.application import application
 from berth.web.openapi import _inlined
 from berth.web.sign_in_sessions import Access
 from bus.clock import SystemClock
-from scheduler_worker.records.build_record import ENDED_WITHOUT_MACHINE
+from bus.contracts.build import ENDED_WITHOUT_MACHINE
 
 METHODS = {
     name: one

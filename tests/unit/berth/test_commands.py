@@ -22,7 +22,7 @@ from berth.cli.claims import checks as audits
 from berth.cli.claims import quarantine as safety
 from berth.cli.common import Stop
 from berth.cli.fleet.drains import _ended
-from berth.cli.instance import actions, instances
+from berth.cli.instance import actions, instances, several
 from berth.cli.instance.instances import BootOptions, show_record
 from berth.cli.main import app
 from berth.cli.objects import objects
@@ -755,6 +755,38 @@ async def test_a_request_that_is_refused_is_not_repeated(
     assert await instances.boot(CONTEXT, options=options) == common.Exit.NO
     (shown,) = json.loads(capsys.readouterr().out)["items"]
     assert (shown["state"], shown["code"]) == ("refused", "flavor.unknown")
+
+
+@on_virtual_time
+async def test_what_was_accepted_is_printed_though_nobody_answers_any_more(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With `--wait`: the id of an action on record was told to nobody."""
+    sent: list[str] = []
+
+    class Away:
+        async def show_build(self, uuid: str) -> BuildRecord:
+            if sent:
+                raise ApiUnavailable("nothing answers")
+            return BuildRecord(instance_uuid=uuid, project_id="p", flavor="f", state=BuildState.ACTIVE)
+
+        async def create_action(self, uuid: str, body: Mapping[str, Any]) -> None:
+            sent.append(body["request_id"])
+
+        async def show_action(self, request_id: str) -> ActionRecord:
+            raise ApiUnavailable("nothing answers")
+
+        async def delete_build(self, uuid: str) -> None:
+            sent.append(uuid)
+
+    answered_by(monkeypatch, Away(), actions, several)
+    with pytest.raises(ApiUnavailable):
+        await actions.start(CONTEXT, UUID, request=actions.RequestOptions(wait=True, timeout=5.0))
+    assert sent[0] in capsys.readouterr().out
+    sent.clear()
+    with pytest.raises(ApiUnavailable):
+        await several.delete(CONTEXT, [UUID], wait=True, timeout_s=5.0, yes=True, choice=several.InstanceChoice())
+    assert sent == [UUID] and UUID in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("ends_at_s", "status"), [(5.0, 0), (50.0, common.Exit.TIME)])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +14,17 @@ from typing import Any
 
 import pytest
 import typer
+from msgspec.structs import replace
 
 import berth.cli.fleet.hosts as hosts_commands
 from berth.cli.common import Exit, Stop
+from berth.cli.instance import several
 from berth.cli.output import Form
+from berth.cli.session.contexts import NO_CONTEXT, ContextFault
 from berth.client import ApiTimeout
 from berth.client.types import AdminStateRequest
 from berth.config.settings import FencingSettings, Settings
-from bus.contracts.build import HostRecord
+from bus.contracts.build import BuildPage, BuildRecord, BuildState, HostRecord
 from bus.contracts.operations import HostAdminState, ServiceRecord
 from bus.faults import RequestRefused, RequestTimeout
 from bus.service.settings import redact
@@ -86,6 +91,14 @@ async def test_what_was_done_before_an_interrupt_is_returned() -> None:
 FLEET = tuple(
     HostRecord(uuid=f"00000000-0000-4000-8000-00000000000{n}", name=f"h{n}", cell=f"c{n % 2}") for n in (1, 2, 3)
 )
+ENDED = BuildRecord(
+    instance_uuid="00000000-0000-4000-8000-0000000000aa",
+    flavor="m1",
+    project_id="p",
+    state=BuildState.DELETED,
+    created_at=1.0,
+    updated_at=1.0,
+)
 SERVICES = (ServiceRecord(name="s", cell="c1", up=False), ServiceRecord(name="s", cell="c2", up=False))
 
 
@@ -149,6 +162,46 @@ async def test_a_uuid_names_the_host_that_has_it() -> None:
             return ours, liar
 
     assert await hosts_commands.named_host(Client(), ours.uuid, None) == ours  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("known", "code"), [((0, 1, 2), ""), ((0, 2), "context.other_site"), (None, "")])
+async def test_what_is_done_by_the_settings_is_done_to_the_site_of_the_context_alone(
+    monkeypatch: pytest.MonkeyPatch, known: tuple[int, ...] | None, code: str
+) -> None:
+    """`berth host fence h2 --switch-off` with the address of one site and the settings of another, or with none."""
+
+    class Client:
+        async def list_hosts(self, **_: Any) -> Any:
+            if known is None:
+                raise ContextFault("no address", code=NO_CONTEXT)
+            return [FLEET[at] for at in known]
+
+    answered_by(monkeypatch, Client(), hosts_commands)
+    with pytest.raises(Stop) if code else contextlib.nullcontext() as stop:
+        await hosts_commands._check_site(CONTEXT, FLEET[:2])
+    assert stop is None or (stop.value.status, stop.value.code) == (Exit.USAGE, code)
+
+
+@pytest.mark.parametrize("of_settings", [None, replace(ENDED, created_at=2.0), replace(ENDED, state=BuildState.ACTIVE)])
+async def test_a_cell_deletes_nothing_that_its_own_site_does_not_have_as_ended(
+    monkeypatch: pytest.MonkeyPatch, of_settings: BuildRecord | None
+) -> None:
+    """`berth delete X --cell c1` read the record by the address in force, and commanded the cell of the settings."""
+
+    class BusClient:
+        async def query(self, *_: Any, **__: Any) -> BuildPage:
+            return BuildPage(builds=() if of_settings is None else (of_settings,))
+
+    @contextlib.asynccontextmanager
+    async def client(_: Settings) -> AsyncIterator[BusClient]:
+        yield BusClient()
+
+    monkeypatch.setattr(several, "client", client)
+    monkeypatch.setattr(several, "settings_of", lambda _: Settings())
+    with pytest.raises(Stop) as stop:
+        await several._delete_in_cell(CONTEXT, "c1", [ENDED])
+    is_same = of_settings is not None and of_settings.created_at == ENDED.created_at
+    assert stop.value.code == ("instance.requested" if is_same else "context.other_site")
 
 
 def test_every_refused_host_is_named(capsys: pytest.CaptureFixture[str]) -> None:

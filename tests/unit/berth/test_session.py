@@ -243,9 +243,14 @@ def test_a_duration_is_a_number_and_a_unit() -> None:
             seconds_of(text)
 
 
+HEAVY = {
+    "sqlalchemy", "asyncpg", "aio_pika", "aiormq", "numpy", "uvloop", "uvicorn", "starlette", "structlog",
+    "prometheus_client", "scheduler_worker", "berth.config.settings",
+}  # fmt: skip
+
+
 def test_a_command_that_calls_the_api_loads_no_broker_and_no_database(env: dict[str, str]) -> None:
     """Their start is what a person waits for."""
-    heavy = "sqlalchemy asyncpg aio_pika aiormq numpy uvloop uvicorn starlette structlog prometheus_client"
     set_context(contexts_file(env), "one", ONE)
     code = """
 import sys
@@ -255,9 +260,28 @@ try:
 except SystemExit:
     print(*{one.partition(".")[0] for one in sys.modules}, *[one for one in sys.modules if one.startswith("berth.")])
 """
-    for words in (["context", "list"], ["token", "list"], ["login", "--help"]):
-        command = [sys.executable, "-c", code, *words]
+    for words in ("context list", "token list", "login --help", "list", "delete x --yes", "host list"):
+        command = [sys.executable, "-c", code, *words.split()]
         environ = {**os.environ, "BERTH_URL": "http://127.0.0.1:1"}
         found = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout.split()
         assert "berth.cli.http" in found
-        assert not {*heavy.split(), "scheduler_worker", "berth.config.settings"} & {*found}
+        assert not HEAVY & {*found}, words
+
+
+def test_each_command_that_calls_the_api_can_be_imported_with_the_client_alone() -> None:
+    """`berth delete` and `berth host list` needed asyncpg, which only `[server]` brings."""
+    modules = (
+        "instance.instances", "instance.several", "instance.actions", "instance.logs", "instance.why", "fleet.hosts",
+        "fleet.fences", "fleet.services", "fleet.zones", "fleet.drains", "fleet.cells", "fleet.baremetal",
+        "fleet.host_metrics", "claims.held", "claims.quarantine", "claims.recovery", "site.dead_letters", "site.status",
+        "objects.edits", "objects.objects",
+    )  # fmt: skip
+    code = f"""
+import importlib, sys
+for name in {modules}:
+    importlib.import_module("berth.cli." + name)
+    for one in {HEAVY}.intersection(sys.modules):
+        print(name, one)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found == ""
