@@ -113,10 +113,13 @@ class StatusReader:
         self._added: dict[str, CellBus] = {}
         self._reading = asyncio.Lock()
 
-    async def read(self) -> SystemStatus:
-        """All that waits. Whatever is away, this takes the time of one part at most, and never raises for it."""
+    async def read(self, *, anew: Server | None = None) -> SystemStatus:
+        """All that waits. Whatever is away, this takes the time of one part at most, and never raises for it.
+        anew: what this server has said is not to be remembered, because the caller has seen it fail since.
+        """
         async with self._reading:
             now_s = self._env.clock.monotonic()
+            self._kept = {name: kept for name, kept in self._kept.items() if kept[1].server is not anew}
             await self._read_parts(now_s)
             found = _rows_of([(part, result) for _, part, result in self._kept.values()])
             return status_of(self._dated(found), self._env.clock.time())

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from berth.client.status import StatusKind, SystemStatus
 from berth.client.types import FleetPoint
-from berth.status.reader import StatusReader
+from berth.status.reader import Server, StatusReader
 from berth.web.api import (
     SEARCHED_BY,
     WebApi,
@@ -216,6 +216,8 @@ class Pages:
         away = any(row.kind in (StatusKind.SCHEDULER_AWAY, StatusKind.BUS_AWAY) for row in status.rows)
         hosts, workers = (None, ()) if away else await asyncio.gather(self._hosts(), self._workers())
         answered = hosts is not None
+        if not answered and not away:  # schedulers fell silent after the status had read them
+            status = await self._status.read(anew=Server.SCHEDULER)
         if hosts is None:
             _, hosts = self._last.find(HOSTS) or (0.0, ())
         depths = await self._queues.depths(

@@ -19,7 +19,7 @@ from berth.cli.site.status import EXIT
 from berth.client.status import Severity, StatusKind, StatusRow, SystemState
 from berth.config.settings import Settings
 from berth.status import rows
-from berth.status.reader import PART_TIMEOUT_S, StatusReader
+from berth.status.reader import PART_TIMEOUT_S, Server, StatusReader
 from berth.status.rows import status_of
 from berth.text import age
 from bus.bus import API, Bus
@@ -314,6 +314,10 @@ async def test_a_reader_that_stays_reads_each_part_once_in_a_while_and_dates_wha
     await asyncio.sleep(30.0)
     later = await reader.read()
     assert len(reads) == 2
+    await reader.read(anew=Server.SCHEDULER)
+    assert len(reads) == 2
+    await reader.read(anew=Server.IRONIC)
+    assert len(reads) == 3
     assert [one.since for one in later.rows if one.kind is StatusKind.NODE_PROBLEMS] == [pytest.approx(first.at, abs=1)]
     await reader.close()
     await bus.close()

@@ -16,9 +16,12 @@ import pytest
 from msgspec import structs
 from starlette.requests import Request
 
+from berth.client.status import Severity, StatusKind
 from berth.client.types import DrainBody, ProviderView
 from berth.config import site
 from berth.config.settings import Settings
+from berth.status import rows
+from berth.status.reader import Server
 from berth.status.rows import status_of
 from berth.web import api
 from berth.web import event_stream as live
@@ -692,3 +695,35 @@ async def test_rates_are_those_of_a_second_over_the_last_ten() -> None:
     now = await pages._state()
     assert (now.active_per_s, now.failed_per_s, now.lost_per_s, now.retries_per_s) == (10.0, 20.0, 30.0, 20.0)
     assert (now.in_flight, now.answered) == (7, True)
+
+
+async def test_the_first_page_reads_the_status_anew_when_schedulers_fell_silent_after_it() -> None:
+    """It said that nothing is wrong for as long as the status was remembered."""
+    away = rows.row(StatusKind.SCHEDULER_AWAY, "No scheduler answers", severity=Severity.CRITICAL)
+    of_live = SimpleNamespace(history=lambda: [Second(1)], in_flight=0, percentiles=dict)
+    nothing = SimpleNamespace(queues=(), dead_letters=0, silent=())
+
+    async def answer(what: Any) -> Any:
+        return what
+
+    async def read(anew: Server | None = None) -> Any:
+        return status_of([away] if anew is Server.SCHEDULER else [], 0.0)
+
+    async def silent() -> Any:
+        raise RequestTimeout("no answer")
+
+    never = cast("Any", None)
+    pages = Pages(
+        never,
+        never,
+        cast("Any", of_live),
+        cast("Any", SimpleNamespace(hosts_to_count=silent, known_workers=silent)),
+        status=cast("Any", SimpleNamespace(read=read)),
+        queues=cast("Any", SimpleNamespace(depths=lambda _: answer(nothing))),
+        clock=SystemClock(),
+        last=LastAnswers(SystemClock()),
+        has_session=False,
+    )
+    now = await pages._state()
+    assert [one.kind for one in now.status.rows] == [StatusKind.SCHEDULER_AWAY]
+    assert not now.answered
