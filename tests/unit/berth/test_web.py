@@ -720,6 +720,7 @@ async def test_the_first_page_reads_the_status_anew_when_schedulers_fell_silent_
         cast("Any", SimpleNamespace(hosts_to_count=silent, known_workers=silent)),
         status=cast("Any", SimpleNamespace(read=read)),
         queues=cast("Any", SimpleNamespace(depths=lambda _: answer(nothing))),
+        history=never,
         clock=SystemClock(),
         last=LastAnswers(SystemClock()),
         has_session=False,
