@@ -33,7 +33,7 @@ EVERY_S = 60.0
 MAX_HOURS = 7 * 24
 SHOWN = 336  # points: half an hour each of seven days
 READ_AGE_S = 30.0
-TIMEOUT_S = 5.0
+TIMEOUT_S = 2.0
 
 # Several servers write the same minute: the last of them stays.
 _WRITE = """
@@ -87,13 +87,14 @@ class FleetHistory:
 
     async def points(self, hours: int = MAX_HOURS) -> tuple[FleetPoint, ...]:
         """At most SHOWN points of the last hours, at most READ_AGE_S old; none where nothing is kept. Each is the last
-        one of its span, with all builds that started and failed in it. Raises DatabaseUnavailable.
+        one of its span, with all builds that started and failed in it. Raises DatabaseUnavailable; after that what was
+        read before is shown for READ_AGE_S.
         """
         async with self._reading:
             now = self._env.clock.monotonic()
             if now - self._read_at > READ_AGE_S:
+                self._read_at = now  # also where it fails: the next pages do not wait for the database once more
                 self._points = await self._read()
-                self._read_at = self._env.clock.monotonic()
         since = self._env.clock.time() - hours * 3600
         return thinned([one for one in self._points if one.at >= since], hours * 3600 / SHOWN)
 
@@ -104,7 +105,7 @@ class FleetHistory:
                 rows = await connection.fetch(_READ, first)
         except NotConfigured:
             return ()
-        return tuple(msgspec.json.decode(row["point"], type=FleetPoint) for row in rows)
+        return tuple(filter(None, (_point_of(row["point"]) for row in rows)))
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[Any]:
@@ -112,10 +113,18 @@ class FleetHistory:
         try:
             async with asyncio.timeout(TIMEOUT_S), database.raw() as connection:
                 yield connection
-        except (TimeoutError, asyncpg.UndefinedTableError, asyncpg.InsufficientPrivilegeError) as error:
+        except (TimeoutError, OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
             raise DatabaseUnavailable(f"the history of the fleet is out of reach: {error}") from error
         finally:
             await database.close()
+
+
+def _point_of(text: str) -> FleetPoint | None:
+    """None: the row is another release's, or nobody's."""
+    try:
+        return msgspec.json.decode(text, type=FleetPoint)
+    except msgspec.MsgspecError:
+        return None
 
 
 def thinned(points: Sequence[FleetPoint], span_s: float) -> tuple[FleetPoint, ...]:

@@ -101,8 +101,21 @@ async def test_what_is_written_is_the_fleet_without_bare_metal(schema: str) -> N
 
 async def test_without_a_database_there_is_none_and_one_that_is_away_is_named() -> None:
     assert await history(None, At()).points() == ()
+    away = history("postgresql://berth@127.0.0.1:1/berth", At())
     with pytest.raises(DatabaseUnavailable):
-        await history("postgresql://berth@127.0.0.1:1/berth", At()).points()
+        await away.points()
+    assert await away.points() == (), "the next page does not wait for it"
+
+
+async def test_a_row_of_nobody_is_passed_over(schema: str) -> None:
+    clock = At()
+    await history(schema, clock).write(point(NOW))
+    database = Database(schema, "scheduler")
+    async with database.raw() as connection:
+        for minute, text in enumerate(("", "{", "[]", '{"at": "x"}', '{"hosts": 1}'), int(NOW / EVERY_S) - 10):
+            await connection.execute("INSERT INTO fleet_history (minute, point) VALUES ($1, $2)", minute, text)
+    await database.close()
+    assert [one.at for one in await history(schema, clock).points()] == [NOW]
 
 
 def test_a_line_is_cut_where_points_are_missing() -> None:
