@@ -768,7 +768,7 @@ def test_a_list_of_instances_goes_on_where_it_ended(berth: Berth) -> None:
         words = page["next"].split()
     assert len(seen) == 5 and set(seen) == made
     said = berth("list", "--project", "paged", "--limit", "2").err
-    assert said.startswith("2, next: berth list --project paged --limit 2 --page ")
+    assert said.startswith("2 of 5, next: berth list --project paged --limit 2 --page ")
     assert berth("list", "--page", "x").status == USAGE
 
 

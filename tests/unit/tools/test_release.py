@@ -206,7 +206,7 @@ def test_the_image_has_every_package_and_installs_it_as_the_tests_do() -> None:
 def test_each_service_of_the_compose_file_is_a_command_and_has_settings_that_are_read() -> None:
     services = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
     ours = {name: service for name, service in services.items() if service["image"] == "berth"}
-    assert ours.keys() == {"placement", "conductor", "compute", "scheduler"}
+    assert ours.keys() == {"placement", "conductor", "compute", "scheduler", "web"}
     for service in ours.values():
         ran = CliRunner().invoke(app, [*service["command"], "--help"])
         assert ran.exit_code == 0, ran.output
